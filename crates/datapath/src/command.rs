@@ -10,7 +10,7 @@ use guest::{NewQueue, StoppedRing};
 use crate::disk::source::Source;
 use crate::disk::{Content, Disk};
 
-/// A queue in service, by the number that its thread gave it.
+/// A queue in service: its number on its thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueId(pub(crate) usize);
 
@@ -30,25 +30,25 @@ pub(crate) enum Command {
         error: Option<Arc<OwnedFd>>,
         reply: Sender<()>,
     },
-    /// Serve nothing of a disk for now; the reply comes when nothing of it is under way.
+    /// Serve nothing of a disk for now. The reply comes when no request of it is in flight.
     Pause {
         disk: Arc<Disk>,
         reply: Sender<io::Result<()>>,
     },
-    /// Make its next file known to the engine.
+    /// Make the disk's next file known to the engine.
     AttachNext {
         disk: Arc<Disk>,
         content: Content,
         source: Arc<Source>,
         reply: Sender<io::Result<()>>,
     },
-    /// Serve it again.
+    /// Serve the disk again.
     Unpause {
         disk: Arc<Disk>,
         replaced: bool,
         reply: Sender<io::Result<()>>,
     },
-    /// Requests that storage failed to serve go on.
+    /// Stalled requests continue.
     Resume {
         disk: Arc<Disk>,
         report: bool,

@@ -36,16 +36,16 @@ pub struct Disk {
     pub id: [u8; blk::ID_BYTES],
     content: Mutex<Content>,
     pub(crate) source: Option<Mutex<Arc<Source>>>,
-    /// Its image goes by tables.
+    /// Its image is mapped.
     is_mapped: AtomicBool,
-    /// What it is in may be changed by somebody else at the moment.
+    /// It was released: another process may change its files.
     is_released: AtomicBool,
     /// Held while the file is replaced.
     pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
     pub(crate) errors: LogLimiter,
     image_errors: LogLimiter,
-    /// A front-end of it has held up an I/O thread.
+    /// A front-end of the disk has blocked an I/O thread.
     blocks_threads: AtomicBool,
     pub(crate) admission: Admission,
     pub(crate) statistics: Statistics,
@@ -54,25 +54,25 @@ pub struct Disk {
     on_event: OnceLock<OnEvent>,
     size: AtomicU64,
     write_cache: AtomicBool,
-    /// Writes of zeroes are looked for.
+    /// Writes of nothing but zeroes become write-zeroes.
     detect_zeroes: AtomicBool,
 }
 
-/// What a disk is in, as far as it may have to be read anew.
+/// The image that a disk is in, with its files. It is replaced when the image is opened again.
 #[derive(Clone)]
 pub(crate) struct Content {
     pub image: Image,
-    /// All files of an image that goes by tables, by their numbers in it.
+    /// All files of a mapped image, by their numbers in it.
     pub files: Vec<Arc<Source>>,
 }
 
 type OnEvent = Box<dyn Fn(&IoEvent) + Send + Sync>;
 
-/// Longer than any storage takes that works, and shorter than service managers wait for a process to end.
+/// Longer than working storage takes, and shorter than service managers wait for a process to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Content {
-    /// From where it is, as for [`Disk::new`]; with the one that is written.
+    /// From the storage, as for [`Disk::new`]. Also returns the file that is written.
     pub fn new(
         image: Image,
         storage: impl IntoIterator<Item = impl Into<Storage>>,
@@ -93,21 +93,21 @@ impl Content {
 /// What the operator chose for a disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// What is durable when. The file was opened for it: here, it says whether flushes are obeyed, and
-    /// whether the guest is told of a write cache at first.
+    /// When writes are durable. The file was opened for this mode; here it says whether flushes do anything, and
+    /// whether the guest is offered a write cache at first.
     pub cache: CacheMode,
-    /// Whether the guest is offered to give space back, and whether its write-zeroes may do so.
+    /// Whether the guest may give space back with discards, and with write-zeroes.
     pub discard: Discard,
     /// What becomes of writes of nothing but zeroes.
     pub detect_zeroes: DetectZeroes,
-    /// Guest memory may be registered with the engine, which is right only if no page of it is ever
-    /// replaced (no balloon, no free page reporting).
+    /// Guest memory may be registered with the engine. That is safe only if no page of it is ever replaced (no balloon,
+    /// no free page reporting).
     pub fixed_buffers: bool,
     /// What is done about a read that storage failed to serve.
     pub rerror: OnError,
-    /// The same for whatever changes the disk, and for flushes.
+    /// The same for requests that change the disk, and for flushes.
     pub werror: OnError,
-    /// How long a queue that stops waits for operations that storage does not answer.
+    /// How long a queue that stops waits for storage that does not answer.
     pub stop_timeout: Duration,
 }
 
@@ -126,8 +126,8 @@ impl Default for Options {
 }
 
 impl Disk {
-    /// A disk of `size` bytes in these files: none, one, or, if its image goes by tables, all of them by
-    /// their numbers there. A serial longer than GET_ID can carry is cut.
+    /// A disk of `size` bytes in these files: none, one, or, if its image is mapped, all of them by their numbers in
+    /// it. A serial longer than GET_ID can carry is truncated.
     pub fn new(
         name: String,
         image: Image,
@@ -140,7 +140,7 @@ impl Disk {
         Self::at(name, image, files, facts, size, serial, options)
     }
 
-    /// A disk of `size` bytes in what is no file; else as [`new`](Self::new).
+    /// A disk of `size` bytes in storage that is not a file; otherwise as [`new`](Self::new).
     pub fn remote(
         name: String,
         remote: Arc<dyn Remote>,
@@ -168,7 +168,7 @@ impl Disk {
         let is_mapped = AtomicBool::new(image.chain().is_some());
         let (content, source) = Content::new(image, storage, &facts, options.cache);
         let source = source.map(Mutex::new);
-        // What cannot give space back would write the zeroes all the same, and slower.
+        // Storage that cannot give space back would write the zeroes all the same, and slower.
         let detect_zeroes = options.detect_zeroes != DetectZeroes::Off
             && source.is_some()
             && !facts.read_only
@@ -200,13 +200,12 @@ impl Disk {
         }
     }
 
-    /// Whether a front-end of it has held up an I/O thread. What that one is remembered for is the disk: it may connect
-    /// anew at any time.
+    /// Whether a front-end of the disk has blocked an I/O thread. This is remembered for the disk, because the
+    /// front-end may connect again at any time.
     pub(crate) fn blocks_threads(&self) -> bool {
         self.blocks_threads.load(Ordering::Relaxed)
     }
 
-    /// It has.
     pub(crate) fn set_blocks_threads(&self) {
         self.blocks_threads.store(true, Ordering::Relaxed);
     }
@@ -216,9 +215,8 @@ impl Disk {
         content.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Leaves what it is in to somebody else, who may change it. It is durable, and no queue is served before
-    /// [`reacquire`](Self::reacquire). Nothing of it is kept open but `file`, of which nothing is
-    /// read or written.
+    /// Releases the disk to another process, which may change its files. The disk is durable, and none of its queues is
+    /// served before [`reacquire`](Self::reacquire). Only `file` stays open, and nothing of it is read or written.
     pub fn release(&self, file: Option<(Arc<OwnedFd>, Backing, Aio)>) {
         self.is_released.store(true, Ordering::Relaxed);
         let cache = self.options.cache;
@@ -226,7 +224,7 @@ impl Disk {
         self.set_content(content, source);
     }
 
-    /// It is in this from now on. No queue of it is served meanwhile.
+    /// The disk is in this content from now on. None of its queues is served meanwhile.
     pub(crate) fn set_content(&self, content: Content, source: Option<Arc<Source>>) {
         let is_mapped = content.image.chain().is_some();
         self.is_mapped.store(is_mapped, Ordering::Relaxed);
@@ -236,10 +234,10 @@ impl Disk {
         *self.content.lock().unwrap_or_else(PoisonError::into_inner) = content;
     }
 
-    /// Goes on with what was read anew. Files as for [`new`](Self::new).
+    /// Continues with files that were opened again. Files as for [`new`](Self::new).
     ///
     /// # Errors
-    /// It does not fit what the guest knows of its disk, which stays away.
+    /// The files do not fit the disk that the guest knows. The disk stays released.
     pub fn reacquire(
         &self,
         image: Image,
@@ -248,9 +246,9 @@ impl Disk {
         size: u64,
     ) -> io::Result<()> {
         let problem = if size < self.size() {
-            format!("it has {size} bytes, and had {}", self.size())
+            format!("its size shrank from {} to {size} bytes", self.size())
         } else if facts.logical_block > self.facts.logical_block {
-            format!("it is written in blocks of {} now", facts.logical_block)
+            format!("its block size grew to {} bytes", facts.logical_block)
         } else {
             let cache = self.options.cache;
             let (content, source) = Content::new(image, files, facts, cache);
@@ -260,7 +258,7 @@ impl Disk {
             return Ok(());
         };
         Err(io::Error::other(format!(
-            "disk {}: cannot go on with what was changed elsewhere: {problem}",
+            "disk {}: cannot continue with the changed file: {problem}",
             self.name
         )))
     }
@@ -270,7 +268,7 @@ impl Disk {
         self.size.load(Ordering::Relaxed)
     }
 
-    /// The disk has become longer.
+    /// The disk has grown.
     pub fn grow(&self, size: u64) {
         self.size.fetch_max(size, Ordering::Relaxed);
     }
@@ -281,25 +279,26 @@ impl Disk {
         self.write_cache.load(Ordering::Relaxed)
     }
 
-    /// Whether the page cache has lost something that was written: nothing is durable any more.
+    /// Whether the page cache has lost writes: nothing is durable any more.
     pub fn lost_writes(&self) -> bool {
         let source = self.source();
         source.is_some_and(|source| source.coalescer.lost().is_some())
     }
 
-    /// Makes every write that has completed durable, waiting for it; with `cache=unsafe` it does
-    /// nothing, as a guest's flush.
+    /// Makes every completed write durable, and waits for it. With `cache=unsafe` it does nothing, like a guest's
+    /// flush.
     ///
     /// # Errors
-    /// It could not be made durable, or what the page cache held was lost earlier.
+    /// The writes could not be made durable, or the page cache has lost writes before.
     pub fn sync(&self) -> io::Result<()> {
         if self.is_released.load(Ordering::Relaxed) {
             return Ok(());
         }
         if let Some(chain) = self.content().image.chain() {
-            return match self.flushes() {
-                true => chain.flush().map_err(io::Error::other),
-                false => Ok(()),
+            return if self.flushes() {
+                chain.flush().map_err(io::Error::other)
+            } else {
+                Ok(())
             };
         }
         match self.source() {
@@ -308,7 +307,7 @@ impl Disk {
         }
     }
 
-    /// Whether what changes the disk completes only once it is durable.
+    /// Whether requests that change the disk complete only when they are durable.
     #[inline]
     pub(crate) fn completes_when_durable(&self) -> bool {
         !self.write_cache() && self.flushes() && self.options.cache.flushes()
@@ -316,31 +315,30 @@ impl Disk {
 
     /// Whether writes are made durable one by one, as they are written (`RWF_DSYNC`).
     ///
-    /// Past the page cache, that took 0.5 to 0.7 of the time of a write and a shared fdatasync
-    /// at depths 1 and 8 (ext4 on a virtual disk, 4k random writes), and 1.3 times as long at depth 32,
-    /// which guests without a write cache seldom reach. Through the page cache it must not be: one
-    /// write would be told of the error of another, and that one of none.
+    /// With O_DIRECT, that took 0.5 to 0.7 of the time of a write and a shared fdatasync at depths 1 and 8 (ext4 on a
+    /// virtual disk, 4k random writes), and 1.3 times as long at depth 32, which guests without a write cache seldom
+    /// reach. Through the page cache it would be wrong: the error of one write would be reported to another.
     #[inline]
     pub(crate) fn writes_are_stable(&self) -> bool {
         self.completes_when_durable() && self.options.cache.direct()
     }
 
-    /// Whether there is anything that a flush must do. With `cache=unsafe`, that is to write the changed
-    /// tables of an image to its file, so that the end of this process costs nothing, as in QEMU.
+    /// Whether a flush does anything. With `cache=unsafe`, it writes the changed tables of an image to its file, so
+    /// that nothing is lost when this process ends, as in QEMU.
     pub(crate) fn flushes(&self) -> bool {
         let obeyed = self.options.cache.flushes() || self.is_mapped.load(Ordering::Relaxed);
         self.source.is_some() && obeyed && !self.facts.read_only
     }
 
-    /// Changes that for operations that are submitted from now on. To switch the cache off, stop the
-    /// queues, switch, and [`sync`](Self::sync).
+    /// Changes the write cache for operations that are submitted from now on. To switch it off, stop the queues,
+    /// switch, and [`sync`](Self::sync).
     pub fn set_write_cache(&self, on: bool) {
         self.write_cache.store(on, Ordering::Relaxed);
     }
 
-    /// Has `tell` called when a request fails for want of working storage (not for what the guest did
-    /// wrong), once a second at most, and when none waits for it any more. I/O threads call it: it must
-    /// not block. It can be set once; returns whether it was.
+    /// Has `tell` called when a request fails because storage does (not because the guest made a mistake), once a
+    /// second at most, and when no request is stalled any more. I/O threads call it: it must not block. It can be set
+    /// once; returns whether it was.
     pub fn on_event(&self, tell: impl Fn(&IoEvent) + Send + Sync + 'static) -> bool {
         self.on_event.set(Box::new(tell)).is_ok()
     }
@@ -351,7 +349,7 @@ impl Disk {
         }
     }
 
-    /// A request failed; `event` makes the message, with how many were left out.
+    /// A request failed; `event` makes the message, with the number of messages that were suppressed.
     #[cold]
     pub(crate) fn failed(&self, event: impl FnOnce(u64) -> IoEvent) {
         self.failures.log(|left_out| self.tell(&event(left_out.0)));
@@ -362,7 +360,7 @@ impl Disk {
         self.admission.limits()
     }
 
-    /// Changes them, for requests that come or wait from now on.
+    /// Changes them, for requests that are waiting and for new ones.
     ///
     /// # Errors
     /// The limits contradict each other; the old ones stay.
@@ -370,7 +368,7 @@ impl Disk {
         self.admission.set_limits(limits)
     }
 
-    /// The group whose limits apply too.
+    /// The group whose limits apply as well.
     pub fn throttle_group(&self) -> Option<Arc<ThrottleGroup>> {
         self.admission.group()
     }
@@ -385,7 +383,7 @@ impl Disk {
         self.detect_zeroes.load(Ordering::Relaxed)
     }
 
-    /// Whether the space of what was found to be zeroes is given back.
+    /// Whether the space of writes of zeroes is given back.
     pub(crate) fn detected_unmap(&self) -> bool {
         self.options.detect_zeroes == DetectZeroes::Unmap && self.options.discard == Discard::Unmap
     }
@@ -394,7 +392,7 @@ impl Disk {
         self.detect_zeroes.store(false, Ordering::Relaxed);
     }
 
-    /// Logs what an image says of a request or flush that failed; what becomes of that is another line.
+    /// Logs an image's error for a request or flush. What is done about it is logged separately.
     #[cold]
     pub(crate) fn image_failed(&self, error: &ImageError) {
         self.image_errors.log(|left_out| {
@@ -402,7 +400,7 @@ impl Disk {
         });
     }
 
-    /// Logs that a queue cannot be served where or as large as the guest says.
+    /// Logs that a queue cannot be served with the address or size that the guest set.
     pub fn ring_failed(&self, ring: u16, error: &RingError) {
         self.errors.log(|left_out| {
             warn!(
@@ -430,7 +428,7 @@ impl Disk {
         Some(self.lock_source()?.clone())
     }
 
-    /// Whether its page cache has lost something with this errno.
+    /// Whether the page cache has lost writes of the disk, with this errno.
     pub(crate) fn has_lost(&self, errno: i32) -> bool {
         self.source().and_then(|s| s.coalescer.lost()) == Some(errno)
     }

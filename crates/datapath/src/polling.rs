@@ -1,11 +1,10 @@
-//! When a thread polls before it sleeps: what it has learned of each disk, what a sleep costs here, and how
-//! much CPU polling may take. Pure: the caller brings the clocks. Times are in nanoseconds.
+//! When a thread polls before it sleeps: what it has learned of each disk, what a sleep costs here, and how much CPU
+//! polling may take. It has no clock: the caller passes the time, in nanoseconds.
 //!
-//! Polling saves a sleep and a wake-up, their CPU and their latency. The latency is worth something only if
-//! the guest waits for this very request: it has one request at a time, and sends the next one soon
-//! after it was given the last. Such a guest always takes some time to come back. One that
-//! sends requests at times of its own is often there at once, and is not polled for, unless it comes so soon that polling
-//! takes less CPU than a sleep.
+//! Polling saves a sleep and a wake-up: their CPU, and their latency. The latency matters only if the guest waits for
+//! this very request: it has one request at a time, and sends the next one soon after the last one has ended. Such a
+//! guest always takes some time to send the next request. A guest that sends requests at its own times often has the
+//! next one ready at once. It is not polled for, unless polling takes less CPU than a sleep.
 
 use std::time::Duration;
 
@@ -40,7 +39,7 @@ impl Polling {
 /// How long something takes. All zero before the first.
 #[derive(Clone, Copy, Default)]
 struct TypicalTime {
-    /// Moving average, and how far single times are off on average.
+    /// The moving average, and the average distance of single times from it.
     mean: u64,
     deviation: u64,
     /// About half of the times are longer. A few long ones do not move it, unlike the mean.
@@ -72,13 +71,13 @@ impl TypicalTime {
         self.mean = (self.mean * 7 + ns) / 8;
     }
 
-    /// As long as nearly all of them take.
+    /// The time that nearly all of them stay below.
     fn most(&self) -> u64 {
         self.mean + 2 * self.deviation
     }
 
-    /// They all take some time, and some take longer. Of times between events that know nothing of each other,
-    /// 29 % are less than half of the median.
+    /// Whether nearly all take at least half as long as the median. Of times between independent events, 29 % are
+    /// shorter than that.
     fn is_steady(&self) -> bool {
         self.early <= EARLY_MAX
     }
@@ -89,33 +88,33 @@ const EARLY_MAX: u64 = 100;
 /// What a thread has learned of a disk.
 #[derive(Default)]
 pub(crate) struct PollEstimator {
-    /// From the end of the only request under way to the guest's next one, where the thread polled.
+    /// From the end of the only request in flight to the guest's next one, where the thread polled.
     back: TypicalTime,
     /// The same where it slept: longer by a wake-up.
     back_asleep: TypicalTime,
     /// An operation of a request that is alone.
     operation: TypicalTime,
-    /// When it was first seen that nothing is under way; 0 while something is.
+    /// When the thread first saw that no request is in flight; 0 while one is.
     quiet_since: u64,
     /// The guest is polled for.
     polls: bool,
     /// A trial has shown that it pays.
     judged: bool,
-    /// Requests of a trial that were seen, or that are left until the next one.
+    /// Requests of a trial so far, or requests until the next trial.
     count: u16,
-    /// Requests that are left out after the next trial that fails.
+    /// Requests until the next trial, after the next one that fails.
     pause: u16,
 }
 
 /// Requests for which polling is tried before it is judged.
 const TRIAL: u16 = 8;
 
-/// Requests until it is tried again where it did not pay: at first, and after many trials that failed.
+/// Requests until the next trial after one that failed: at first, and after many.
 const PAUSE_MIN: u16 = 200;
 const PAUSE_MAX: u16 = 1600;
 
 impl PollEstimator {
-    /// Nothing of the disk is under way.
+    /// No request of the disk is in flight.
     #[inline]
     pub fn quiet(&mut self, now: u64) {
         if self.quiet_since == 0 {
@@ -123,7 +122,7 @@ impl PollEstimator {
         }
     }
 
-    /// The guest came back after this long.
+    /// The guest sent its next request after this time.
     fn came_after(&mut self, ns: u64, polled: bool, max: u64, sleep: u64) {
         match (self.polls, polled) {
             (true, true) => {
@@ -140,7 +139,7 @@ impl PollEstimator {
                     }
                 }
             }
-            // It may not poll now.
+            // The thread was not allowed to poll now.
             (true, false) => {}
             (false, _) => {
                 self.back_asleep.took(ns.min(max * 3 / 2));
@@ -156,11 +155,11 @@ impl PollEstimator {
         }
     }
 
-    /// Whether to poll for the guest: this takes no more CPU than a sleep; or it waits for each request before it
-    /// sends the next one, so soon that a wake-up is a good part of the time that a request takes it.
+    /// Whether to poll for the guest: polling takes no more CPU than a sleep; or the guest waits for each request
+    /// before it sends the next one, so soon that a wake-up is a good part of the time of a request.
     fn pays(&self, max: u64, sleep: u64) -> bool {
         let little = (max * 3 / 10).max(self.operation.mean / 2);
-        // What was found to pay goes on until it clearly does not.
+        // If polling was found to pay, it continues until it clearly does not.
         let little = if self.judged { little * 3 / 2 } else { little };
         let instant = self.operation.mean <= max / 10;
         let soon = self.back.mean <= max * 11 / 20 && (instant || self.back.mean <= little);
@@ -175,12 +174,12 @@ impl PollEstimator {
     }
 }
 
-/// Decides for a thread.
+/// Decides whether a thread polls.
 pub(crate) struct Poller {
     max: u64,
-    /// Parts in a hundred of the time that polling may cost.
+    /// Percent of the time that polling may take.
     share: u64,
-    /// What it may cost now; below zero after it has cost too much. Refilled at `refilled`.
+    /// What polling may cost now; negative after it has cost too much. Refilled at `refilled`.
     left: i64,
     refilled: u64,
     /// CPU time of a sleep and of being woken.
@@ -190,24 +189,24 @@ pub(crate) struct Poller {
     has_polled: bool,
 }
 
-/// What the disk that polling is for waits for.
+/// What a disk waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PollTarget {
     Guest,
     Operation,
 }
 
-/// What a sleep is thought to cost before one was measured.
+/// The assumed cost of a sleep before one was measured.
 const SLEEP_NS: u64 = 10_000;
 
-/// No sleep costs more: what was measured beyond was something else.
+/// No sleep costs more: a larger value measured something else.
 const SLEEP_MAX_NS: u64 = 40_000;
 
 /// The first sleeps are measured, and then each one after so many.
 const MEASURED_FIRST: u32 = 8;
 const MEASURED_EACH: u32 = 32;
 
-/// Time for which what polling may cost is saved up.
+/// How much of the CPU time for polling can be saved up.
 const SAVED_UP_NS: i64 = 10_000_000;
 
 impl Poller {
@@ -231,8 +230,8 @@ impl Poller {
         self.max == 0
     }
 
-    /// How long to poll for this disk. What one that its limits hold waits for is mostly the limit, so that
-    /// it is polled for only where that takes less CPU than a sleep.
+    /// How long to poll for this disk. A disk that a limit holds back mostly waits for the limit: it is polled for only
+    /// where that takes less CPU than a sleep.
     #[inline]
     pub fn window(&self, estimator: &PollEstimator, what: PollTarget, limited: bool) -> u64 {
         let PollEstimator {
@@ -248,7 +247,7 @@ impl Poller {
                 if !limited
                     && estimator.count == TRIAL
                     && estimator.pays_for_operations(self.max, self.sleep)
-                    // As long as the thread sleeps, this is longer by a wake-up.
+                    // While the thread sleeps, this is longer by a wake-up.
                     && operation.mean <= self.max * 3 / 2 =>
             {
                 operation.most().min(self.max)
@@ -292,7 +291,7 @@ impl Poller {
     pub fn polled(&mut self, ns: u64, hit: bool) -> u64 {
         self.has_polled = true;
         let saved = if hit { self.sleep } else { 0 };
-        // What it took beyond the longest time it spent waiting for a CPU.
+        // Beyond the longest time to poll, the thread was waiting for a CPU.
         let ns = ns.min(self.max);
         self.left = (self.left + saved as i64 - ns as i64).min(self.full());
         saved
@@ -350,7 +349,7 @@ mod tests {
         estimator
     }
 
-    /// Times between requests that know nothing of each other, so long on average.
+    /// Times between independent requests, with this average.
     fn independent(mean: f64) -> impl Iterator<Item = u64> {
         let mut state = 1u64;
         std::iter::repeat_with(move || {

@@ -1,5 +1,5 @@
-//! Log lines about things that a guest can cause as often as it likes: at most one a second for
-//! each disk, with a count of those left out.
+//! Events of a disk, and a limit for log lines that a guest can cause as often as it likes: at most one a second for
+//! each disk, with a count of the suppressed ones.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -9,21 +9,21 @@ use block::Request;
 
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// What a disk has to tell of its storage.
+/// An event of a disk's storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoEvent {
     /// A request failed.
     Failed(IoFailure),
-    /// The last request that was stalled has been served, or the guest was told of its error.
+    /// No request is stalled any more: the last one was served, or the guest was told of its error.
     Resumed(IoResumed),
 }
 
 /// What is done about a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoAction {
-    /// The guest is told.
+    /// The guest is told of the error.
     Report,
-    /// The request waits, and so does all that follows, until the operator has it go on.
+    /// The request and all later ones wait until the operator resumes the disk.
     Stop,
     /// The request waits, and is tried again.
     Retry,
@@ -34,24 +34,24 @@ pub enum IoAction {
 pub struct IoResumed {
     /// Since the first failure.
     pub lasted: Duration,
-    /// Requests that were given up: the guest was told of their errors.
+    /// Requests that ended with an error.
     pub given_up: u64,
 }
 
 /// A request that storage failed to serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoFailure {
-    /// What was asked for.
+    /// What the guest asked for.
     pub request: Request,
     /// What is done about it.
     pub action: IoAction,
-    /// Why; 0 if the file ended before the disk does.
+    /// The error; 0 if the file ended before the disk does.
     pub errno: i32,
-    /// Failures since the last one that was told of.
+    /// Failures since the last event of one.
     pub left_out: u64,
 }
 
-/// Lines of one kind about one disk.
+/// Limits log lines of one kind about one disk.
 #[derive(Default)]
 pub struct LogLimiter(Mutex<LimiterState>);
 
@@ -61,7 +61,7 @@ struct LimiterState {
     left_out: u64,
 }
 
-/// How many lines were left out before one, if any were; that one ends with it.
+/// How many lines were suppressed before a line, which ends with this.
 #[derive(Clone, Copy, Debug)]
 pub struct LeftOut(pub u64);
 
@@ -75,7 +75,7 @@ impl fmt::Display for LeftOut {
 }
 
 impl LogLimiter {
-    /// Calls `log` with the number of lines left out since the last one, unless that was just now.
+    /// Calls `log` with the number of lines suppressed since the last one, unless that was less than a second ago.
     pub fn log(&self, log: impl FnOnce(LeftOut)) {
         let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
         if state.last.is_some_and(|last| last.elapsed() < PAUSE) {

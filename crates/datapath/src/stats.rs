@@ -1,11 +1,11 @@
-//! What is counted of a disk. Its queues' threads count for themselves, and whoever wants to know adds
-//! up, at any time, without stopping them.
+//! Statistics of a disk. Each queue's thread counts separately, and a reader adds up, at any time, without stopping the
+//! threads.
 //!
-//! Operations and bytes are always counted. Latencies are measured while somebody [asks for
-//! them](crate::Disk::measure): a look at the clock per batch, and a place in a list per request.
+//! Operations and bytes are always counted. Latencies are measured while a caller [asks for
+//! them](crate::Disk::measure): one look at the clock per batch, and one entry in a list per request.
 //!
-//! What nobody asks for must not cost the fast lane more than 2 %: 673 and 678 instructions per I/O on the null disk
-//! with all of it and the limits, idle; 675 to 678 in a build without (`cargo xtask bench --instructions`, three
+//! What is not asked for must not cost the shortest path more than 2 %: 673 and 678 instructions per I/O on the null
+//! disk with all of it and the limits, idle; 675 to 678 in a build without (`cargo xtask bench --instructions`, three
 //! rounds).
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -23,14 +23,14 @@ use histogram::{AtomicHistogram, Histogram, add};
 /// The kinds of requests that are counted apart.
 const KINDS: usize = 5;
 
-/// Of these, the kinds that there are many of.
+/// The most frequent kinds.
 const READ: usize = 0;
 const WRITE: usize = 1;
 
 /// The stages of a request whose time is measured.
 const STAGES: usize = 5;
 
-/// A disk's statistics at one moment, summed over its queues, those included that are gone.
+/// A disk's statistics at one moment, summed over its queues, including those that have stopped.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DiskStats {
     /// When, in nanoseconds of the monotonic clock; in a [difference](Self::since), how long.
@@ -47,9 +47,9 @@ pub struct DiskStats {
     pub write_zeroes: RequestStats,
     /// Requests that the disk does not allow.
     pub refused: u64,
-    /// Requests under way now, those included that a limit holds back.
+    /// Requests in flight now, including those that a limit holds back.
     pub under_way: u64,
-    /// Those of them that storage failed to serve, and that wait for it to work again.
+    /// Requests in flight that storage failed to serve, and that wait for it to work again.
     pub stalled: u64,
     /// Queues in service now.
     pub queues: u64,
@@ -64,30 +64,30 @@ pub struct RequestStats {
     pub bytes: u64,
     /// Completed with an error.
     pub errors: u64,
-    /// How long they took, with those that failed, while that was measured.
+    /// How long they took while that was measured, including those that failed.
     pub latency: Latency,
 }
 
-/// How long requests took, in total and in parts. A part's time is taken per batch: the first request
-/// of one waits for the last in the part where the batch is worked on.
+/// How long requests took, in total and in parts. The time of a part is taken per batch: the first request of a batch
+/// waits for the last one in the part in which the batch is processed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Latency {
     /// From the available ring to the used ring.
     pub total: Histogram,
-    /// From the available ring until it may go on: held back by a limit.
+    /// From the available ring until limits let it go.
     pub waiting: Histogram,
-    /// From there to the engine, or to the last of its pieces: what the image needs that is not in memory,
-    /// such as a table, or a cluster to be copied.
+    /// From there to the engine, or to its last piece: includes what the image needs that is not in memory, such as a
+    /// table, or a cluster to be copied.
     pub image: Histogram,
-    /// From the engine's queue to its completion, with all that a request needs to be durable.
+    /// From the engine's queue to its completion, including the time until it is durable, if it must be.
     pub engine: Histogram,
     /// From completion to the used ring.
     pub publishing: Histogram,
 }
 
 impl DiskStats {
-    /// What was counted since `earlier`, an older state of the same disk. What is counted as of now
-    /// stays as it is.
+    /// What was counted since `earlier`, an older state of the same disk. Values that say how many there are now stay
+    /// as they are.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {
@@ -129,7 +129,7 @@ impl DiskStats {
 }
 
 impl Latency {
-    /// The whole and its parts, by name.
+    /// The total and its parts, by name.
     pub fn stages(&self) -> [(&'static str, &Histogram); STAGES] {
         [
             ("total", &self.total),
@@ -191,7 +191,7 @@ pub(crate) struct Stamps {
 }
 
 impl Stamps {
-    /// A request that has passed all stages at this time, as far as is known yet.
+    /// A request that was fetched at this time, and has not waited so far.
     #[inline]
     pub fn all(at: u64) -> Self {
         Self {
@@ -202,18 +202,18 @@ impl Stamps {
     }
 }
 
-/// What a queue's thread counts.
+/// The counters of a queue, as its thread changes them.
 pub(crate) struct Tally {
     counters: Arc<Counters>,
-    /// Reads and writes that went well, those before this queue included: one addition per request, where
-    /// the counters would need three instructions, and these are only stored.
+    /// Reads and writes that succeeded, including those before this queue: one addition per request, where the counters
+    /// would need three instructions. The counters only store these sums.
     reads: Count,
     writes: Count,
-    /// Requests that are measured, and that the guest has not been told of. Those of a batch share
-    /// their times: this is the last such run, and these are the ones before.
+    /// Measured requests of which the guest has not been told. Those of a batch share their times and form a run: this
+    /// is the last run, and `runs` are those before.
     run: Run,
     runs: Vec<Run>,
-    /// Most runs that are kept. Memory for all of them is taken with the first.
+    /// Most runs that are kept. Memory for all of them is allocated with the first.
     runs_max: usize,
 }
 
@@ -232,7 +232,7 @@ struct Run {
 }
 
 impl Tally {
-    /// For a queue of a disk, with so many requests under way at most.
+    /// For a queue of a disk, with at most so many requests in flight.
     pub fn new(statistics: &Statistics, requests: usize) -> Self {
         let counters = statistics.join();
         let count = |kind: usize| Count {
@@ -249,7 +249,7 @@ impl Tally {
         }
     }
 
-    /// A request is answered as soon as it is planned.
+    /// A request is answered without I/O.
     #[inline]
     pub fn answered(&mut self, request: &Request, status: Status, stamps: Stamps) {
         self.finished(request, status);
@@ -268,7 +268,7 @@ impl Tally {
             _ => return self.finished_other(request, status),
         };
         count.operations += 1;
-        // A guest can have asked for more than 64 bits of them.
+        // The sum of what a guest asks for may exceed 64 bits.
         count.bytes = count.bytes.wrapping_add(len);
     }
 
@@ -303,8 +303,8 @@ impl Tally {
 
     #[cold]
     fn measured_apart(&mut self, kind: usize, stamps: Stamps, reaped: u64) {
-        // It has room for all that can be under way; a guest that makes a request available twice
-        // gets one measurement less.
+        // There is room for all requests that can be in flight; a guest that makes a request available twice gets one
+        // measurement less.
         if self.run.n > 0 && self.runs.len() < self.runs_max {
             if self.runs.capacity() == 0 {
                 self.runs.reserve_exact(self.runs_max);
@@ -319,8 +319,8 @@ impl Tally {
         };
     }
 
-    /// The guest is about to be told of what is done: whoever then looks finds it counted, and how
-    /// many requests are under way now.
+    /// The guest is about to be told of completed requests: from now on they are in the counters, with the number of
+    /// requests in flight.
     #[inline]
     pub fn count(&mut self, under_way: usize) {
         let Counters {
@@ -336,7 +336,7 @@ impl Tally {
         now.store(under_way as u64, Ordering::Relaxed);
     }
 
-    /// The guest has been told of what is done.
+    /// The guest has been told of completed requests.
     #[inline]
     pub fn publish(&mut self) {
         if self.run.n > 0 {
@@ -374,7 +374,7 @@ impl Drop for Tally {
     }
 }
 
-/// The counters of one queue, written by its thread alone. They outlive it, for a later queue.
+/// The counters of one queue, written only by its thread. A later queue continues with them.
 #[derive(Default)]
 struct Counters {
     in_use: AtomicBool,
@@ -383,7 +383,7 @@ struct Counters {
     errors: [AtomicU64; KINDS],
     refused: AtomicU64,
     under_way: AtomicU64,
-    /// Of each kind, made when the first request of it has been measured: a queue that has none needs none.
+    /// By kind, allocated when the first request of a kind has been measured.
     times: [OnceLock<Box<Times>>; KINDS],
 }
 
@@ -407,9 +407,9 @@ impl Counters {
 /// The counters of all queues of a disk.
 #[derive(Default)]
 pub(crate) struct Statistics {
-    /// How many want latencies measured.
+    /// How many callers have latencies measured.
     measured_for: AtomicUsize,
-    /// As many as there were queues at a time.
+    /// As many as the largest number of queues at a time.
     queues: Mutex<Vec<Arc<Counters>>>,
 }
 
@@ -476,17 +476,14 @@ impl Statistics {
 
     /// Whether latencies are wanted.
     #[inline]
-    pub fn measuring(&self) -> bool {
+    pub fn is_measuring(&self) -> bool {
         self.measured_for.load(Ordering::Relaxed) > 0
     }
 
     /// The time of a batch, or 0 if its requests are not measured.
     #[inline]
     pub fn stamp(&self) -> u64 {
-        match self.measuring() {
-            true => now_ns(),
-            false => 0,
-        }
+        if self.is_measuring() { now_ns() } else { 0 }
     }
 }
 
@@ -494,7 +491,8 @@ impl Statistics {
 mod tests {
     use super::*;
 
-    /// They are larger than all else that a queue needs, and most disks of a host have no discards, and little to do.
+    /// They are larger than everything else that a queue needs, and most disks of a host have no discards, and little
+    /// to do.
     #[test]
     fn a_queue_has_histograms_of_what_it_was_asked_for() {
         let statistics = Statistics::default();

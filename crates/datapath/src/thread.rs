@@ -65,7 +65,7 @@ impl IoThread {
         })
     }
 
-    /// What the kernel calls it (gettid(2)).
+    /// The kernel's number of the thread (gettid(2)).
     pub fn thread_id(&self) -> u32 {
         self.thread_id
     }
@@ -80,8 +80,8 @@ impl IoThread {
         answer(&result)?
     }
 
-    /// Stops serving a queue, once nothing of it is under way, or once it has waited for that as long as the
-    /// disk's options say. Returns where in the ring a successor goes on.
+    /// Stops serving a queue when no request of it is in flight, or when the disk's stop timeout is over. Returns where
+    /// in the ring the next server continues.
     ///
     /// # Errors
     /// The thread has ended, with a line in the log that says why.
@@ -91,8 +91,8 @@ impl IoThread {
         answer(&result)
     }
 
-    /// Changes where a queue notifier to, and returns once it does: a front-end that sends one descriptor after
-    /// another goes at the thread's pace.
+    /// Changes the eventfds that a queue signals, and returns when that is done: a front-end that sends one descriptor
+    /// after another is slowed down to the thread's pace.
     pub fn set_event_fds(
         &self,
         queue: QueueId,
@@ -106,7 +106,7 @@ impl IoThread {
             error,
             reply,
         });
-        // Fails if the thread has ended, of which the session is told.
+        // Fails if the thread has ended, which the session learns otherwise.
         let _ = result.recv();
     }
 
@@ -116,7 +116,7 @@ impl IoThread {
     }
 
     pub(crate) fn send(&self, command: Command) {
-        // Fails only if the thread has ended; then the reply never comes, which says the same.
+        // Fails only if the thread has ended. Then the reply never comes, which tells the caller the same.
         let _ = self.commands.send(command);
         self.wake.wake();
     }

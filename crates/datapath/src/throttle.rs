@@ -1,9 +1,8 @@
-//! Limits as leaky buckets, and turns among those who share them. Pure: the caller brings the clock.
+//! Limits as leaky buckets, and turns among those who share them. It has no clock: the caller passes the time.
 //!
-//! What a limit counts is poured into a bucket that leaks at the limit's rate, and nothing more is let
-//! through while the bucket is too full. Those who share buckets are served by turns, by what each has
-//! had so far and not by how often each asks: with a depth of 128, a disk gets no more of its group
-//! than one with a depth of 8.
+//! Bytes and operations are poured into a bucket that leaks at the limit's rate, and nothing more is let through while
+//! the bucket is too full. Those who share buckets take turns by what each has had so far, and not by how often each
+//! asks: with a depth of 128, a disk gets no more of its group than one with a depth of 8.
 
 pub(crate) mod admission;
 
@@ -33,12 +32,12 @@ impl ThrottleGroup {
         })
     }
 
-    /// What the disks of the group may have together.
+    /// The limits of all disks of the group together.
     pub fn limits(&self) -> ThrottleLimits {
         self.shares().limits
     }
 
-    /// Changes that for requests that come or wait from now on.
+    /// Changes them, for requests that are waiting and for new ones.
     ///
     /// # Errors
     /// The limits contradict each other; the old ones stay.
@@ -57,7 +56,7 @@ impl ThrottleGroup {
     }
 }
 
-/// The lock if nobody has it. An I/O thread waits for no other one.
+/// The lock, if it is free: an I/O thread does not wait for another one.
 pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),
@@ -66,7 +65,7 @@ pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// What is limited apart, in a list: reads, and writes with all else that changes the disk.
+/// What can have limits of its own: reads; and writes, with everything else that changes the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,
@@ -84,24 +83,23 @@ pub(crate) struct Work {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sharer(usize);
 
-/// What a disk's own limits hold is looked at when the clock passes a multiple of this, so that one
-/// wake-up lets go what is due at nearly the same time: of a disk with 10,000 requests a second ten, and
-/// with them those of all other disks of the thread. A bucket has room for fifty times as much
-/// ([`SLACK_S`]), so that what goes later than it could does not make the rate lower. In a group, where a
-/// disk of little depth would come too late for its share, it is not done.
+/// Requests that a disk's own limits hold are let go when the clock passes a multiple of this, so that one wake-up lets
+/// go all that are due at nearly the same time: ten of a disk with 10,000 requests a second, and those of all other
+/// disks of the thread. A bucket has room for fifty times as much ([`SLACK_S`]), so that this does not lower the rate.
+/// In a group it is not done: a disk of little depth would come too late for its share.
 pub(crate) const TICK_NS: u64 = 1_000_000;
 
-/// Time after which one asks again who found the limits of a group locked by another thread.
+/// Time after which a thread asks again that found the limits of a group locked by another thread.
 pub(crate) const PAUSE_MIN_NS: u64 = 100_000;
 
-/// The same, so that a change of limits is seen soon.
+/// Longest time after which limits are asked again, so that a change of limits is seen soon.
 pub(crate) const PAUSE_MAX_NS: u64 = 20_000_000;
 
 /// Buckets, and those who share them.
 pub(crate) struct Shares {
     limits: ThrottleLimits,
     buckets: Buckets,
-    /// By lane: reads and writes wait in one as long as no limit tells them apart.
+    /// By lane. Reads and writes wait in one lane, unless a limit applies to only one of them.
     turns: [Turns; 2],
 }
 
@@ -132,7 +130,7 @@ impl Shares {
             .any(|rate| rate.average > 0)
     }
 
-    /// When the next request may go, whatever it is. Only where reads and writes wait for each other.
+    /// When the next request of any kind may go. Only if reads and writes wait in one lane.
     pub fn due(&self, now: u64) -> u64 {
         debug_assert!(!self.split());
         let any = Work {
@@ -171,7 +169,7 @@ impl Shares {
         self.turns[lane].claims[sharer.0].waiting = false;
     }
 
-    /// Whether somebody waits in this lane.
+    /// Whether a sharer waits in this lane.
     pub fn waited_for(&self, lane: usize) -> bool {
         self.turns[lane].claims.iter().any(|claim| claim.waiting)
     }
@@ -183,7 +181,7 @@ pub(crate) struct Gate<'a> {
     turns: &'a mut Turns,
     sharer: Sharer,
     now: u64,
-    /// Who has had more than this has to wait for the others.
+    /// A sharer that has had more than this waits for the others.
     latest: u64,
 }
 
@@ -192,7 +190,7 @@ impl Gate<'_> {
         self.turns.claims[self.sharer.0].had <= self.latest && self.due(work)
     }
 
-    /// Whether the limits allow it, whoever's turn it is.
+    /// Whether the limits allow it, regardless of turns.
     pub fn due(&self, work: &Work) -> bool {
         self.buckets.due(work, self.now) <= self.now
     }
@@ -207,7 +205,7 @@ impl Gate<'_> {
         self.buckets.cost(work)
     }
 
-    /// Lets it through. The turns count it as `cost`.
+    /// Lets it through. It counts as `cost` for the turns.
     pub fn pass(&mut self, work: &Work, cost: u64) {
         self.buckets.pour(work);
         self.turns.had(self.sharer, cost);
@@ -229,22 +227,22 @@ impl Gate<'_> {
     }
 }
 
-/// How much more than another one a sharer may have had, in nanoseconds of the limit, while that one
-/// waits. It covers the time in which a thread wakes up.
+/// How much more a sharer may have had than another one that waits, in nanoseconds of the limit. It covers the time in
+/// which a thread wakes up.
 const SPREAD_NS: u64 = 1_000_000;
 
-/// Time after which one that was to ask again and did not is waited for no more: its thread is busy
-/// elsewhere. It makes up for it when it comes.
+/// A sharer that is this late in asking again is not waited for any more: its thread is busy. It catches up when it
+/// asks.
 const LATE_NS: u64 = 2_000_000;
 
-/// What can be made up for.
+/// What a late sharer can catch up.
 const ARREARS_NS: u64 = 50_000_000;
 
 /// Who has had how much.
 #[derive(Default)]
 struct Turns {
     claims: Vec<Claim>,
-    /// What one who waited all the time has had.
+    /// What a sharer has had that waited all the time.
     had: u64,
 }
 
@@ -280,18 +278,19 @@ impl Turns {
         self.claims[sharer.0] = Claim::default();
     }
 
-    /// A sharer that has something waiting. What others had while it wanted nothing is not its due.
+    /// A sharer has requests waiting. It has no claim to what others had while it had none.
     fn begin(&mut self, sharer: Sharer) {
         let claim = &mut self.claims[sharer.0];
-        let least = match claim.waiting {
-            true => self.had.saturating_sub(ARREARS_NS),
-            false => self.had,
+        let least = if claim.waiting {
+            self.had.saturating_sub(ARREARS_NS)
+        } else {
+            self.had
         };
         claim.had = claim.had.max(least);
         claim.waiting = true;
     }
 
-    /// The least that another one has had that waits.
+    /// The least that another waiting sharer has had.
     fn others(&self, sharer: Sharer, now: u64) -> u64 {
         self.waiting(sharer, now)
             .map(|claim| claim.had)
@@ -299,7 +298,7 @@ impl Turns {
             .unwrap_or(u64::MAX)
     }
 
-    /// How many others come first.
+    /// How many other sharers come first.
     fn before(&self, sharer: Sharer, now: u64) -> usize {
         let had = self.claims[sharer.0].had;
         self.waiting(sharer, now)
@@ -384,8 +383,8 @@ impl Buckets {
         }
     }
 
-    /// The same buckets with other limits. They stay as full as they were: whoever changes limits
-    /// often gives no burst away each time.
+    /// The same buckets with other limits. They stay as full as they were, so that frequent changes do not allow a
+    /// burst each time.
     fn changed(&mut self, limits: &ThrottleLimits) -> Self {
         let mut new = Self::new(limits);
         new.leaked = self.leaked;
@@ -445,8 +444,8 @@ impl Limited {
     }
 }
 
-/// Seconds' worth of a rate that may flow at once, so that a thread that comes late makes up for it: on
-/// a busy host, tens of milliseconds. Over ten seconds, it is half a percent.
+/// Seconds of a rate that may flow at once, so that a thread that is late catches up: tens of milliseconds on a busy
+/// host. Over ten seconds, this is half a percent.
 const SLACK_S: f64 = 0.05;
 
 /// A limit with its burst.
@@ -507,12 +506,12 @@ impl Bucket {
 }
 
 impl Leaky {
-    /// Time until something more can be poured in. However much that is: it goes in as a whole, and
-    /// what comes next waits for it.
+    /// Time until a request can be poured in. It goes in as a whole, whatever its size, and the next one waits for it.
     fn wait_ns(&self) -> u64 {
-        match self.level > self.full {
-            true => self.time_ns(self.level - self.full),
-            false => 0,
+        if self.level > self.full {
+            self.time_ns(self.level - self.full)
+        } else {
+            0
         }
     }
 

@@ -2,10 +2,10 @@
 
 mod durable;
 mod error_policy;
-mod fast_lane;
 mod faults;
 mod images;
 mod neighbours;
+mod no_allocation;
 mod replace;
 mod stats;
 mod support;

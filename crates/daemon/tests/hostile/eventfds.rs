@@ -103,7 +103,7 @@ fn blocking_eventfds_delay_others_only_once() {
     }
     assert!(server.terminate().unwrap().success());
     let log = server.log();
-    assert_eq!(log.matches("has held up an I/O thread").count(), 1, "{log}");
+    assert_eq!(log.matches("has blocked an I/O thread").count(), 1, "{log}");
 }
 
 /// Descriptors that may block forever when polled or written to.
@@ -164,7 +164,7 @@ fn blocking_dirty_log_eventfd_delays_no_other_disk() {
         assert_reads(&mut bystander, 0);
     }
     assert!(server.terminate().unwrap().success());
-    assert!(!server.log().contains("held up"), "{}", server.log());
+    assert!(!server.log().contains("has blocked an"), "{}", server.log());
 }
 
 /// The session thread signals rings that it cannot serve.

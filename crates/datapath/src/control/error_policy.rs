@@ -59,7 +59,7 @@ impl Disk {
     pub(crate) fn answered(&self) {
         if self.outage.abandoned.fetch_sub(1, Ordering::Relaxed) == 1 {
             info!(
-                "disk {}: its storage has answered at last; it can be served again",
+                "disk {}: its storage has answered the last operation; it can be served again",
                 self.name
             );
         }
@@ -187,15 +187,15 @@ impl<E: Engine> Worker<E> {
         let name = &queue.disk.name;
         if is_tracked {
             info!(
-                "disk {name}: queue {} stops with {} requests that storage failed to serve; they are done \
-                 again by whoever serves it next",
+                "disk {name}: queue {} stops with {} requests that storage failed to serve; the next \
+                 server of the queue does them again",
                 queue.ring.number(),
                 left.len()
             );
         } else {
             warn!(
                 "disk {name}: queue {} stops with {} requests that storage failed to serve; the guest is told \
-                 of the errors, since its front-end keeps no record of what is in flight",
+                 of the errors, since its front-end keeps no record of requests in flight",
                 queue.ring.number(),
                 left.len()
             );
@@ -239,14 +239,14 @@ impl<E: Engine> Worker<E> {
         };
         queue.disk.outage.abandoned.fetch_add(1, Ordering::Relaxed);
         error!(
-            "disk {}: its storage does not answer: queue {} is left with {in_flight} requests under way{}; \
-             no front-end is served before they have ended",
+            "disk {}: its storage does not answer: queue {} stops with {in_flight} requests in flight{}; \
+             no front-end is served until they have ended",
             queue.disk.name,
             queue.ring.number(),
             if queue.ring.is_tracked() {
-                ", which are done again when it is served anew"
+                ", which are done again when the queue is served again"
             } else {
-                ", which the guest will not hear of"
+                ", which the guest gets no answer to"
             },
         );
         let base = queue.ring.base();

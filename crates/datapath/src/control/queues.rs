@@ -34,7 +34,7 @@ impl<E: Engine> Worker<E> {
         if disk.is_abandoned() {
             return Err(io::Error::other(
                 "its storage has not answered requests of an earlier connection; it can be served \
-                 again when these have ended",
+                 again when they have ended",
             ));
         }
         let requests = requests_max(&new.virtqueue).into();
@@ -171,7 +171,7 @@ impl<E: Engine> Worker<E> {
             Ok(()) => queue.registered = memory,
             Err(e) => warn!(
                 "disk {}: guest memory cannot be pinned ({e}), which fixed-buffers=on asks for; \
-                 going on without (is the limit of locked memory too low?)",
+                 continuing without (is the limit of locked memory too low?)",
                 queue.disk.name
             ),
         }

@@ -1,20 +1,19 @@
-//! Another file for a disk that is being served: the guest notices a pause.
+//! Replaces the file of a disk that is being served: the guest notices a pause.
 //!
-//! 1. Every thread holds the disk's queues: it fetches nothing from them, and lets what is under way
-//!    end. Queues can stop meanwhile; those that start wait.
-//! 2. The old file is made durable, and an image's tables with it, unless the cache mode ignores flushes:
-//!    then the tables are written. Most of it is done before 1., while the guest goes on.
+//! 1. Every thread pauses the disk's queues: it fetches nothing from them, and requests in flight end. Queues can
+//!    stop meanwhile; starts of queues wait.
+//! 2. The old file is made durable, with the tables of its image, unless the cache mode ignores flushes: then the
+//!    tables are written. Most of this is done before step 1, while the guest continues.
 //! 3. The caller looks at the new file again, if that builds on the old one.
 //! 4. Every thread that serves the disk makes the new file known to its engine, or all files of the new image.
 //! 5. The caller records that the disk is in the new file from now on.
-//! 6. Every thread goes on: with the new file, or, if anything failed so far, with the old one.
-//! 7. The caller closes the old image, or the new one.
+//! 6. Every thread continues: with the new file, or, if a step has failed, with the old one.
+//! 7. The caller closes the old image, or, if a step has failed, the new one.
 //!
-//! What a crash leaves: until the caller has recorded the new file, {the old one, with all that was
-//! ever acknowledged}. From then on, {the new one, with all that was acknowledged, as durable as the
-//! caller made it}. While it records, nothing is under way and both hold the same, so {either} is
-//! right. It must not return before its record is durable: what the guest writes next goes to the new
-//! file alone. An image that was not closed is as sound, and may have lost some space.
+//! What a crash leaves: until the caller has recorded the new file, {the old one, with all acknowledged writes}. From
+//! then on, {the new one, with all acknowledged writes, as durable as the caller made it}. While it records, no request
+//! is in flight and both hold the same, so {either} is right. It must not return before its record is durable: later
+//! writes of the guest go to the new file alone. An image that was not closed is sound, and may have lost some space.
 
 use std::borrow::Borrow;
 use std::io;
@@ -32,29 +31,31 @@ use crate::thread::IoThread;
 use crate::thread_disk::Attached;
 use crate::worker::{Pause, Worker};
 
-/// What takes the place of what a disk is in.
+/// The files that replace those of a disk.
 pub struct Replacement {
     /// Where ranges of it are.
     pub image: Image,
-    /// What it is in: one place, or, if its image goes by tables, all its files by their numbers there.
+    /// One storage, or, if the image is mapped, all its files by their numbers in it.
     pub storage: Vec<Storage>,
-    /// What is true of it.
+    /// The facts of the new files.
     pub facts: DiskFacts,
     /// Its size in bytes, at least the disk's.
     pub size: u64,
 }
 
 impl Disk {
-    /// Replaces the file of a disk that `threads` (and no others) serve, or all files of its image. The new
-    /// one must hold what the old one does by the time that `record` returns, which is called while no
-    /// request is under way, and must make durable which file the disk is in. Before, when the old one is durable and
-    /// nothing writes to it any more, `ready` is given the new one, and returns what is to be taken: the same, or, if
-    /// that builds on the old one, what it has become. Blocks until all threads
-    /// have gone on; not to be called by a thread that has to start or stop queues meanwhile. The old image is
-    /// durable then, and is the caller's to be closed.
+    /// Replaces the file of a disk that `threads` (and no others) serve, or all files of its image. The new one must hold
+    /// what the old one does when `record` returns.
+    ///
+    /// When the old file is durable and no request is in flight, `ready` is given the new file. It returns the file to use:
+    /// the same, or, if that builds on the old one, what it has become. Then `record` must make durable which file the disk
+    /// is in.
+    ///
+    /// Blocks until all threads continue. A thread that has to start or stop queues meanwhile must not call it. The old
+    /// image is then durable, and the caller closes it.
     ///
     /// # Errors
-    /// The disk goes on with the old file: the new one does not fit, the old one could not be made
+    /// The disk continues with the old file: the new one does not fit, the old one could not be made
     /// durable, a thread's engine has no room for it, or `ready` or `record` failed.
     pub fn replace(
         self: &Arc<Self>,
@@ -65,12 +66,12 @@ impl Disk {
     ) -> io::Result<()> {
         self.check(&new)?;
         let _alone: MutexGuard<'_, ()> = self.replacing.lock().unwrap_or_else(|e| e.into_inner());
-        // So that little is left to be done while guests wait. Of storage that fails, nothing is expected.
+        // Little is then left to be done while guests wait. Nothing is expected of storage that fails.
         if self.stalled() == 0 {
             self.sync()?;
         }
         let result = self.exchange(threads, new, ready, record);
-        // A thread that has ended serves nothing that could go on.
+        // A thread that has ended serves nothing that could continue.
         let _ = ask_all(threads, |reply| Command::Unpause {
             disk: self.clone(),
             replaced: result.is_ok(),
@@ -79,7 +80,7 @@ impl Disk {
         result
     }
 
-    /// All that is done between that the threads hold the disk, and that they go on.
+    /// The steps while the disk is paused.
     fn exchange(
         self: &Arc<Self>,
         threads: &[impl Borrow<IoThread>],
@@ -102,7 +103,7 @@ impl Disk {
             size,
         } = new;
         let (content, source) = Content::new(image, storage, &facts, self.options.cache);
-        let source = source.ok_or_else(|| self.unfit("it is nowhere"))?;
+        let source = source.ok_or_else(|| self.unfit("the new image has no file"))?;
         ask_all(threads, |reply| Command::AttachNext {
             disk: self.clone(),
             content: content.clone(),
@@ -121,25 +122,25 @@ impl Disk {
             return Err(self.unfit("it is in no file"));
         }
         if size < self.size() {
-            let problem = format!("it has {size} bytes, and the disk {}", self.size());
+            let problem = format!("the new one has {size} bytes, and the disk {}", self.size());
             return Err(self.unfit(&problem));
         }
         if facts.logical_block > self.facts.logical_block {
             let problem = format!(
-                "it is written in blocks of {}, and the guest knows of blocks of {}",
+                "the new one needs blocks of {} bytes, and the guest uses blocks of {}",
                 facts.logical_block, self.facts.logical_block
             );
             return Err(self.unfit(&problem));
         }
         if facts.read_only && !self.facts.read_only {
-            return Err(self.unfit("it is read-only, and the disk is not"));
+            return Err(self.unfit("the new one is read-only, and the disk is not"));
         }
         Ok(())
     }
 
     fn unfit(&self, problem: &str) -> io::Error {
         io::Error::other(format!(
-            "disk {}: the new file cannot take the place of the old one: {problem}",
+            "disk {}: its file cannot be replaced: {problem}",
             self.name
         ))
     }

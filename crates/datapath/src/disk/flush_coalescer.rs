@@ -1,23 +1,23 @@
-//! Who makes a file durable, and whom that serves: at most one `fdatasync` of a file is under way at
-//! a time, and serves all who had asked before it began, on every thread.
+//! Which fdatasync serves which requests. At most one `fdatasync` of a file is in progress at a time, and it serves all
+//! requests, on every thread, that asked before it began.
 //!
-//! fdatasyncs are numbered as they begin. Who asks while the last one that began has number *n* is
-//! told *n* + 1, and is served by the end of any fdatasync with that number or a later one: each of
-//! these began after the question, and so after every write that had completed by then. That is all
-//! of invariant 4 in ARCHITECTURE.md: a request asks only once what it covers has completed, which is
-//! the write itself, or all that the guest had seen completed when it sent its flush.
+//! fdatasyncs are numbered as they begin. A request that asks after number *n* began, and before the next one, is given
+//! *n* + 1. The end of any fdatasync with that number or a later one serves it: each of these began after the request
+//! asked, and so after every write that had completed by then. That is all of invariant 4 in ARCHITECTURE.md: a request
+//! asks only when the writes that it covers have completed. These are the request itself, if it is a write, or all
+//! writes that the guest had seen completed when it sent its flush.
 //!
-//! One at a time is not only cheaper. Linux tells of a page that could not be written once for each
-//! open file description, to whichever fdatasync looks first. With two under way the other would
-//! report success, for a flush that covers the very write that was lost.
+//! One at a time is not only cheaper. If a page could not be written, Linux reports that once for each open file
+//! description, to the fdatasync that looks first. With two in progress, the other would report success, for a flush
+//! that covers the very write that was lost.
 //!
-//! After such a failure the page cache calls the page clean, and a later fdatasync succeeds without
-//! having written it. So a file in the page cache whose fdatasync failed once is lost: from then on
-//! nothing of it is reported durable, as in QEMU. With O_DIRECT nothing is kept that could be
-//! forgotten, and the next fdatasync tells the truth.
+//! After such a failure the page cache marks the page clean, and a later fdatasync succeeds without having written it.
+//! So the writes to a file in the page cache count as lost once its fdatasync has failed: from then on nothing of it is
+//! reported durable, as in QEMU. With O_DIRECT the kernel keeps nothing that could be lost this way, and the next
+//! fdatasync tells the truth.
 //!
-//! An image that goes by tables flushes in between as well, for want of room for more changes. Through the
-//! page cache, all fdatasyncs of such a file are the image's, one at a time, and it says what is lost.
+//! A mapped image flushes at other times as well, when it has no room for more changes. Through the page cache, all
+//! fdatasyncs of such a file are the image's, one at a time, and the image says whether writes are lost.
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,44 +27,44 @@ use rustix::io::Errno;
 
 use crate::wake::Wake;
 
-/// The fdatasyncs of one file. The lock is held for a few instructions, and only where there is
-/// something to be made durable, which takes a thousand times as long.
+/// The fdatasyncs of one file. The lock is held for a few instructions, and is taken only for an fdatasync, which takes
+/// a thousand times as long.
 pub(crate) struct FlushCoalescer {
     state: Mutex<CoalescerState>,
     end: Condvar,
-    /// What fails to reach the storage is forgotten by the page cache.
+    /// The page cache forgets writes that do not reach the storage.
     cached: bool,
 }
 
 #[derive(Default)]
 struct CoalescerState {
-    /// How many have begun: the number of the last one.
+    /// The number of the last one that began.
     begun: u64,
-    /// It is under way.
+    /// It is in progress.
     is_running: bool,
-    /// What the last one that ended said: 0 or an errno.
+    /// The result of the last one that ended: 0 or an errno.
     result: i32,
-    /// The errno with which the page cache lost something.
+    /// The errno with which the page cache lost writes.
     lost: Option<i32>,
-    /// Threads that want to know when the one under way has ended.
+    /// Threads to be woken when the one in progress has ended.
     waiting: VecDeque<Arc<Wake>>,
 }
 
-/// What is to be done for those who asked.
+/// What a thread does for its requests that asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SyncTurn {
-    /// The caller does an fdatasync, and then says so with [`FlushCoalescer::end`].
+    /// The caller does an fdatasync, and then calls [`FlushCoalescer::end`].
     Begin,
-    /// Somebody else's is under way; the caller's thread is woken when it has ended.
+    /// Another thread's is in progress. The caller's thread is woken when it has ended.
     Wait,
-    /// Nothing: the page cache has lost something, with this errno.
+    /// Nothing: the page cache has lost writes, with this errno.
     Lost(i32),
 }
 
 /// The last fdatasync that has ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SyncEnd {
-    /// Those who were told this number or a lower one are served.
+    /// Requests that were given this number or a lower one are served.
     pub number: u64,
     /// 0 or an errno.
     pub result: i32,
@@ -80,12 +80,12 @@ impl FlushCoalescer {
         }
     }
 
-    /// The number that serves whoever asks now.
+    /// The number of the fdatasync that serves a request that asks now.
     pub fn ask(&self) -> u64 {
         self.state().begun + 1
     }
 
-    /// What a thread in which somebody has asked is to do.
+    /// What a thread does whose requests have asked.
     pub fn take_turn(&self, wake: &Arc<Wake>) -> SyncTurn {
         let mut state = self.state();
         match state.lost {
@@ -115,7 +115,7 @@ impl FlushCoalescer {
         self.end_with(result, lost)
     }
 
-    /// The same, where it is known whether anything is lost.
+    /// The same, if the caller knows whether writes are lost.
     pub fn end_with(&self, result: i32, lost: bool) -> SyncEnd {
         let (ended, waiting) = {
             let mut state = self.state();
@@ -128,7 +128,7 @@ impl FlushCoalescer {
             (state.ended(), state.waiting.len())
         };
         self.end.notify_all();
-        // As many as there were: who is woken may wait for the next one at once.
+        // Only as many as there were: a thread that is woken may wait for the next one at once.
         for _ in 0..waiting {
             let next = self.state().waiting.pop_front();
             if let Some(wake) = next {
@@ -138,12 +138,12 @@ impl FlushCoalescer {
         ended
     }
 
-    /// The errno with which the page cache lost something.
+    /// The errno with which the page cache lost writes.
     pub fn lost(&self) -> Option<i32> {
         self.state().lost
     }
 
-    /// Asks, and blocks until it is done, by `fdatasync` here or by somebody else's.
+    /// Asks, and blocks until an fdatasync has served the caller, by `fdatasync` here or on another thread.
     pub fn sync(&self, fdatasync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let mut state = self.state();
         let number = state.begun + 1;
@@ -190,12 +190,12 @@ impl CoalescerState {
     }
 }
 
-/// Says why nothing is durable any more.
+/// The error of every flush after the page cache has lost writes.
 pub(crate) fn lost(errno: i32) -> io::Error {
     io::Error::other(format!(
-        "an fdatasync failed ({}), and what the page cache had to write then is lost for good \
-         (PAGECACHE_LOST); no flush succeeds until the disk is served anew: repair the storage, check \
-         the guest's file systems, and restart",
+        "an fdatasync failed ({}), and writes that were in the page cache are lost (PAGECACHE_LOST); \
+         every flush fails until the disk is served again: repair the storage, check the guest's file \
+         systems, and restart ringdisk",
         io::Error::from_raw_os_error(errno)
     ))
 }
@@ -249,7 +249,7 @@ mod tests {
         coalescer.sync(|| Ok(())).unwrap();
     }
 
-    /// Who blocks waits for the end of another's, and is then served by one that began later.
+    /// A blocking caller waits for the end of another fdatasync, and is then served by one that began later.
     #[test]
     fn a_blocking_one_waits_its_turn() {
         let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));

@@ -1,4 +1,4 @@
-//! The file that holds a disk. It may be replaced by another while the disk is served.
+//! The file that a disk is in. It may be replaced while the disk is served.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,11 +14,11 @@ pub(crate) struct Source {
     pub coalescer: FlushCoalescer,
 }
 
-/// Where bytes are.
+/// What holds the bytes of a disk.
 pub enum Storage {
-    /// In a file: open as the disk's cache mode demands, and locked; and how its bytes are to be moved.
+    /// A file, opened as the disk's cache mode requires, and locked; its type, and how its bytes are moved.
     File(Arc<OwnedFd>, Backing, Aio),
-    /// In storage that is no file.
+    /// Storage that is not a file.
     Remote(Arc<dyn Remote>),
 }
 
@@ -28,7 +28,7 @@ impl From<(Arc<OwnedFd>, Backing, Aio)> for Storage {
     }
 }
 
-/// What a buffer must be a multiple of to reach a file without a copy, in bytes.
+/// What the address and length of a buffer must be multiples of to reach a file without a copy, in bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Alignment {
     pub address: u32,

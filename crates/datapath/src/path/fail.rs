@@ -49,9 +49,9 @@ pub(crate) fn stall(
     tell(&queue.disk, s, action, errno);
     let then = match action {
         IoAction::Stop => {
-            "; this and all that follows waits until 'ringdisk resume' (rerror, werror)"
+            "; this request and all later ones wait for 'ringdisk resume' (rerror, werror)"
         }
-        _ => "; it is tried again until it succeeds (rerror, werror)",
+        _ => "; ringdisk tries it again until it succeeds (rerror, werror)",
     };
     log(&queue.disk, s, errno, then);
     s.state = RequestState::Stalled(retry);
@@ -99,11 +99,10 @@ pub(crate) fn stalled_ended(disk: &mut ThreadDisk, timer: &mut Timer, status: St
         let (name, seconds) = (&disk.name, resumed.lasted.as_secs_f32());
         match resumed.given_up {
             0 => info!(
-                "disk {name}: storage works again, after {seconds:.1} s; nothing waits for it any more"
+                "disk {name}: storage works again, after {seconds:.1} s; no request is stalled any more"
             ),
             n => warn!(
-                "disk {name}: nothing waits for its storage any more, after {seconds:.1} s: {n} requests were given up, and \
-                 the guest was told of errors"
+                "disk {name}: no request is stalled any more, after {seconds:.1} s: {n} requests ended with an error"
             ),
         }
         disk.tell(&IoEvent::Resumed(resumed));
@@ -144,11 +143,11 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
     disk.errors.log(|left_out| {
         let cause = match errno {
             _ if slot.is_syncing() && disk.has_lost(errno) => lost(errno).to_string(),
-            0 => "the file ends here, it was cut short while it was served".to_owned(),
+            0 => "the file ends here: it was truncated while ringdisk served it".to_owned(),
             e => explain(&std::io::Error::from_raw_os_error(e), ""),
         };
         error!(
-            "disk {}: {:?} failed at {} of its file, with {} bytes to go: {cause}{then}{left_out}",
+            "disk {}: {:?} failed at {} of its file, with {} bytes left: {cause}{then}{left_out}",
             disk.name, slot.request, slot.at, slot.left
         );
     });

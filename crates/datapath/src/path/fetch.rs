@@ -156,8 +156,8 @@ pub(crate) fn retire(queue: &mut Queue, reason: &RingError, notifier: &Notifier)
 fn refused(disk: &Disk, chain: &Chain) {
     disk.errors.log(|left_out| {
         warn!(
-            "disk {}: refused request {:02x?} with {} bytes out and {} in: not what a disk of {} \
-             bytes allows{left_out}",
+            "disk {}: refused request {:02x?} with {} bytes out and {} in: a disk of {} bytes does \
+             not allow it{left_out}",
             disk.name,
             chain.header,
             chain.readable_len,

@@ -51,8 +51,8 @@ pub(crate) fn avoid_blocking(queues: &mut Queues, disk: &Arc<Disk>) {
     disk.set_blocks_threads();
     disk.errors.log(|left_out| {
         warn!(
-            "disk {}: its front-end has held up an I/O thread, for up to a second, with a call that is full and \
-             blocks; from now on it is signalled so that this cannot happen, which takes more CPU{left_out}",
+            "disk {}: its front-end has blocked an I/O thread, for up to a second: its call eventfd was full; from now \
+             on ringdisk signals it without blocking, which takes more CPU{left_out}",
             disk.name
         );
     });

@@ -125,7 +125,7 @@ impl HeldRequests {
         self.lanes.iter().all(VecDeque::is_empty)
     }
 
-    /// Whether a limit is what the guest lately waited for.
+    /// Whether the guest has waited for a limit lately.
     pub fn was_throttled(&self, now: u64) -> bool {
         now.saturating_sub(self.kept) < KEPT_NS
     }
@@ -151,7 +151,7 @@ impl HeldRequests {
         self.until = 0;
     }
 
-    /// Moves all to `to`, which grows.
+    /// Moves all slots to `to`, which grows.
     pub fn drain(&mut self, to: &mut Vec<u16>) {
         let lanes = self.lanes.iter_mut();
         to.extend(lanes.flat_map(|lane| lane.drain(..)).map(|w| w.slot));
@@ -228,7 +228,7 @@ impl HeldRequests {
         room: usize,
         released: &mut Vec<u16>,
     ) -> Verdict {
-        // If it is locked, nothing goes for now: no thread waits for another one.
+        // If another thread has the lock, nothing goes for now: no thread waits for another one.
         let later = Verdict::Until(now + PAUSE_MIN_NS);
         let Some(mut state) = try_lock(&self.disk.admission.state) else {
             return later;
@@ -300,7 +300,7 @@ struct Gates<'a> {
 }
 
 impl Gates<'_> {
-    /// Lets a request through both, or says when to ask again.
+    /// Lets a request through both, or returns when to ask again.
     fn pass(&mut self, slot: &Slot) -> Result<(), u64> {
         let Some(work) = work(&slot.request) else {
             return Ok(());

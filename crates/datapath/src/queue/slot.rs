@@ -1,8 +1,8 @@
 //! The slot table of a queue: the state of each request in flight.
 //!
 //! It is sized when the queue starts, and filled as slots are first needed: most queues never have more than a few
-//! requests under way, and memory that is not written to costs nothing. A slot owns the list of segments that the kernel
-//! works on until its completion has been reaped, so that no slot ever moves.
+//! requests in flight, and memory that is not written to costs nothing. A slot owns the list of segments that the
+//! kernel works on until its completion has been reaped, so no slot ever moves.
 
 use block::{FileOffset, Request, Segment};
 use guest::Ticket;
@@ -19,7 +19,7 @@ pub(crate) struct Slot {
     pub ticket: Ticket,
     pub request: Request,
     pub stamps: Stamps,
-    /// Where the operation under way starts, and how many bytes are left from there.
+    /// Where the current operation starts, and how many bytes are left from there.
     pub at: FileOffset,
     pub left: u64,
     /// Bytes to report as written to the guest, if all goes well.
@@ -232,12 +232,12 @@ impl Slots {
         self.free.push(slot);
     }
 
-    /// Slots, taken or not.
+    /// The number of slots, taken or not.
     pub fn len(&self) -> usize {
         self.max
     }
 
-    /// Requests under way.
+    /// The number of requests in flight.
     pub fn taken(&self) -> usize {
         self.max - self.free.len()
     }

@@ -1,10 +1,9 @@
-//! What a request needs that blocks (a table of its image that is not in memory, a
-//! cluster to be copied or unpacked, a flush of what the image has changed) is done by a few threads
-//! beside the I/O thread, which goes on with other requests meanwhile.
+//! A few threads that do what would block the I/O thread: load a table of an image, copy or unpack a cluster, flush
+//! what an image has changed. The I/O thread continues with other requests meanwhile.
 //!
-//! A job is plain blocking code. It never touches guest memory: what it read for the guest comes back
-//! with it, and the I/O thread copies it. So a job may outlive the queue's memory, and its slot stays
-//! taken until the I/O thread has collected it.
+//! A job is plain blocking code. It never touches guest memory: the bytes that it read for the guest are part of its
+//! result, and the I/O thread copies them. So a job may outlive the mapping of the queue's memory. The slot of its
+//! request stays taken until the I/O thread has collected the result.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,14 +17,14 @@ use super::cow::CowWrite;
 use crate::request::{Ending, RequestId};
 use crate::wake::Wake;
 
-/// Jobs of one disk that are done at a time: as many reads as keep it busy.
+/// Most jobs of one disk that run at a time: as many reads as keep it busy.
 const DISK_MAX: usize = 16;
 
-/// Jobs that an I/O thread has done at a time beyond the first of each disk, which no other disk can take from it: storage
-/// that hangs holds up its own disks, and no more. Threads are started as they are needed.
+/// Most jobs of an I/O thread that run at a time, without the first of each disk. No other disk can take that first
+/// one, so that storage that hangs delays only its own disks. Threads are started as they are needed.
 const SHARED_MAX: usize = 64;
 
-/// A thread that has had nothing to do for this long ends.
+/// A thread that was idle for this long ends.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// How a request ends whose clusters a job gives back.
@@ -36,32 +35,32 @@ pub(crate) enum AbortEnd {
     Leave,
 }
 
-/// What a job came to.
+/// The result of a job.
 #[derive(Debug)]
 pub(crate) enum JobResult {
-    /// What stood in the way is gone: the request is looked at anew.
+    /// The obstacle is gone: the request is looked up again.
     Again,
     /// These bytes are what the guest reads next.
     Bytes(Vec<u8>),
-    /// Clusters are ready for the next bytes of a write.
+    /// Clusters were taken for the next bytes of a write.
     Prepared(Allocation),
-    /// The same, with all that these clusters get but the guest's bytes: one write for both.
+    /// The same, with the bytes that these clusters need beside the guest's: one write for both.
     Merged(Allocation, CowWrite),
-    /// What was written is the disk's.
+    /// The image's tables lead to what was written.
     Committed,
-    /// So many more bytes are given up.
+    /// This many more bytes were discarded or zeroed.
     Zeroed { done: u64 },
-    /// Somebody else's write must end first.
+    /// The write of another request must end first.
     Wait(PendingWrite),
-    /// It has been seen to that the request is looked at anew: the I/O thread hears nothing of this.
+    /// The request waits for the write of another one, whose end wakes it. The I/O thread is not told of this.
     Waits,
-    /// What was taken for the request is given back, and so it ends.
+    /// The clusters that were taken for the request were given back, and it ends.
     Aborted(AbortEnd),
-    /// With this errno; it is of no use to try again if that lasts.
+    /// The job failed with this errno; if `lasting`, trying again is useless.
     Failed { errno: i32, lasting: bool },
-    /// What was written is not the disk's yet, with this errno. It may be tried again.
+    /// The tables could not be changed, with this errno; that may be tried again.
     NotCommitted(Allocation, i32),
-    /// The image is durable; if not, this errno says why, and whether it never will be.
+    /// The image was flushed: 0 or an errno, and whether writes are lost for good.
     Flushed { errno: i32, lost: bool },
 }
 
@@ -76,7 +75,7 @@ pub(crate) struct BlockingPool {
 struct PoolShared {
     state: Mutex<PoolState>,
     work: Condvar,
-    /// Length of `state.done`, for looking without the lock.
+    /// Length of `state.done`, which can be read without the lock.
     done: AtomicUsize,
     /// The I/O thread's.
     wake: Arc<Wake>,
@@ -84,17 +83,17 @@ struct PoolShared {
 
 #[derive(Default)]
 struct PoolState {
-    /// To be done next, with the disk of each: for these and what is under way, there are threads.
+    /// Jobs that threads take next, with the disk of each. There are threads for all of these.
     ready: VecDeque<(usize, RequestId, Job)>,
     /// By disk.
     disks: Vec<DiskJobs>,
-    /// Jobs in `lanes`.
+    /// Jobs that wait in `disks`.
     waiting: usize,
-    /// Jobs that are ready or under way.
+    /// Jobs that are ready or run.
     admitted: usize,
-    /// The same, but for the first of each disk.
+    /// The same, without the first of each disk.
     shared: usize,
-    /// The disk that had a job made ready last, among those that had to wait for it.
+    /// The disk whose waiting job was made ready last.
     turn: usize,
     done: Vec<(RequestId, JobResult)>,
     threads: usize,
@@ -104,26 +103,25 @@ struct PoolState {
 /// The jobs of a disk.
 #[derive(Default)]
 struct DiskJobs {
-    /// Those that wait for others to end.
+    /// Jobs that wait until others have ended.
     waiting: VecDeque<(RequestId, Job)>,
-    /// How many are ready or under way.
+    /// How many are ready or run.
     admitted: usize,
 }
 
 impl PoolState {
-    /// Takes a job for a disk. Whether it is ready.
+    /// Adds a job for a disk. Returns whether it is ready.
     fn add(&mut self, disk: usize, request: RequestId, job: Job) -> bool {
         if self.disks.len() <= disk {
             self.disks.resize_with(disk + 1, DiskJobs::default);
         }
-        // None of its jobs waits while there is room for one.
+        // No job of a disk waits while it may have another one ready.
         let room = self.has_room(disk);
-        match room {
-            true => self.admit(disk, request, job),
-            false => {
-                self.disks[disk].waiting.push_back((request, job));
-                self.waiting += 1;
-            }
+        if room {
+            self.admit(disk, request, job);
+        } else {
+            self.disks[disk].waiting.push_back((request, job));
+            self.waiting += 1;
         }
         room
     }
@@ -143,7 +141,7 @@ impl PoolState {
         self.ready.push_back((disk, request, job));
     }
 
-    /// A job of a disk has ended: there is room for one that waits, of each disk in turn.
+    /// A job of a disk has ended: another one that waits becomes ready, of each disk in turn.
     fn ended(&mut self, disk: usize) {
         let jobs = &mut self.disks[disk];
         jobs.admitted -= 1;
@@ -177,7 +175,7 @@ impl BlockingPool {
         }
     }
 
-    /// Has a job done for a request of a disk, which is known by a small number. The I/O thread is woken when it is.
+    /// Runs a job for a request of the disk with this index. The I/O thread is woken when it has ended.
     pub fn start(
         &self,
         disk: usize,
@@ -200,13 +198,13 @@ impl BlockingPool {
         }
     }
 
-    /// A handle with which somebody else can say that a request is to be looked at anew.
+    /// A handle that has a request looked up again.
     pub fn waker(&self, request: RequestId) -> impl Fn() + Send + Sync + 'static {
         let shared = self.shared.clone();
         move || shared.leave(request, JobResult::Again)
     }
 
-    /// Takes what has been done since the last time.
+    /// Takes the results since the last call.
     pub fn collect(&self) -> Vec<(RequestId, JobResult)> {
         if self.shared.done.load(Ordering::Acquire) == 0 {
             return Vec::new();
@@ -216,7 +214,7 @@ impl BlockingPool {
         std::mem::take(&mut state.done)
     }
 
-    /// No thread can be started. With none at all, the jobs are done here: late, but done.
+    /// No thread can be started. If there are none at all, the jobs run here, on the I/O thread: late, but done.
     #[cold]
     fn do_without(&self) {
         let mut state = self.shared.lock();
@@ -233,7 +231,7 @@ impl BlockingPool {
 }
 
 impl Drop for BlockingPool {
-    /// The threads end when they have done what there was.
+    /// The threads end when they have done all jobs.
     fn drop(&mut self) {
         self.shared.lock().closed = true;
         self.shared.work.notify_all();
@@ -254,13 +252,13 @@ impl PoolShared {
         self.done.store(state.done.len(), Ordering::Release);
         let first = state.done.len() == 1;
         drop(state);
-        // Otherwise it has been woken, and has not come to collect.
+        // If there were results before, it has been woken, and has not collected them yet.
         if first {
             self.wake.wake();
         }
     }
 
-    /// What a thread does.
+    /// The loop of a thread of the pool.
     fn work(&self) {
         let mut last = None;
         while let Some((disk, request, job)) = self.next(last) {
@@ -269,7 +267,7 @@ impl PoolShared {
         }
     }
 
-    /// The next job after one of this disk; none if the thread has to end.
+    /// The next job, after one of this disk; `None` if the thread is to end.
     fn next(&self, last: Option<usize>) -> Option<(usize, RequestId, Job)> {
         let mut state = self.lock();
         if let Some(disk) = last {
@@ -353,7 +351,7 @@ mod tests {
         assert!(pool.shared.lock().threads <= DISK_MAX);
     }
 
-    /// Storage hangs, and all jobs of its disks with it: those of other disks are done, each once.
+    /// Storage hangs, with all jobs of its disks. Those of other disks run, each once.
     #[test]
     fn a_disk_that_hangs_holds_up_no_other() {
         const HUNG: usize = 6;

@@ -9,10 +9,10 @@ use block::Segment;
 /// Buffers of one thread beyond the first of each disk. With 256 KiB each, they are at most 16 MiB.
 const SHARED_MAX: usize = 64;
 
-/// Bytes that move in one piece.
+/// Bytes of a buffer: more are moved in several pieces.
 pub(crate) const BOUNCE_BYTES: usize = 256 << 10;
 
-/// What every backing accepts as alignment of a buffer.
+/// An alignment of buffers that every backing accepts.
 const ALIGNMENT: usize = 4096;
 
 pub(crate) struct Bounce {

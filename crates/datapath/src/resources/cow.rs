@@ -1,44 +1,41 @@
-//! Copy-on-write: the guest's bytes are written together with what stands beside them in the same clusters,
-//! as one operation.
+//! Copy-on-write: the guest's bytes are written in one operation with the other bytes of the same clusters, the fills.
 //!
-//! What stands there is read by the engine, on the I/O thread, where it is in one piece and its table is in
-//! memory; else by the [blocking pool](super::blocking_pool).
+//! If the fills are in one piece and the table that leads there is in memory, the engine reads them, on the I/O thread.
+//! Otherwise the [blocking pool](super::blocking_pool) does.
 
 use block::{FileOffset, Segment};
 use image::{Allocation, Chain, FileIndex, ImageError, Pin, ReadLocation};
 
 use crate::disk::source::Alignment;
 
-/// Largest write that is put together of the guest's bytes and of what stands beside them, in bytes.
-/// Beyond, the copy costs more than a second write.
+/// Largest write of the guest's bytes and fills, in bytes. Above that, the copy costs more than a second write.
 const MERGE_MAX: u64 = 256 << 10;
 
-/// What any file accepts as alignment of a buffer.
+/// An alignment of buffers that any file accepts.
 const ALIGNMENT: usize = 4096;
 
-/// Buffers that a thread has at most for its own reads: 64 of 68 KiB keep any disk busy, and the largest are
-/// 17 MiB together.
+/// Most buffers of a thread for its own reads: 64 of 68 KiB keep any disk busy, and the largest are 17 MiB together.
 const BUFFERS_MAX: usize = 64;
 
-/// A write to be: what a cluster gets, with a gap for the guest's bytes.
+/// The content of clusters, with a gap for the guest's bytes.
 pub(crate) struct CowWrite {
-    /// Where it goes.
+    /// Its place in the file.
     to: FileOffset,
     bytes: Vec<u8>,
-    /// Where in `bytes` it begins, aligned.
+    /// Where it begins in `bytes`, aligned.
     skip: usize,
     len: usize,
-    /// Where the guest's bytes belong, from `skip` on.
+    /// Where the guest's bytes go, counted from `skip`.
     gap: usize,
     /// The buffer is one of [`CowBuffers`].
     pooled: bool,
 }
 
-/// What stands beside the guest's bytes.
+/// Where the fills come from.
 pub(crate) enum FillSource {
-    /// Nothing: zeroes.
+    /// They are zeroes.
     Zeroes,
-    /// This, in one piece; some of it is where the guest's bytes will be.
+    /// This read, in one piece. Some of what it reads is overwritten with the guest's bytes.
     Bytes(CowRead),
 }
 
@@ -52,8 +49,8 @@ pub(crate) struct CowRead {
 }
 
 impl CowWrite {
-    /// Room for what comes into the clusters; `None` if that is too much to be copied once more. What is in
-    /// the buffer is anything.
+    /// A buffer for the content of the clusters; `None` if that is too much to be copied once more. The buffer is not
+    /// initialised.
     fn new(allocation: &Allocation, buffer: impl FnOnce() -> Option<Vec<u8>>) -> Option<Self> {
         let fills = || allocation.fills.iter();
         let (to, data_end) = (allocation.to.0, allocation.to.0 + allocation.len);
@@ -78,7 +75,7 @@ impl CowWrite {
         })
     }
 
-    /// With all that stands beside the guest's bytes. Blocks.
+    /// With all fills. Blocks.
     pub fn read(chain: &Chain, allocation: &Allocation) -> Result<Option<Self>, ImageError> {
         let Some(mut write) = Self::new(allocation, || Some(Vec::new())) else {
             return Ok(None);
@@ -98,8 +95,8 @@ impl CowWrite {
         read.map(|()| Some(write))
     }
 
-    /// Room for it, and where it is in one piece, if that is known without blocking and an engine can read
-    /// it so.
+    /// A buffer, and the source of the fills; `None` if they are not in one piece, or that is not known without
+    /// blocking, or the engine cannot read them alone.
     pub fn plan(
         chain: &Chain,
         pin: &Pin,
@@ -151,19 +148,19 @@ impl CowWrite {
         Some((write, beside))
     }
 
-    /// What goes to this place.
+    /// The part that goes to this place.
     fn part(&mut self, to: FileOffset, len: u64) -> &mut [u8] {
         let at = self.skip + (to.0 - self.to.0) as usize;
         &mut self.bytes[at..at + len as usize]
     }
 
-    /// Where the guest's bytes belong.
+    /// The gap for the guest's bytes.
     pub fn gap(&mut self, len: u64) -> &mut [u8] {
         let at = self.skip + self.gap;
         &mut self.bytes[at..at + len as usize]
     }
 
-    /// All of it, as an engine wants it, and where it goes.
+    /// All of it, as an engine takes it, and its place in the file.
     pub fn write(&mut self) -> (FileOffset, Segment) {
         let bytes = &mut self.bytes[self.skip..self.skip + self.len];
         let segment = Segment {
@@ -180,7 +177,7 @@ impl std::fmt::Debug for CowWrite {
     }
 }
 
-/// Buffers of a thread, used again and again.
+/// The copy-on-write buffers of a thread, which are reused.
 #[derive(Default)]
 pub(crate) struct CowBuffers {
     free: Vec<Vec<u8>>,
@@ -196,7 +193,7 @@ impl CowBuffers {
         Some(self.free.pop().unwrap_or_default())
     }
 
-    /// Takes back what a merge had.
+    /// Takes the buffer of a write back.
     pub fn give_back(&mut self, write: CowWrite) {
         if write.pooled {
             self.taken -= 1;

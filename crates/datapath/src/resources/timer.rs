@@ -1,4 +1,4 @@
-//! A thread's timer: it ends the thread's sleep when something that is held may go on.
+//! A thread's timer: it ends the thread's sleep when held or stalled requests may continue.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,10 +9,10 @@ use rustix::time::{
 };
 use tracing::error;
 
-/// It is watched like a kick, so it works with every engine.
+/// The engine watches it like a kick, so it works with every engine.
 pub(crate) struct Timer {
     fd: OwnedFd,
-    /// When it goes off, in nanoseconds of the monotonic clock.
+    /// When it expires, in nanoseconds of the monotonic clock.
     at: u64,
 }
 
@@ -25,7 +25,7 @@ impl Timer {
         })
     }
 
-    /// Has it go off at `at`, or earlier if it was set to.
+    /// Has it expire at `at`, or earlier if it was set to.
     pub fn set(&mut self, now: u64, at: u64) {
         if now < self.at && self.at <= at {
             return;
@@ -42,7 +42,7 @@ impl Timer {
                 tv_nsec: (at % 1_000_000_000) as _,
             },
         };
-        // It fails for values that are no time, and for no other reason.
+        // It fails only for values that are not a time.
         if let Err(e) = timerfd_settime(&self.fd, TimerfdTimerFlags::ABSTIME, &when) {
             error!("an I/O thread's timer cannot be set to {at} ns: {e}");
         }

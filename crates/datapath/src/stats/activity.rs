@@ -12,13 +12,13 @@ pub struct ThreadStats {
     pub cpu_ns: Option<u64>,
     /// Times that it polled for a guest or a completion.
     pub polls: u64,
-    /// Times that something came meanwhile.
+    /// Times that a request or a completion came meanwhile.
     pub polls_hit: u64,
     /// Nanoseconds that it polled.
     pub polled_ns: u64,
-    /// CPU time in nanoseconds of the sleeps that this saved, as measured on the thread.
+    /// CPU time in nanoseconds of the sleeps that polling saved, as measured on the thread.
     pub poll_saved_ns: u64,
-    /// Times that it slept, or would have had nothing come just then.
+    /// Times that it slept, or was about to.
     pub sleeps: u64,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct Activity {
 }
 
 impl Activity {
-    /// The calling thread is the one.
+    /// Called by the thread itself.
     pub fn begin(&self) {
         let tid = rustix::thread::gettid().as_raw_nonzero().get();
         self.tid.store(tid as u32, Ordering::Relaxed);

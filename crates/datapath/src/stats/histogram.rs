@@ -45,7 +45,7 @@ impl AtomicHistogram {
     }
 }
 
-/// Adds to what only this thread adds to: without the locked instruction that several would need.
+/// Adds to a counter that only this thread changes: without the locked instruction that several threads would need.
 #[inline]
 pub(crate) fn add(to: &AtomicU64, n: u64) {
     to.store(
@@ -57,32 +57,28 @@ pub(crate) fn add(to: &AtomicU64, n: u64) {
 #[inline]
 fn bucket(time_ns: u64) -> usize {
     let time = time_ns.min((1 << BITS_MAX) - 1);
-    match time < SUB as u64 {
-        true => time as usize,
-        false => {
-            let shift = time.ilog2() - SUB_BITS;
-            // The highest bit is 1 in each of them.
-            SUB + shift as usize * SUB + ((time >> shift) as usize - SUB)
-        }
+    if time < SUB as u64 {
+        return time as usize;
     }
+    let shift = time.ilog2() - SUB_BITS;
+    // The highest bit is 1 in each of them.
+    SUB + shift as usize * SUB + ((time >> shift) as usize - SUB)
 }
 
 /// The bucket's first value, and the first beyond it.
 fn bounds(bucket: usize) -> (u64, u64) {
-    match bucket < SUB {
-        true => (bucket as u64, bucket as u64 + 1),
-        false => {
-            let shift = bucket / SUB - 1;
-            let first = (SUB + bucket % SUB) as u64;
-            (first << shift, (first + 1) << shift)
-        }
+    if bucket < SUB {
+        return (bucket as u64, bucket as u64 + 1);
     }
+    let shift = bucket / SUB - 1;
+    let first = (SUB + bucket % SUB) as u64;
+    (first << shift, (first + 1) << shift)
 }
 
-/// How often what took how long.
+/// How many values were in which range.
 #[derive(Clone, Debug, Default)]
 pub struct Histogram {
-    /// None before there is something to count: most disks see no requests of most kinds.
+    /// `None` until there is a value: most disks see no requests of most kinds.
     buckets: Vec<u64>,
     sum_ns: u64,
 }
@@ -106,7 +102,7 @@ impl Histogram {
         self.buckets.iter().sum()
     }
 
-    /// All values together, in nanoseconds.
+    /// The sum of all values, in nanoseconds.
     pub fn sum_ns(&self) -> u64 {
         self.sum_ns
     }
@@ -137,7 +133,7 @@ impl Histogram {
         self.buckets.iter().take(bucket(time_ns) + 1).sum()
     }
 
-    /// The buckets that hold anything: the first value beyond each in nanoseconds, and how many.
+    /// The buckets that are not empty: the first value beyond each in nanoseconds, and the number of values.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> {
         let all = self.buckets.iter().enumerate();
         all.filter(|(_, n)| **n > 0).map(|(i, n)| (bounds(i).1, *n))
@@ -165,7 +161,7 @@ impl Histogram {
         self.sum_ns = self.sum_ns.wrapping_add(other.sum_ns);
     }
 
-    /// What came since `earlier`, an older state of the same histogram.
+    /// The values since `earlier`, an older state of the same histogram.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let before = earlier.buckets.iter().chain(std::iter::repeat(&0));

@@ -13,7 +13,7 @@ pub(crate) struct Admission {
     /// There are limits, or the disk is stopped.
     limits_any: AtomicBool,
     stopped: AtomicBool,
-    /// When the guest last sent something that no limit concerns, by any queue.
+    /// When the guest last sent a request to which no limit applies, on any queue.
     pub free: AtomicU64,
     pub state: Mutex<AdmissionState>,
 }
@@ -43,7 +43,7 @@ impl Default for Admission {
 }
 
 impl Admission {
-    /// Whether requests have to wait for leave to go on.
+    /// Whether requests may have to wait.
     #[inline]
     pub fn limits_any(&self) -> bool {
         self.limits_any.load(Ordering::Relaxed)
@@ -58,12 +58,12 @@ impl Admission {
         self.limits_any.store(any, Ordering::Relaxed);
     }
 
-    /// Whether nothing is let go at all.
+    /// Whether all requests wait until the operator resumes the disk.
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
 
-    /// Lets nothing go from now on, or what the limits allow.
+    /// Stops the disk, or lets requests go as the limits allow.
     pub fn set_stopped(&self, stopped: bool) {
         let state = self.lock();
         self.stopped.store(stopped, Ordering::Relaxed);
@@ -104,7 +104,7 @@ impl AdmissionState {
         }
     }
 
-    /// Nobody waits for the disk that has nothing waiting.
+    /// The group does not wait for a disk that has no requests waiting.
     pub fn rest_in_group(&mut self) {
         let Some(Membership { group, sharer }) = &self.group else {
             return;

@@ -1,5 +1,5 @@
-//! The fast lane allocates nothing: no memory is taken, moved or freed on an I/O thread while it serves reads, writes and
-//! flushes, once its tables have grown to the size of its queues. An allocator that counts shows it.
+//! Reads, writes and flushes allocate nothing: no memory is allocated, moved or freed on an I/O thread while it serves them,
+//! once its tables have grown to the size of its queues. The test has an allocator that counts.
 
 #![expect(unsafe_code, reason = "a global allocator")]
 
