@@ -212,7 +212,7 @@ fn kill_repeatedly_on(
     let binary = env!("CARGO_BIN_EXE_ringdisk");
     let mut server = Server::ringdisk(binary, &arguments).unwrap();
     let mut device = Device::connect(server.socket(), config).unwrap();
-    assert!(device.inflight.is_some(), "not offered");
+    assert!(device.inflight.is_some(), "no inflight region was offered");
     let mut loads = Load::all(&device, blocks, held, held == BlockContent::Zeroes);
     let mut in_flight_at_kills = 0;
     let mut log = String::new();

@@ -225,7 +225,7 @@ fn replay_can_be_interrupted() -> io::Result<()> {
     let mut starting = image.command(",format=qcow2,l2-cache-size=1k");
     let mut starting = starting.stderr(Stdio::piped()).spawn()?;
     while storage.control().answered < enough {
-        assert!(starting.try_wait()?.is_none(), "it has ended");
+        assert!(starting.try_wait()?.is_none(), "the start ended early");
         thread::yield_now();
     }
     kill_process(Pid::from_child(&starting), Signal::TERM)?;

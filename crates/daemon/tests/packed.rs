@@ -106,7 +106,7 @@ fn requests_complete_out_of_order() {
                 ready.push(slot);
             }
         }
-        assert!(overtaken > 0, "everything ended in order");
+        assert!(overtaken > 0, "every request completed in order");
         queue.finish(order.len());
     }
 }

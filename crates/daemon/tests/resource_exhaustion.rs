@@ -278,7 +278,7 @@ fn descriptor_limit_is_named_at_startup() {
             "{said}"
         );
         refused += 1;
-        assert!(refused < 64, "it does not start");
+        assert!(refused < 64, "the server does not start");
     }
     assert!(refused > 5, "{refused}");
 }
@@ -316,7 +316,10 @@ fn disk_is_released_without_free_descriptors() {
         let is_left = || {
             let mut check = Command::new("qemu-img");
             check.args(["info", "-f", format]).arg(&disk);
-            assert!(check.output().unwrap().status.success(), "nobody has it");
+            assert!(
+                check.output().unwrap().status.success(),
+                "the image must be unlocked"
+            );
         };
         is_left();
 
@@ -401,7 +404,7 @@ fn unwritable_log_delays_nobody() {
         let start = Instant::now();
         // The socket exists a moment before ringdisk listens on it.
         while UnixStream::connect(&socket).is_err() {
-            assert!(start.elapsed() < HANG, "it does not start");
+            assert!(start.elapsed() < HANG, "the server does not start");
             std::thread::sleep(Duration::from_millis(5));
         }
         for _ in 0..40 {
@@ -414,7 +417,7 @@ fn unwritable_log_delays_nobody() {
         let status = loop {
             match child.try_wait().unwrap() {
                 Some(status) => break status,
-                None => assert!(start.elapsed() < HANG, "it does not end"),
+                None => assert!(start.elapsed() < HANG, "the server does not end"),
             }
             std::thread::sleep(Duration::from_millis(5));
         };

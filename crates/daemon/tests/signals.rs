@@ -224,7 +224,7 @@ fn closing_the_terminal_does_not_stop_it() {
     let mut client = loop {
         match control::Client::connect(&control, HANG) {
             Ok(client) => break client,
-            Err(e) => assert!(start.elapsed() < HANG, "it does not start: {e}"),
+            Err(e) => assert!(start.elapsed() < HANG, "the server does not start: {e}"),
         }
         thread::sleep(Duration::from_millis(5));
     };
@@ -249,7 +249,7 @@ fn closing_the_terminal_does_not_stop_it() {
     drop(device);
     client.call("quit", json!({})).unwrap();
     while socket.exists() {
-        assert!(start.elapsed() < 2 * HANG, "it does not end");
+        assert!(start.elapsed() < 2 * HANG, "the server does not end");
         thread::sleep(Duration::from_millis(5));
     }
 }

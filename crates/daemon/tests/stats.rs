@@ -239,7 +239,7 @@ fn latencies_are_measured_after_the_first_query() {
     assert_eq!(stats["read"]["operations"], 1);
     assert_eq!(
         stats["read"]["latency"]["total"]["count"], 0,
-        "nobody had asked"
+        "latencies before the first query"
     );
     for _ in 0..5 {
         assert_eq!(queue.run(Op::Read, 0, 4096), OK);
@@ -292,7 +292,7 @@ fn text_output_shows_rates() {
     let depth = number(&disk["queue-depth"]);
     assert!(
         depth > 0.0 && depth <= 1.1,
-        "one at a time, and not {depth}"
+        "expected a depth of 1, not {depth}"
     );
     assert!(number(&disk["cpu-ns-per-operation"]) > 0.0);
     assert!(disk["total"]["read"]["operations"].as_u64().unwrap() > 0);

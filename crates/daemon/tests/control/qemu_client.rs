@@ -239,7 +239,7 @@ fn raw_driver_over_a_file(ringdisk: &Controlled, qemu: &mut QemuClient, file: &P
     assert_eq!(
         device.queues[0].write(8, &content(9, 4096)),
         1,
-        "it is read-only"
+        "the disk is read-only"
     );
     drop(device);
     qemu.call("block-export-del", json!({ "id": "above", "mode": "hard" }));

@@ -252,14 +252,14 @@ fn impossible_configuration_disconnects_nobody() {
         println!("{disk:?}");
         served.refuses(&[*disk, b, c], words);
     }
-    println!("what another process has");
+    println!("a file and a socket of another process");
     let held = out("held");
     served.refuses(
         &[("a", &held, "a", "queues = 1"), b, c],
         &["held.raw", "another process"],
     );
     served.refuses(&[("a", "a", &held, ""), b, c], &["disk 'a'", "held.sock"]);
-    println!("what is the command line's");
+    println!("files of the command line's disks");
     let mine = out("mine");
     served.refuses(
         &[("a", &mine, "a", "queues = 1"), b, c],
@@ -267,7 +267,7 @@ fn impossible_configuration_disconnects_nobody() {
     );
     served.refuses(&[("a", "a", &mine, ""), b, c], &["'mine'", "mine.sock"]);
     served.refuses(&[("mine", "a", "a", ""), b, c], &["'mine' already"]);
-    println!("a change that could be made, beside one that cannot");
+    println!("a possible change beside an impossible one");
     served.refuses(
         &[
             ("a", "a", "b", ""),
@@ -276,12 +276,12 @@ fn impossible_configuration_disconnects_nobody() {
         ],
         &["disk 'c'", "missing.raw"],
     );
-    println!("files that two running disks would exchange");
+    println!("two running disks that would swap files");
     served.refuses(
         &[("a", "b", "a", ""), ("b", "a", "b", ""), c],
         &["'a'", "'b'", "exchange files"],
     );
-    println!("a file that is there no more");
+    println!("a renamed file");
     fs::rename(served.path("a.raw"), served.path("renamed.raw")).unwrap();
     let moved = ("a", "a", "a", "queues = 1");
     served.refuses(&[moved, b, c], &["disk 'a'", "a.raw", "renamed.raw by now"]);

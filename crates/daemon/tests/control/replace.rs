@@ -449,7 +449,11 @@ fn lock_running_moves_to_the_new_image() {
         rewrite(&mut device.queues[0]);
     }
     qemu::check(at, "overlay.qcow2", false);
-    assert_eq!(qemu::check_code(at, "plain.qcow2"), Some(1), "it is locked");
+    assert_eq!(
+        qemu::check_code(at, "plain.qcow2"),
+        Some(1),
+        "the new image must be locked"
+    );
     assert_eq!(device.queues[0].write(16000, &content(4711, 4096)), 0);
     for queue in 0..device.queues.len() {
         device.stop_queue(queue).unwrap();

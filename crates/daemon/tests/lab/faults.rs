@@ -252,7 +252,10 @@ fn interrupted_run_writes_a_report() {
     let cells = bench.journal().cells.len();
     assert!((1..6).contains(&cells), "{cells}");
     bench.assert_report(cells);
-    assert!(!bench.path("result/disks").exists(), "its disks are gone");
+    assert!(
+        !bench.path("result/disks").exists(),
+        "the run's disks must be removed"
+    );
     succeed(bench.run().arg("--resume"));
     assert_eq!(bench.journal().cells.len(), 6);
 }

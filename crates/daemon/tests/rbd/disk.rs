@@ -232,7 +232,7 @@ fn resized_image_grows_the_disk(version: CephVersion) {
         .unwrap();
     let start = Instant::now();
     while device.config().unwrap().capacity != 48 << 11 {
-        assert!(start.elapsed() < HANG, "nobody tells");
+        assert!(start.elapsed() < HANG, "no notification of the new size");
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     assert_eq!(device.queues[0].write(40 << 11, &[1; 4096]), OK);

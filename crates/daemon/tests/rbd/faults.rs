@@ -112,7 +112,7 @@ fn restarted_ringdisk_takes_over_the_lock_and_requests(version: CephVersion) {
     };
     let mut server = cluster.serve(&[&disk]);
     let mut device = Device::connect(server.socket(), &config).unwrap();
-    assert!(device.inflight.is_some(), "not offered");
+    assert!(device.inflight.is_some(), "no inflight region was offered");
     let mut load = Load::new(&device, 1024);
     for signal in [Signal::KILL, Signal::TERM, Signal::KILL] {
         load.run(&mut device, 200);
@@ -151,7 +151,7 @@ fn unresponsive_cluster_times_out_and_recovers(version: CephVersion) {
     cluster.ceph().wait_for_osds().unwrap();
     let start = Instant::now();
     while device.queues[0].write(16, &[2; 4096]) != OK {
-        assert!(start.elapsed() < HANG, "it never writes again");
+        assert!(start.elapsed() < HANG, "writes still fail");
     }
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), [1; 4096]);
 }
@@ -179,7 +179,7 @@ fn full_pool_follows_the_error_policy(version: CephVersion) {
     let start = Instant::now();
     let mut sector = 16;
     while impatient.queues[0].write(sector, &[2; 4096]) == OK {
-        assert!(start.elapsed() < HANG, "it still writes");
+        assert!(start.elapsed() < HANG, "writes still succeed");
         sector += 8;
     }
     // Two requests are merged, one of which needs no space: that one must not fail.
@@ -203,14 +203,14 @@ fn full_pool_follows_the_error_policy(version: CephVersion) {
     assert_eq!(device.queues[1].read(8, 4096).unwrap(), [1; 4096]);
     assert_eq!(device.queues[1].write(8, &[4; 4096]), OK);
     assert_eq!(impatient.queues[0].run(Op::Discard, 0, 4 << 20), OK);
-    assert_eq!(device.queues[0].poll(|_, _| ()), 0, "it waits");
+    assert_eq!(device.queues[0].poll(|_, _| ()), 0, "the request must wait");
     cluster.ceph().fill_up(false).unwrap();
     assert_eq!(device.queues[0].finish(1), [(0, OK)]);
     event(&mut client, |e| e["event"] == "BLOCK_IO_RESUMED");
     assert_eq!(device.queues[1].read(16, 4096).unwrap(), [3; 4096]);
     let start = Instant::now();
     while impatient.queues[0].write(16, &[4; 4096]) != OK {
-        assert!(start.elapsed() < HANG, "it never writes again");
+        assert!(start.elapsed() < HANG, "writes still fail");
     }
     drop((device, impatient, server));
     let content = cluster.content("patient");
@@ -242,7 +242,7 @@ fn pool_at_its_quota_stops_the_disk(version: CephVersion) {
     let wait_until = |client: &mut control::Client, state: &str, each: &mut dyn FnMut()| {
         let start = Instant::now();
         while storage(client) != state {
-            assert!(start.elapsed() < HANG, "it is never '{state}'");
+            assert!(start.elapsed() < HANG, "the disk never becomes '{state}'");
             each();
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -270,7 +270,7 @@ fn pool_at_its_quota_stops_the_disk(version: CephVersion) {
     assert_eq!(
         storage(&mut client),
         "stopped",
-        "nobody has told it to go on"
+        "the disk resumed without a command"
     );
     // An OSD may have an older map than the monitor.
     wait_until(&mut client, "works", &mut || {

@@ -8,7 +8,7 @@ fn every_socket_accepts_once_ready_is_printed() {
         let disks = [Disk::new(), Disk::new(), Disk::new()];
         let server = TextServer::serve(&disks.each_ref().map(|d| d.argument("queues=1")));
         for disk in &disks {
-            UnixStream::connect(&disk.socket).expect("it said that it is ready");
+            UnixStream::connect(&disk.socket).expect("ringdisk reported that it is ready");
         }
         for disk in &disks {
             let name = disk.file.file_stem().unwrap().to_str().unwrap();

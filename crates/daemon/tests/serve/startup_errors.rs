@@ -60,7 +60,10 @@ fn unusable_files_are_refused() {
     }
     let zero = format!("file=/dev/zero,socket={}", path("s.sock"));
     assert_refused(&[&zero], 1, &["/dev/zero", "a character device", disk]);
-    assert!(!Path::new(&path("missing.raw")).exists(), "it was created");
+    assert!(
+        !Path::new(&path("missing.raw")).exists(),
+        "the missing file was created"
+    );
 
     // The suggested remedy works.
     let odd = format!("file={},socket={}", path("odd.raw"), path("s.sock"));

@@ -94,7 +94,7 @@ impl Served {
         println!("{}", text.trim_end());
         let fits = words.split('|').any(|words| text.contains(words));
         assert!(fits && text.contains("goes on"), "{text}");
-        assert_eq!(self.list(), 0, "it answers");
+        assert_eq!(self.list(), 0, "the old process must answer");
     }
 
     fn list(&self) -> i32 {
@@ -142,7 +142,7 @@ impl Drop for Served {
 fn wait_for_path(path: &Path) {
     let start = Instant::now();
     while !path.exists() {
-        assert!(start.elapsed() < HANG, "{} does not come", path.display());
+        assert!(start.elapsed() < HANG, "{} does not appear", path.display());
         thread::sleep(Duration::from_millis(5));
     }
 }
@@ -266,7 +266,7 @@ fn guests_continue_on_every_format_and_ring() {
         assert_eq!(
             devices[2].0.frontend.config(32, 1).unwrap(),
             [0],
-            "its choice"
+            "the guest's write cache setting"
         );
         let size = format!("{}M", 17 + round);
         let name = raw.file.file_stem().unwrap().to_str().unwrap().to_owned();
@@ -405,8 +405,12 @@ fn lock_running_disk_keeps_its_lock_state() {
     }
     for _ in 0..2 {
         served.upgrade(&[]);
-        assert_eq!(write(&running), Some(false), "its lock is lost");
-        assert_eq!(write(&idle), Some(true), "it is locked");
+        assert_eq!(
+            write(&running),
+            Some(false),
+            "the running disk must stay locked"
+        );
+        assert_eq!(write(&idle), Some(true), "the idle disk must stay unlocked");
         assert!(device.queues[1].read(8, 4096).is_ok());
     }
     let mut other = Device::connect(&idle.socket, &config()).unwrap();
@@ -445,7 +449,7 @@ fn disk_reusing_the_name_of_a_released_disk_is_locked() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(
         text.contains("another process"),
-        "its lock is missing: {text}"
+        "expected a lock conflict: {text}"
     );
     served.end();
 }

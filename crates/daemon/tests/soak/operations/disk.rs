@@ -127,7 +127,7 @@ impl Disk {
     }
 
     pub fn file(&self) -> &Path {
-        self.files.last().expect("it is on one")
+        self.files.last().expect("a disk has a file")
     }
 
     /// The argument of `attach`.

@@ -90,14 +90,14 @@ fn run(steps: &[Step], counts: &mut Counts) -> Result<(), String> {
 fn words(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    text.unwrap_or("a panic without words")
+    text.unwrap_or("a panic without a message")
 }
 
 /// Removes steps, fewer at a time, while the rest still fails.
 fn shrink(mut steps: Vec<Step>, failure: &str) -> Vec<Step> {
     let (start, length) = (Instant::now(), seconds("RINGDISK_SOAK_SHRINK_SECONDS", 0));
     if !length.is_zero() {
-        println!("{failure}\nleaving out steps");
+        println!("{failure}\nremoving steps");
     }
     let mut part = steps.len().div_ceil(2);
     while part > 0 {

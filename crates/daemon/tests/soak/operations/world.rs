@@ -151,11 +151,11 @@ impl World {
         let expected = self.disks.iter().filter(|disk| disk.attached);
         let expected: Vec<_> = expected.collect();
         let served: Vec<_> = expected.iter().map(|d| Some(d.name.as_str())).collect();
-        assert_eq!(names, served, "disks that are listed");
+        assert_eq!(names, served, "names in the list");
         for (disk, listed) in expected.iter().zip(&listed) {
             let name = &disk.name;
             let is = |key: &str, value: Value| {
-                assert_eq!(listed[key], value, "{key} of {name}, as it is listed");
+                assert_eq!(listed[key], value, "{key} of {name} in the list");
             };
             is("file", disk.file().to_str().unwrap().into());
             is("format", format(disk.qcow2).into());
@@ -164,11 +164,7 @@ impl World {
             is("throttle-group", disk.group.then_some("group").into());
             is("connected", disk.working.into());
             let iops = listed["limits"]["iops"].as_u64().unwrap_or(0);
-            assert_eq!(
-                iops,
-                u64::from(disk.iops),
-                "limit of {name}, as it is listed"
-            );
+            assert_eq!(iops, u64::from(disk.iops), "limit of {name} in the list");
         }
     }
 

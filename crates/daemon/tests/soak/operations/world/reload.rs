@@ -73,7 +73,7 @@ impl World {
         if entries[disk].is_none() || !attached && !matches!(edit, Edit::Remove) {
             return;
         }
-        let file = entries[disk].as_ref().expect("it is some").file.clone();
+        let file = entries[disk].as_ref().expect("checked above").file.clone();
         // Only once: the next process uses the files as they are now.
         let is_its_file = its.entry.as_ref().is_some_and(|entry| entry.file == file);
         let file = match edit {
@@ -113,10 +113,10 @@ impl World {
             Edit::Group(group) => entry.group = group,
             Edit::Serial(serial) => entry.serial = serial,
             Edit::Remove => {
-                let removed = entries[disk].take().expect("it is there");
+                let removed = entries[disk].take().expect("checked above");
                 // Earlier edits of the same reload may have renamed its file, or given its socket to another disk.
                 let removed_disk = &mut self.disks[disk];
-                let file = removed_disk.files.last_mut().expect("it is on one");
+                let file = removed_disk.files.last_mut().expect("a disk has a file");
                 if !file.exists() {
                     *file = removed.file;
                 }
