@@ -75,6 +75,12 @@ Exit codes: 0 not worse, 3 worse, 4 not comparable.")]
         #[arg(long)]
         force: bool,
     },
+    /// The client of one sample; the lab starts it as a process of its own
+    #[command(hide = true)]
+    Client {
+        /// What to measure, as JSON
+        job: String,
+    },
     /// Make a result of fio's own JSON: the first file's configuration is compared with the others'
     #[command(after_help = "Example:
   fio --output-format=json+ --output=a1.json job.fio      once for each boot, in turn: a1, b1, a2, b2, ...
@@ -95,6 +101,7 @@ On fewer than three files of each name nothing is decided.")]
 #[derive(clap::Args)]
 #[command(after_help = "Example:
   ringdisk lab run versus --budget 10m --output /var/tmp/versus
+  ringdisk lab run bench-disk --only iodepth=1,32 --set blocks=3
 
 A run that was interrupted or killed goes on with --resume and the same --output.")]
 struct Run {
@@ -127,6 +134,15 @@ struct How {
     /// The ringdisk to measure; default: this program
     #[arg(long, value_name = "PATH")]
     ringdisk: Option<PathBuf>,
+    /// Another build of ringdisk, measured in the same blocks with the settings of the last case
+    #[arg(long, value_name = "PATH")]
+    baseline: Option<PathBuf>,
+    /// Another value of the plan, such as blocks=3 or fio.runtime=1s; several with commas are a list; repeatable
+    #[arg(long, value_name = "[TABLE.]KEY=VALUE")]
+    set: Vec<String>,
+    /// Only cases or loads with this value, such as case=ringdisk,fio or iodepth=1; repeatable
+    #[arg(long, value_name = "KEY=VALUE")]
+    only: Vec<String>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -168,6 +184,9 @@ impl From<&How> for RunOptions {
                 Accel::Tcg => ::lab::guest::Accel::Tcg,
             }),
             ringdisk: how.ringdisk.clone(),
+            baseline: how.baseline.clone(),
+            set: how.set.clone(),
+            only: how.only.clone(),
         }
     }
 }
@@ -195,6 +214,7 @@ pub fn run(args: &Args) -> Result<(), Failed> {
             against,
             force,
         } => commands::gate(result, against, *force),
+        Command::Client { job } => Ok(::lab::client::run(job)?),
         Command::Import { files, output } => commands::import(files, output),
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use harness::histogram::Histogram;
 
 use crate::journal::{Cell, Journal, Sample};
-use crate::plan::words::Expect;
+use crate::plan::words::{Expect, Metric};
 use crate::plan::{Case, Plan, Workload};
 use crate::schedule::Schedule;
 use crate::stats::judge::ERROR_RATE;
@@ -59,6 +59,8 @@ pub struct Summary {
     pub switches: Option<f64>,
     /// Exits of KVM for each request, the median.
     pub exits: Option<f64>,
+    /// Share of its CPU time that ringdisk spent polling, the median.
+    pub polling: Option<f64>,
     /// Latencies of all samples.
     pub latencies: Histogram,
 }
@@ -82,6 +84,17 @@ pub struct Question {
     pub interval: Option<(f64, f64)>,
     /// The least gain that so many pairs find nine times in ten.
     pub detectable: Option<f64>,
+}
+
+/// How two configurations compare, block by block.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ratio {
+    /// The median of the blocks.
+    pub median: f64,
+    /// The least.
+    pub least: f64,
+    /// The most.
+    pub most: f64,
 }
 
 /// A published figure, looked at again.
@@ -118,7 +131,10 @@ impl std::fmt::Display for Outcome {
 }
 
 /// What is compared: the larger the better.
-fn score(workload: &Workload, sample: &Sample) -> f64 {
+fn score(metric: Metric, workload: &Workload, sample: &Sample) -> f64 {
+    if metric == Metric::Cpu {
+        return sample.cpu_us.filter(|us| *us > 0.0).map_or(0.0, f64::recip);
+    }
     match workload.rate {
         // At a fixed rate all have the same IOPS, and the one that answers sooner is better.
         Some(_) if sample.mean_ns > 0.0 => 1e9 / sample.mean_ns,
@@ -161,7 +177,7 @@ impl<'a> Analysis<'a> {
                     .1
                     .sample
                     .as_ref()
-                    .map(|sample| score(&plan.workloads[load], sample))
+                    .map(|sample| score(plan.metric, &plan.workloads[load], sample))
             });
         }
         let verdicts = judge.verdicts();
@@ -257,7 +273,32 @@ impl<'a> Analysis<'a> {
             cpu_us: middle(&|sample| sample.cpu_us),
             switches: middle(&|sample| sample.switches),
             exits: middle(&|sample| sample.exits),
+            polling: middle(&|sample| Some(sample.polling?.share())),
             latencies,
+        })
+    }
+
+    /// A figure of one arm over that of another, in the blocks that have both; `None` without such a block.
+    pub fn ratio(
+        &self,
+        from: usize,
+        to: usize,
+        load: usize,
+        figure: impl Fn(&Sample) -> Option<f64>,
+    ) -> Option<Ratio> {
+        let of = |arm: usize, block: u32| {
+            let mut cells = self.samples(arm, load);
+            let (_, sample) = cells.find(|(cell, _)| cell.block == block)?;
+            figure(sample).filter(|value| *value > 0.0)
+        };
+        let ratios: Vec<f64> = self
+            .samples(to, load)
+            .filter_map(|(cell, _)| Some(of(to, cell.block)? / of(from, cell.block)?))
+            .collect();
+        Some(Ratio {
+            median: median(&ratios)?,
+            least: ratios.iter().copied().reduce(f64::min)?,
+            most: ratios.iter().copied().reduce(f64::max)?,
         })
     }
 
@@ -326,10 +367,10 @@ impl<'a> Analysis<'a> {
             .settings
             .differences(&self.case(to).settings);
         let (before, after) = (&self.case(from).settings, &self.case(to).settings);
-        // What only one of two devices has came with the device.
-        let by_device = |name: &&str| {
-            asked.contains(&"device") && (before.get(name) == "-" || after.get(name) == "-")
-        };
+        // What only one of two devices, or of two servers, has came with it.
+        let other_device = asked.contains(&"device") || asked.contains(&"server");
+        let by_device =
+            |name: &&str| other_device && (before.get(name) == "-" || after.get(name) == "-");
         let mut names: Vec<String> = asked
             .iter()
             .filter(|name| !by_device(name))
@@ -342,7 +383,7 @@ impl<'a> Analysis<'a> {
             let one_sided = values.starts_with("- →") || values.ends_with("→ -");
             // The driver is the device, and a queue's depth its size.
             let implied = match name.as_str() {
-                _ if asked.contains(&"device") && one_sided => true,
+                _ if other_device && one_sided => true,
                 "driver" => asked.contains(&"device"),
                 "requests" => asked.contains(&"queue-size") || asked.contains(&"queues"),
                 "iothreads" => ["iothread", "device", "volumes"]
@@ -468,7 +509,7 @@ impl<'a> Analysis<'a> {
     /// What is compared of an arm under a load: the larger the better.
     pub fn scores(&self, arm: usize, load: usize) -> Vec<f64> {
         self.samples(arm, load)
-            .map(|(_, sample)| score(&self.plan().workloads[load], sample))
+            .map(|(_, sample)| score(self.plan().metric, &self.plan().workloads[load], sample))
             .collect()
     }
 

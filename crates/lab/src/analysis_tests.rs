@@ -12,6 +12,7 @@ fn booted(plan: &str, boots: &[(&str, &[(&str, &str)])]) -> Journal {
         seed: 1,
         started_ms: 0,
         facts: Facts::new(),
+        only: Vec::new(),
         left_out: BTreeMap::new(),
     };
     let mut text = serde_json::to_string(&Record::Plan(header)).unwrap() + "\n";

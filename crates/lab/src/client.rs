@@ -17,6 +17,7 @@ use anyhow::{Context, Result, bail};
 use crate::plan::words::Client;
 use drivers::{BlkioDriver, RingDriver};
 
+pub use crate::plan::sockets::RING_QUEUE_SIZE;
 pub use job::{Access, Job, Sample, mix, noise};
 
 /// Runs a [`Job`] in JSON and prints its [`Sample`] as one line of JSON.

@@ -12,7 +12,7 @@ use crate::guest::{Accel, Stop, accel};
 use crate::journal::Journal;
 use crate::plan::units::{time, time_text};
 use crate::plan::words::GuestKind;
-use crate::plan::{Plan, PlanError};
+use crate::plan::{Filter, Plan, PlanError, changes};
 use crate::run::progress::Display;
 use crate::run::search::{RATES_MAX, RUNS};
 use crate::run::{self, Options, available};
@@ -69,6 +69,12 @@ pub struct RunOptions {
     pub accel: Option<Accel>,
     /// What is measured; `None` is this program.
     pub ringdisk: Option<PathBuf>,
+    /// Another build of ringdisk, as one more case.
+    pub baseline: Option<PathBuf>,
+    /// Values instead of the plan's, as `TABLE.KEY=VALUE`.
+    pub set: Vec<String>,
+    /// What of the plan is measured, as `KEY=VALUE`.
+    pub only: Vec<String>,
 }
 
 /// What to compare.
@@ -116,8 +122,30 @@ pub fn compare(what: &CompareOptions, options: &RunOptions) -> Result<(), Failed
     )
 }
 
+/// The plan's text with what the command line changes of it.
+fn changed(text: &str, options: &RunOptions) -> Result<String, String> {
+    let mut text = text.to_owned();
+    if !options.set.is_empty() {
+        text = changes::set(&text, &options.set).map_err(|e| format!("--set: {e}"))?;
+    }
+    match &options.baseline {
+        Some(build) => changes::with_baseline(&text, build),
+        None => Ok(text),
+    }
+}
+
 fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed> {
-    let mut plan = Plan::parse(file, text).map_err(|error| Failed::usage(error.to_string()))?;
+    let text = &changed(text, options).map_err(Failed::usage)?;
+    let only: Vec<Filter> = options
+        .only
+        .iter()
+        .map(|filter| filter.parse())
+        .collect::<Result<_, String>>()
+        .map_err(|problem| Failed::usage(format!("--only: {problem}")))?;
+    let mut plan = Plan::parse(file, text)
+        .map_err(|error| error.to_string())
+        .and_then(|plan| plan.selected_by(&only).map_err(|e| format!("--only: {e}")))
+        .map_err(Failed::usage)?;
     let budget = options.budget.as_deref().map(time).transpose();
     let budget = budget.map_err(|problem| Failed::usage(format!("--budget: {problem}")))?;
     plan.budget = budget.unwrap_or(plan.budget);
@@ -165,6 +193,7 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
         resume: options.resume,
         file: file.to_owned(),
         budget,
+        only,
     };
     let mut display = Display::new(&reduced);
     let journal = run::run(text, &options, &stop, &mut display);

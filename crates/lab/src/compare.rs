@@ -189,6 +189,7 @@ mod tests {
             seed: 1,
             started_ms: 0,
             facts: [("fio".to_owned(), "fio-3.33".to_owned())].into(),
+            only: Vec::new(),
             left_out: Default::default(),
         };
         change(&mut header);

@@ -15,12 +15,12 @@ use harness::random::Rng;
 use crate::fio::{Interval, Run};
 use crate::guest::Stop;
 use crate::host::now_ms;
+use crate::plan::sockets::depth;
 use crate::plan::words::{Arrival, Rw};
 use crate::plan::{Settings, Workload};
-use crate::vhost::{DESCRIPTORS, Device, QUEUE_SIZE_MAX, Queue, Shape};
+use crate::process;
+use crate::vhost::{DESCRIPTORS, Device, Queue, Shape};
 
-/// Bytes under way at most, over all volumes: they are memory.
-const MEMORY_MAX: u64 = 1 << 30;
 /// Longest that a server may take to greet, or to complete a request.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How often a wait is looked up from, for an end that is wanted.
@@ -37,50 +37,8 @@ pub struct Times {
     pub runtime: Duration,
     /// Of one point of the series.
     pub interval: Duration,
-}
-
-/// Whether a load can be driven without fio.
-///
-/// # Errors
-/// What it has that only fio does.
-pub fn check(settings: &Settings, load: &Workload) -> Result<(), String> {
-    let plain = Workload::default();
-    let only_fio = [
-        ("job", load.job.is_some()),
-        ("bssplit", load.bssplit.is_some()),
-        ("fsync", load.fsync != plain.fsync),
-        ("engine", load.engine != plain.engine),
-        ("distribution", load.distribution != plain.distribution),
-        ("compress", load.compress != plain.compress),
-    ];
-    if let Some((key, _)) = only_fio.into_iter().find(|(_, set)| *set) {
-        return Err(format!(
-            "{key} is fio's, which needs a guest or device=host; a vhost-user socket without a guest has rw, bs, \
-             iodepth, numjobs, rate, arrival and rwmixread"
-        ));
-    }
-    let queues = usize::from(settings.queues.unwrap_or(1));
-    let size = usize::from(settings.queue_size.unwrap_or(QUEUE_SIZE_MAX));
-    let room = size / DESCRIPTORS;
-    let depth = depth(load).div_ceil(queues);
-    if depth > room {
-        return Err(format!(
-            "{depth} requests under way in a queue do not fit into {size} entries: each takes {DESCRIPTORS}. Set a \
-             smaller iodepth, or more queues"
-        ));
-    }
-    let bytes = depth as u64 * queues as u64 * load.bs * u64::from(settings.volumes);
-    if bytes > MEMORY_MAX {
-        return Err(format!(
-            "{bytes} bytes under way are more than {MEMORY_MAX}; set a smaller iodepth or bs"
-        ));
-    }
-    Ok(())
-}
-
-/// Requests under way of a volume.
-fn depth(load: &Workload) -> usize {
-    load.iodepth as usize * load.numjobs as usize
+    /// Where all threads of the load run; `None` leaves them to the scheduler.
+    pub cpu: Option<usize>,
 }
 
 /// Drives all of these disks at the same time: a thread for each queue that has something to do.
@@ -139,7 +97,9 @@ pub fn drive(
             .map(|lane| {
                 let start = &start;
                 scope.spawn(move || {
+                    let pinned = times.cpu.map_or(Ok(()), process::pin_thread);
                     start.wait();
+                    pinned?;
                     lane.run(load, times, stop)
                 })
             })

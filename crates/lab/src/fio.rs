@@ -36,6 +36,8 @@ pub struct Job<'a> {
     pub size: Option<u64>,
     /// Whether the guest's own cache is bypassed.
     pub direct: bool,
+    /// Whether the page cache keeps what it has of the disk.
+    pub keep_cache: bool,
     /// The guest's time at which to start, in milliseconds since 1970; `None` is at once.
     pub start_ms: Option<u64>,
 }
@@ -51,6 +53,9 @@ impl Job<'_> {
             u8::from(self.direct),
             interval(self.runtime).as_millis(),
         );
+        if self.keep_cache {
+            global += "invalidate=0\n";
+        }
         if let Some(size) = self.size {
             global += &format!("size={size}\n");
         }
@@ -396,6 +401,7 @@ mod tests {
             ramp: Duration::from_secs(1),
             size: None,
             direct: true,
+            keep_cache: false,
             start_ms: None,
         }
     }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::process::{self, Usage};
 use crate::window::Window;
 
 /// What results depend on, in words: results with other facts are not comparable.
@@ -116,12 +117,21 @@ struct Tick {
     all: u64,
     idle: u64,
     stolen: u64,
-    /// Of the processes that are watched: clock ticks, switches between threads, exits of KVM.
-    watched: u64,
+    /// Of the processes that are watched.
+    watched: Usage,
     /// Of this program and all that it started, in clock ticks.
     ours: u64,
-    switches: u64,
+    /// Exits of KVM of theirs.
     exits: Option<u64>,
+}
+
+/// Whose CPU time is counted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Watched {
+    /// These processes.
+    Processes(Vec<u32>),
+    /// fio, wherever this program started it.
+    Fio,
 }
 
 /// What a window cost.
@@ -151,10 +161,10 @@ pub struct Watch {
 const PERIOD: Duration = Duration::from_millis(200);
 
 impl Watch {
-    /// Watches these processes.
-    pub fn start(pids: Vec<u32>) -> Watch {
+    /// Watches these processes, and holds all their threads on a CPU if one is named.
+    pub fn start(watched: Watched, cpu: Option<usize>) -> Watch {
         let (ticks, end) = (
-            Arc::new(Mutex::new(vec![tick(&pids)])),
+            Arc::new(Mutex::new(vec![tick(&watched, cpu)])),
             Arc::new(AtomicBool::new(false)),
         );
         let (shared, ended) = (ticks.clone(), end.clone());
@@ -164,7 +174,7 @@ impl Watch {
                 shared
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
-                    .push(tick(&pids));
+                    .push(tick(&watched, cpu));
             }
         });
         Watch {
@@ -189,15 +199,14 @@ impl Watch {
         if seconds < 0.3 {
             return None;
         }
-        let hz = rustix::param::clock_ticks_per_second() as f64;
         let all = to.all.saturating_sub(from.all).max(1) as f64;
-        let watched = to.watched.saturating_sub(from.watched) as f64;
+        let watched = to.watched.since(&from.watched);
         let ours = to.ours.saturating_sub(from.ours) as f64;
         let share = |to: u64, from: u64| to.saturating_sub(from) as f64 / all;
         let (idle, stolen) = (share(to.idle, from.idle), share(to.stolen, from.stolen));
         Some(Cost {
-            cpus_used: watched / hz / seconds,
-            switches_per_s: to.switches.saturating_sub(from.switches) as f64 / seconds,
+            cpus_used: watched.ran_s() / seconds,
+            switches_per_s: watched.switches as f64 / seconds,
             exits_per_s: to
                 .exits
                 .zip(from.exits)
@@ -218,7 +227,15 @@ impl Drop for Watch {
     }
 }
 
-fn tick(pids: &[u32]) -> Tick {
+fn tick(watched: &Watched, cpu: Option<usize>) -> Tick {
+    let pids = match watched {
+        Watched::Processes(pids) => pids.clone(),
+        Watched::Fio => named_below(std::process::id(), "fio"),
+    };
+    if let Some(cpu) = cpu {
+        // One that has just ended needs no pin.
+        pids.iter().for_each(|pid| drop(process::pin(*pid, cpu)));
+    }
     let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
     let fields: Vec<u64> = stat
         .lines()
@@ -235,9 +252,11 @@ fn tick(pids: &[u32]) -> Tick {
         all: fields.iter().take(8).sum(),
         idle: field(3) + field(4),
         stolen: field(7),
-        watched: pids.iter().map(|pid| cpu_ticks(*pid, 2)).sum(),
+        watched: pids
+            .iter()
+            .filter_map(|pid| Usage::of(*pid).ok())
+            .fold(Usage::default(), |sum, usage| sum.plus(&usage)),
         ours: family_ticks(std::process::id()),
-        switches: pids.iter().map(|pid| switches(*pid)).sum(),
         exits: pids.iter().map(|pid| exits(*pid)).sum::<Option<u64>>(),
     }
 }
@@ -245,14 +264,36 @@ fn tick(pids: &[u32]) -> Tick {
 /// CPU time of a process and all that it started, and that they started. What of them has ended, and was waited for, is
 /// in the time of who did.
 fn family_ticks(pid: u32) -> u64 {
+    let below: u64 = children(pid).into_iter().map(family_ticks).sum();
+    below + cpu_ticks(pid, 4)
+}
+
+/// The processes of this name that a process started, and that they started.
+fn named_below(pid: u32, name: &str) -> Vec<u32> {
+    let mut found = Vec::new();
+    for child in children(pid) {
+        let its = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
+        match its.trim() == name {
+            true => found.push(child),
+            false => found.extend(named_below(child, name)),
+        }
+    }
+    found
+}
+
+fn children(pid: u32) -> Vec<u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task"));
-    let children = |task: fs::DirEntry| {
+    let of_task = |task: fs::DirEntry| {
         let list = fs::read_to_string(task.path().join("children")).unwrap_or_default();
         let each = list.split_whitespace().filter_map(|pid| pid.parse().ok());
-        each.map(family_ticks).sum::<u64>()
+        each.collect::<Vec<u32>>()
     };
-    let below: u64 = tasks.into_iter().flatten().flatten().map(children).sum();
-    below + cpu_ticks(pid, 4)
+    tasks
+        .into_iter()
+        .flatten()
+        .flatten()
+        .flat_map(of_task)
+        .collect()
 }
 
 /// User and system time of a process, with threads that have ended, and then those of children that it waited for: the
@@ -265,24 +306,6 @@ fn cpu_ticks(pid: u32, fields: usize) -> u64 {
         .skip(11)
         .take(fields)
         .filter_map(|word| word.parse::<u64>().ok())
-        .sum()
-}
-
-fn switches(pid: u32) -> u64 {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task"))
-        .into_iter()
-        .flatten()
-        .flatten();
-    let of_task = |status: String| -> u64 {
-        status
-            .lines()
-            .filter(|line| line.contains("ctxt_switches"))
-            .filter_map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok())
-            .sum()
-    };
-    tasks
-        .filter_map(|task| fs::read_to_string(task.path().join("status")).ok())
-        .map(of_task)
         .sum()
 }
 
@@ -305,7 +328,7 @@ mod tests {
 
     #[test]
     fn a_busy_process_is_seen_to_be_busy() {
-        let watch = Watch::start(vec![std::process::id()]);
+        let watch = Watch::start(Watched::Processes(vec![std::process::id()]), None);
         let start_ms = now_ms();
         // Until it has burnt half a second of CPU, however long that takes here.
         let burnt = || cpu_ticks(std::process::id(), 2);

@@ -95,6 +95,7 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
             .into_iter()
             .map(|version| ("fio".into(), version))
             .collect::<Facts>(),
+        only: Vec::new(),
         left_out: BTreeMap::new(),
     };
     let mut writer = Writer::create(output, header)?;

@@ -6,13 +6,14 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use harness::histogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use crate::host::Facts;
-use crate::plan::Plan;
+use crate::plan::{Filter, Plan};
 use crate::run::search::RATES_MAX;
+use crate::storage::Polling;
 use crate::window::Point;
 
 /// The journal's name in a result's folder.
@@ -80,6 +81,9 @@ pub struct Header {
     pub started_ms: u64,
     /// The host, and the versions of all programs.
     pub facts: Facts,
+    /// What was selected of the plan.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub only: Vec<Filter>,
     /// Cases that cannot be measured here, and why.
     pub left_out: BTreeMap<String, String>,
 }
@@ -151,13 +155,22 @@ pub struct Sample {
     /// Exits of KVM for each request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exits: Option<f64>,
+    /// CPU time per second of the client that made the load without a guest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client_cpu: Option<f64>,
+    /// Requests that were due at a rate, but could not be sent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unsent: Option<u64>,
+    /// How ringdisk's I/O threads waited, the time before the window included.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub polling: Option<Polling>,
 }
 
 impl Sample {
     fn is_sound(&self) -> bool {
         let usual = |value: f64| (0.0..1e15).contains(&value);
         let own = [self.iops, self.bytes_per_s, self.mean_ns, self.window_s];
-        let costs = [self.cpu_us, self.switches, self.exits];
+        let costs = [self.cpu_us, self.switches, self.exits, self.client_cpu];
         own.into_iter().all(usual)
             && costs.into_iter().flatten().all(usual)
             && self.series.len() <= SERIES_MAX
@@ -248,7 +261,9 @@ impl Journal {
             header.version
         );
         let plan = Plan::recorded(Path::new(&header.file), &header.plan, &header.jobs)
-            .context("the plan in the journal")?;
+            .context("the plan in the journal")?
+            .selected_by(&header.only)
+            .map_err(|problem| anyhow!("the selection in the journal: {problem}"))?;
         let mut journal = Journal {
             header,
             plan,
@@ -374,6 +389,7 @@ mod tests {
             seed: 1,
             started_ms: 0,
             facts: Facts::new(),
+            only: Vec::new(),
             left_out: BTreeMap::new(),
         }
     }

@@ -1,7 +1,9 @@
 //! A plan: which configurations are measured under which loads, what is compared, and what others have published.
 
+pub mod changes;
 mod parse;
 pub mod settings;
+pub mod sockets;
 pub mod units;
 mod values;
 pub mod words;
@@ -11,11 +13,13 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 pub use parse::PlanError;
 pub use settings::{Backing, IoThread, Server, Settings};
 pub use workload::Workload;
 
-use words::{Against, Expect, GuestKind};
+use words::{Against, Expect, GuestKind, Interleave, Metric, Until};
 
 /// Most configurations, loads and pairs of a plan: a mistake in a list is more likely than such a wish.
 pub const CASES_MAX: usize = 256;
@@ -63,10 +67,55 @@ pub struct Plan {
     pub left_out: Vec<String>,
     /// What others have published of this.
     pub claims: Vec<Claim>,
+    /// What a block repeats for each configuration.
+    pub interleave: Interleave,
+    /// When a run ends.
+    pub until: Until,
+    /// What verdicts are about.
+    pub metric: Metric,
+    /// The CPUs of servers and of the load; `None` leaves them to the scheduler.
+    pub cpus: Option<Cpus>,
+    /// Whether each disk is brought into the same state before each sample: nothing left to be written back, and
+    /// resident in the page cache, or with O_DIRECT absent from it.
+    pub settle: bool,
+    /// How long a sample waits for a machine on which nothing else runs.
+    pub patience: Duration,
     /// A guest of one's own.
     pub ssh: Option<Ssh>,
     /// Job files that it names, with their texts.
     pub jobs: BTreeMap<String, String>,
+}
+
+/// A selection of cases or loads: `iodepth=1,32`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Filter {
+    /// What is looked at.
+    pub key: String,
+    /// The values of which one is wanted.
+    pub values: Vec<String>,
+}
+
+impl std::str::FromStr for Filter {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((key, values)) if !key.is_empty() && !values.is_empty() => Ok(Self {
+                key: key.into(),
+                values: values.split(',').map(str::to_owned).collect(),
+            }),
+            _ => Err(format!("'{text}' is not KEY=VALUE[,VALUE]")),
+        }
+    }
+}
+
+/// The CPUs of a run without a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cpus {
+    /// Where servers run, and fio on the host.
+    pub server: usize,
+    /// Where the load of a socket is made.
+    pub load: usize,
 }
 
 /// A configuration by its name.
@@ -74,6 +123,10 @@ pub struct Plan {
 pub struct Case {
     /// A name, unique in the plan.
     pub name: String,
+    /// The name of its `[[case]]`, which the values of all axes follow in `name`.
+    pub base: String,
+    /// Its values of all axes, such as `iops=500 aio=native`; empty without axes.
+    pub point: String,
     /// The configuration.
     pub settings: Settings,
 }
@@ -185,6 +238,69 @@ impl Plan {
         plan
     }
 
+    /// The plan with what all of the filters select.
+    ///
+    /// # Errors
+    /// As [`Plan::selected`].
+    pub fn selected_by(&self, filters: &[Filter]) -> Result<Plan, String> {
+        filters
+            .iter()
+            .try_fold(self.clone(), |plan, filter| plan.selected(filter))
+    }
+
+    /// The plan with the cases and loads that a filter selects. `case`, `workload` and every key of a configuration or a
+    /// load may be named; a case or load that has a named key must have one of the values.
+    ///
+    /// # Errors
+    /// Nothing is left, or no case and no load has the key.
+    pub fn selected(&self, filter: &Filter) -> Result<Plan, String> {
+        let Filter { key, values } = filter;
+        let mut plan = self.clone();
+        let is_case = key == "case" || settings::KEYS.contains(&key.as_str());
+        if !is_case && key != "workload" && !workload::KEYS.contains(&key.as_str()) {
+            let mut known = vec!["case", "workload"];
+            known.extend(settings::KEYS);
+            known.extend(workload::KEYS);
+            return Err(words::not_one_of(key, &known));
+        }
+        let of_case = |case: &Case| match key.as_str() {
+            "case" if values.contains(&case.base) => case.base.clone(),
+            "case" => case.name.clone(),
+            _ => case.settings.get(key),
+        };
+        let of_load = |load: &Workload| match key.as_str() {
+            "workload" => load.name.clone(),
+            _ => load.get(key),
+        };
+        let there: Vec<String> = match is_case {
+            true => self.cases.iter().map(of_case).collect(),
+            false => self.workloads.iter().map(of_load).collect(),
+        };
+        match is_case {
+            true => {
+                let dropped = self
+                    .cases
+                    .iter()
+                    .filter(|case| !values.contains(&of_case(case)));
+                let dropped: Vec<String> = dropped.map(|case| case.name.clone()).collect();
+                plan = plan.without(&dropped);
+            }
+            false => plan
+                .workloads
+                .retain(|load| values.contains(&of_load(load))),
+        }
+        if plan.cases.is_empty() || plan.workloads.is_empty() {
+            let mut there: Vec<&str> = there.iter().map(String::as_str).collect();
+            there.dedup();
+            return Err(format!(
+                "nothing of the plan has {key}={}; there are {}",
+                values.join(","),
+                there.join(", ")
+            ));
+        }
+        Ok(plan)
+    }
+
     /// The plan with a load at each of these rates, instead of one whose rates are to be searched for.
     #[must_use]
     pub fn with_rates(&self, load: &str, rates: &[u32]) -> Plan {
@@ -210,6 +326,14 @@ impl Plan {
         let all = 0..cases.len();
         match against {
             Against::First => all.skip(1).map(|to| (0, to)).collect(),
+            Against::Last => all
+                .clone()
+                .filter_map(|from| {
+                    let same = |to: &usize| cases[*to].point == cases[from].point;
+                    let to = all.clone().skip(from + 1).rfind(same)?;
+                    Some((from, to))
+                })
+                .collect(),
             Against::Previous => all.skip(1).map(|to| (to - 1, to)).collect(),
             Against::OneFactor => all
                 .clone()

@@ -11,7 +11,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 const TICKS_PER_SECOND: f64 = 100.0;
 
 /// What a process has used so far, kernel threads that work for it (io-wq) included: they are threads of the process.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
     /// Nanoseconds on a core, summed over the threads that are alive.
     threads_ran_ns: u64,
@@ -65,9 +65,21 @@ impl Usage {
         Usage {
             threads_ran_ns: self.threads_ran_ns.saturating_sub(before.threads_ran_ns),
             waited_ns: self.waited_ns.saturating_sub(before.waited_ns),
-            user_ticks: self.user_ticks - before.user_ticks,
-            system_ticks: self.system_ticks - before.system_ticks,
+            user_ticks: self.user_ticks.saturating_sub(before.user_ticks),
+            system_ticks: self.system_ticks.saturating_sub(before.system_ticks),
             switches: self.switches.saturating_sub(before.switches),
+        }
+    }
+
+    /// What two processes have used together.
+    #[must_use]
+    pub fn plus(&self, other: &Usage) -> Usage {
+        Usage {
+            threads_ran_ns: self.threads_ran_ns + other.threads_ran_ns,
+            waited_ns: self.waited_ns + other.waited_ns,
+            user_ticks: self.user_ticks + other.user_ticks,
+            system_ticks: self.system_ticks + other.system_ticks,
+            switches: self.switches + other.switches,
         }
     }
 

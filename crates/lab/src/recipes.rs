@@ -6,7 +6,7 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// Name and text of each.
-pub const RECIPES: [(&str, &str); 9] = [
+pub const RECIPES: [(&str, &str); 20] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
@@ -19,6 +19,32 @@ pub const RECIPES: [(&str, &str); 9] = [
     ("myths", include_str!("../recipes/myths.toml")),
     ("noise", include_str!("../recipes/noise.toml")),
     ("versus", include_str!("../recipes/versus.toml")),
+    ("bench-null", include_str!("../recipes/bench-null.toml")),
+    (
+        "bench-page-cache",
+        include_str!("../recipes/bench-page-cache.toml"),
+    ),
+    ("bench-zram", include_str!("../recipes/bench-zram.toml")),
+    ("bench-disk", include_str!("../recipes/bench-disk.toml")),
+    (
+        "bench-rates-disk",
+        include_str!("../recipes/bench-rates-disk.toml"),
+    ),
+    (
+        "bench-rates-zram",
+        include_str!("../recipes/bench-rates-zram.toml"),
+    ),
+    (
+        "bench-rates-page-cache",
+        include_str!("../recipes/bench-rates-page-cache.toml"),
+    ),
+    ("bench-think", include_str!("../recipes/bench-think.toml")),
+    (
+        "bench-throttle",
+        include_str!("../recipes/bench-throttle.toml"),
+    ),
+    ("bench-disks", include_str!("../recipes/bench-disks.toml")),
+    ("bench-bursts", include_str!("../recipes/bench-bursts.toml")),
 ];
 
 /// The plan of a recipe.
@@ -103,7 +129,8 @@ mod tests {
                 !plan.title.is_empty() && !plan.contrasts.is_empty() && plan.left_out.is_empty(),
                 "{name}"
             );
-            assert!(name == "noise" || !plan.claims.is_empty(), "{name}");
+            let claims_nothing = name == "noise" || name.starts_with("bench-");
+            assert!(claims_nothing || !plan.claims.is_empty(), "{name}");
             for claim in &plan.claims {
                 assert!(
                     !claim.source.is_empty() && !claim.figure.is_empty(),
@@ -131,6 +158,7 @@ mod tests {
                     seed: 1,
                     started_ms: 0,
                     facts: Default::default(),
+                    only: Vec::new(),
                     left_out,
                 };
                 let all_left_out = !header.left_out.is_empty();

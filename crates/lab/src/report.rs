@@ -3,6 +3,7 @@
 mod advice;
 mod charts;
 mod html;
+mod ratios;
 mod svg;
 mod tables;
 
@@ -14,6 +15,7 @@ use anyhow::{Context, Result};
 
 use crate::analysis::Analysis;
 use crate::measured;
+use crate::plan::words::Against;
 
 /// The page's name in a result's folder.
 pub const HTML: &str = "report.html";
@@ -95,6 +97,9 @@ pub fn text(analysis: &Analysis) -> String {
             "{failed} cells failed and {flagged} are flagged, of {}",
             analysis.journal.cells.len()
         );
+    }
+    if plan.against == Against::Last {
+        text += &ratios::text(analysis);
     }
     let advice = advice::advice(analysis);
     let _ = write!(text, "\n{}", advice.sentence);

@@ -4,6 +4,7 @@
 pub mod available;
 mod boot;
 mod effective;
+pub mod outside;
 pub mod progress;
 pub mod search;
 mod validity;
@@ -15,14 +16,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use crate::analysis::{Analysis, Outcome};
 use crate::guest::{Accel, Kernel, Stop, accel, version, write_initramfs};
 use crate::host::{Cost, Facts, facts, now_ms};
 use crate::journal::{BootRecord, Ceiling, Cell, Header, Journal, Rates, Record, Sample, Writer};
-use crate::plan::words::{Device, GuestKind};
-use crate::plan::{Backing, Plan, Settings, Workload};
+use crate::plan::words::{Device, GuestKind, Until};
+use crate::plan::{Backing, Filter, Plan, Settings, Workload};
 use crate::schedule::{Boot, Schedule};
 use crate::stats::{Sequential, Verdict};
 use crate::storage::Files;
@@ -44,6 +45,8 @@ pub struct Options {
     pub file: PathBuf,
     /// Another budget than the plan's.
     pub budget: Option<Duration>,
+    /// What of the plan is measured.
+    pub only: Vec<Filter>,
 }
 
 /// Boots that a configuration may fail before it is given up.
@@ -61,7 +64,9 @@ pub fn run(
     stop: &Stop,
     progress: &mut dyn Progress,
 ) -> Result<Journal> {
-    let mut plan = Plan::parse(&options.file, text)?;
+    let mut plan = Plan::parse(&options.file, text)?
+        .selected_by(&options.only)
+        .map_err(|problem| anyhow!("--only: {problem}"))?;
     if let Some(budget) = options.budget {
         plan.budget = budget;
     }
@@ -72,50 +77,7 @@ pub fn run(
         .unwrap_or_else(|| options.folder.clone());
     fs::create_dir_all(&disks).with_context(|| format!("making {}", disks.display()))?;
     let facts = all_facts(&plan, options, accel, &disks);
-    let (mut journal, mut writer) = if options.resume {
-        let mut journal = Journal::read(&options.folder)?;
-        ensure!(
-            journal.header.plan == text && journal.header.jobs == plan.jobs,
-            "{} was made by another plan; run that one, or make a new result",
-            options.folder.display()
-        );
-        let cut = std::mem::take(&mut journal.cut);
-        (journal, Writer::resume(&options.folder, cut)?)
-    } else {
-        let seed = plan.seed.unwrap_or_else(|| now_ms() % 1_000_000);
-        let left_out = left_out(&plan, &options.ringdisk);
-        ensure!(
-            left_out.len() < plan.cases.len(),
-            "no configuration of this plan can be measured here:\n{}",
-            left_out
-                .iter()
-                .map(|(case, why)| format!("  {case}: {why}"))
-                .chain(plan.claims.iter().map(|claim| format!(
-                    "  published ({}): {}: {} ({})",
-                    claim.source,
-                    claim.figure,
-                    Outcome::Untestable,
-                    claim.untestable.as_deref().unwrap_or("see above")
-                )))
-                .collect::<Vec<_>>()
-                .join("\n")
-        );
-        let header = Header {
-            version: 1,
-            file: options.file.display().to_string(),
-            plan: text.to_owned(),
-            jobs: plan.jobs.clone(),
-            seed,
-            started_ms: now_ms(),
-            facts: facts.clone(),
-            left_out,
-        };
-        let first = serde_json::to_string(&Record::Plan(header.clone()))?;
-        (
-            Journal::parse(&first)?,
-            Writer::create(&options.folder, header)?,
-        )
-    };
+    let (mut journal, mut writer) = begin(text, &plan, options, &facts)?;
     journal.plan.budget = plan.budget;
     for (case, why) in &journal.header.left_out {
         progress.say(&format!("left out: {case}: {why}"));
@@ -187,6 +149,56 @@ pub fn run(
     };
     runner.blocks(&mut journal, &mut writer, progress)?;
     Ok(journal)
+}
+
+/// The journal of a new result, or of one that is resumed.
+fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(Journal, Writer)> {
+    if options.resume {
+        let mut journal = Journal::read(&options.folder)?;
+        ensure!(
+            journal.header.plan == text
+                && journal.header.jobs == plan.jobs
+                && journal.header.only == options.only,
+            "{} was made by another plan; run that one, or make a new result",
+            options.folder.display()
+        );
+        let cut = std::mem::take(&mut journal.cut);
+        return Ok((journal, Writer::resume(&options.folder, cut)?));
+    }
+    let seed = plan.seed.unwrap_or_else(|| now_ms() % 1_000_000);
+    let left_out = left_out(plan, &options.ringdisk);
+    ensure!(
+        left_out.len() < plan.cases.len(),
+        "no configuration of this plan can be measured here:\n{}",
+        left_out
+            .iter()
+            .map(|(case, why)| format!("  {case}: {why}"))
+            .chain(plan.claims.iter().map(|claim| format!(
+                "  published ({}): {}: {} ({})",
+                claim.source,
+                claim.figure,
+                Outcome::Untestable,
+                claim.untestable.as_deref().unwrap_or("see above")
+            )))
+            .collect::<Vec<_>>()
+            .join("\n")
+    );
+    let header = Header {
+        version: 1,
+        file: options.file.display().to_string(),
+        plan: text.to_owned(),
+        jobs: plan.jobs.clone(),
+        seed,
+        started_ms: now_ms(),
+        facts: facts.clone(),
+        only: options.only.clone(),
+        left_out,
+    };
+    let first = serde_json::to_string(&Record::Plan(header.clone()))?;
+    Ok((
+        Journal::parse(&first)?,
+        Writer::create(&options.folder, header)?,
+    ))
 }
 
 /// Cases that this host cannot run.
@@ -287,7 +299,10 @@ impl Runner<'_> {
         let spent_before = journal.searched_s + cells_s;
         let begun = Instant::now();
         for block in 0..plan.blocks_max {
-            let open = Schedule::open(&verdicts_before(journal, block, &looks));
+            let open = match plan.until {
+                Until::Decided => Schedule::open(&verdicts_before(journal, block, &looks)),
+                Until::Blocks => vec![true; schedule.questions()],
+            };
             let boots = schedule.block(block, |question| open[question]);
             if boots.is_empty() {
                 progress.say("every question is decided");
@@ -326,7 +341,11 @@ impl Runner<'_> {
                 return Ok(());
             }
             progress.block(block, &due, &open);
-            if block < CEILING_BLOCKS {
+            let measures_host = plan
+                .cases
+                .iter()
+                .any(|case| case.settings.device == Device::Host);
+            if block < CEILING_BLOCKS && !measures_host {
                 self.ceilings(journal, writer, block, progress)?;
             }
             for boot in due {
@@ -406,7 +425,9 @@ impl Runner<'_> {
             let workload = &plan.workloads[*load];
             progress.cell(&workload.name);
             let since = Instant::now();
-            let measured = self.bench.measure(&mut up, settings, workload);
+            let measured = self
+                .bench
+                .measure(&mut up, settings, workload, u64::from(block));
             if self.bench.stop.is_wanted() {
                 return Ok(());
             }
@@ -573,7 +594,10 @@ impl Runner<'_> {
             for load in loads {
                 progress.cell(&load.name);
                 // One that fails is a ceiling less, and no more.
-                if let Ok((sample, _)) = self.bench.measure(&mut up, &settings, load) {
+                if let Ok((sample, _)) =
+                    self.bench
+                        .measure(&mut up, &settings, load, u64::from(block))
+                {
                     let ceiling = Ceiling {
                         workload: load.name.clone(),
                         disks: u32::from(disks),

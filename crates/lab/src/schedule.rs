@@ -9,6 +9,7 @@ use std::time::Duration;
 use harness::random::Rng;
 
 use crate::plan::Plan;
+use crate::plan::words::Interleave;
 use crate::stats::judge::pairs_needed;
 use crate::stats::{Judge, Verdict};
 
@@ -28,17 +29,22 @@ pub struct Schedule {
     workloads: usize,
     contrasts: Vec<(usize, usize)>,
     seed: u64,
+    interleave: Interleave,
 }
 
 impl Schedule {
     /// For a plan.
     pub fn of(plan: &Plan, seed: u64) -> Self {
-        Self::new(
+        let schedule = Self::new(
             plan.cases.len(),
             plan.workloads.len(),
             &plan.contrasts,
             seed,
-        )
+        );
+        Self {
+            interleave: plan.interleave,
+            ..schedule
+        }
     }
 
     /// For so many cases and loads. The comparison of the first case with its twin is put in front.
@@ -52,6 +58,7 @@ impl Schedule {
             workloads,
             contrasts,
             seed,
+            interleave: Interleave::Boots,
         }
     }
 
@@ -92,7 +99,21 @@ impl Schedule {
             boot.workloads
                 .sort_by_key(|load| order.iter().position(|other| other == load));
         }
-        boots
+        match self.interleave {
+            Interleave::Boots => boots,
+            Interleave::Loads => {
+                let mut turns = Vec::new();
+                for load in order {
+                    rng.shuffle(&mut boots);
+                    let under = boots.iter().filter(|boot| boot.workloads.contains(&load));
+                    turns.extend(under.map(|boot| Boot {
+                        arm: boot.arm,
+                        workloads: vec![load],
+                    }));
+                }
+                turns
+            }
+        }
     }
 
     /// Questions that the judge has not answered.
@@ -135,7 +156,11 @@ pub struct Estimate {
 pub fn estimate(plan: &Plan, boot: Duration) -> Estimate {
     let schedule = Schedule::of(plan, 0);
     let runs = schedule.arms * schedule.workloads;
-    let block = boot * schedule.arms as u32 + plan.run_time() * runs as u32;
+    let boots = match plan.interleave {
+        Interleave::Boots => schedule.arms,
+        Interleave::Loads => runs,
+    };
+    let block = boot * boots as u32 + plan.run_time() * runs as u32;
     let affordable = (plan.budget.as_secs_f64() / block.as_secs_f64().max(1e-3)) as usize;
     let affordable = affordable.min(plan.blocks_max as usize);
     let blocks = pairs_needed(
@@ -179,6 +204,29 @@ mod tests {
             })
             .collect();
         assert_eq!(orders.len(), 24, "all orders come up");
+    }
+
+    #[test]
+    fn configurations_take_turns_under_each_load() {
+        let mut schedule = Schedule::new(3, 4, &[(0, 1), (0, 2)], 9);
+        schedule.interleave = Interleave::Loads;
+        let block = schedule.block(0, |_| true);
+        assert_eq!(block.len(), 16);
+        for turns in block.chunks(4) {
+            let mut arms: Vec<_> = turns.iter().map(|boot| boot.arm).collect();
+            arms.sort_unstable();
+            assert_eq!(arms, [0, 1, 2, 3]);
+            assert!(
+                turns
+                    .iter()
+                    .all(|boot| boot.workloads == turns[0].workloads)
+            );
+        }
+        let orders: std::collections::BTreeSet<Vec<usize>> = block
+            .chunks(4)
+            .map(|turns| turns.iter().map(|boot| boot.arm).collect())
+            .collect();
+        assert!(orders.len() > 1, "each load has an order of its own");
     }
 
     #[test]

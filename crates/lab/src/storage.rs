@@ -1,5 +1,7 @@
 //! The disks that the lab creates, and the servers that export them.
 
+pub mod zram;
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,12 +12,16 @@ use anyhow::{Context, Result, ensure};
 use harness::paths::is_block_device;
 use harness::process::{Process, Stop, guarded};
 use harness::qemu::escaped;
+use harness::qmp::Qmp;
 use harness::random::Rng;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Format};
 use crate::plan::{Backing, IoThread, Server, Settings};
+use crate::process;
+use zram::Zram;
 
 /// Disk files that the lab creates. Dropping this removes them.
 #[derive(Debug)]
@@ -23,6 +29,7 @@ pub struct Files {
     folder: PathBuf,
     size: u64,
     made: Vec<PathBuf>,
+    zrams: Vec<((u16, u16), Zram)>,
 }
 
 /// The folder for disks in memory.
@@ -37,6 +44,7 @@ impl Files {
             folder,
             size,
             made: Vec::new(),
+            zrams: Vec::new(),
         }
     }
 
@@ -46,10 +54,13 @@ impl Files {
     /// # Errors
     /// There is not enough space, or the disk is not writable.
     pub fn disk(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<PathBuf> {
+        if settings.backing == Backing::Zram {
+            return self.zram(guest, volume);
+        }
         let folder = match &settings.backing {
             Backing::Path(path) => return Ok(path.clone()),
             Backing::Ram => Path::new(RAM).join(format!("ringdisk-lab-{}", std::process::id())),
-            Backing::File | Backing::Null | Backing::Rbd(_) => self.folder.clone(),
+            Backing::File | Backing::Zram | Backing::Null | Backing::Rbd(_) => self.folder.clone(),
         };
         fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
         let path = folder.join(format!("disk-{guest}-{volume}.{}", settings.format));
@@ -85,6 +96,17 @@ impl Files {
         Ok(path)
     }
 
+    fn zram(&mut self, guest: u16, volume: u16) -> Result<PathBuf> {
+        let known = self.zrams.iter().find(|(of, _)| *of == (guest, volume));
+        if let Some((_, zram)) = known {
+            return Ok(zram.device().to_owned());
+        }
+        let zram = Zram::new(self.size)?;
+        let path = zram.device().to_owned();
+        self.zrams.push(((guest, volume), zram));
+        Ok(path)
+    }
+
     fn check_room(&self, folder: &Path) -> Result<()> {
         let room = rustix::fs::statvfs(folder)
             .with_context(|| format!("looking for room in {}", folder.display()))?;
@@ -111,6 +133,25 @@ impl Drop for Files {
     }
 }
 
+/// Brings a disk into the state in which every sample of a cache mode starts: no sample pays for the writeback of the one
+/// before.
+///
+/// # Errors
+/// It cannot be read or synced.
+pub fn settle(path: &Path, cache: Cache) -> Result<()> {
+    let what = || format!("settling {}", path.display());
+    let mut file = File::open(path).with_context(what)?;
+    file.sync_data().with_context(what)?;
+    match cache.direct() {
+        // O_DIRECT would first have to look for pages in the cache.
+        true => {
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).with_context(what)?
+        }
+        false => drop(std::io::copy(&mut file, &mut std::io::sink()).with_context(what)?),
+    }
+    Ok(())
+}
+
 /// Fills a file with random data, which no storage can compress.
 fn fill(path: &Path, size: u64, seed: u64) -> Result<()> {
     let what = || format!("filling {}", path.display());
@@ -127,6 +168,28 @@ fn fill(path: &Path, size: u64, seed: u64) -> Result<()> {
         left -= now as u64;
     }
     Ok(())
+}
+
+/// How ringdisk's I/O threads waited, since they were started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Polling {
+    /// Times that a thread polled before it slept.
+    pub polls: u64,
+    /// Those that found something to do.
+    pub polls_hit: u64,
+    /// Time spent polling.
+    pub polled_ns: u64,
+    /// Times that a thread slept.
+    pub sleeps: u64,
+    /// CPU time of the threads, polling included.
+    pub cpu_ns: u64,
+}
+
+impl Polling {
+    /// The share of the CPU time that was spent polling.
+    pub fn share(&self) -> f64 {
+        self.polled_ns as f64 / self.cpu_ns.max(1) as f64
+    }
 }
 
 /// A server of disks over vhost-user. Dropping this ends it.
@@ -148,6 +211,7 @@ impl Served {
         folder: &Path,
         disks: &[Option<PathBuf>],
         size: u64,
+        cpu: Option<usize>,
         stop: &Stop,
     ) -> Result<Served> {
         fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
@@ -170,11 +234,17 @@ impl Served {
                 });
             }
             Server::Ringdisk => ringdisk_command(settings, ringdisk, folder, disks, size, &sockets),
+            Server::Build(path) => ringdisk_command(settings, path, folder, disks, size, &sockets),
             Server::QemuStorageDaemon => daemon_command(settings, disks, size, &sockets),
         };
         let name = "the server of the disks";
-        let mut process = Process::start(name, &mut command, &folder.join("server.log"))?
-            .with_grace(Duration::from_secs(10));
+        let log = folder.join("server.log");
+        // Pinned from its start: a server that sees one CPU has one I/O thread.
+        let process = match cpu {
+            Some(cpu) => process::born_on(cpu, || Process::start(name, &mut command, &log))?,
+            None => Process::start(name, &mut command, &log),
+        };
+        let mut process = process?.with_grace(Duration::from_secs(10));
         // Not by connecting: qemu-storage-daemon takes a connection for its guest.
         process.wait_until(Duration::from_secs(60), stop, || {
             sockets.iter().all(|socket| socket.exists())
@@ -182,6 +252,26 @@ impl Served {
         Ok(Served {
             process: Some(process),
             sockets,
+        })
+    }
+
+    /// How ringdisk's I/O threads have waited; `None` for other servers, and for a ringdisk that does not say. To be
+    /// asked after a measurement: ringdisk measures latencies from then on.
+    pub fn polling(&self) -> Option<Polling> {
+        self.process.as_ref()?;
+        let control = self.sockets.first()?.with_file_name("control.sock");
+        let mut qmp = Qmp::connect(&control).ok()?;
+        let answer = qmp
+            .execute("x-ringdisk-stats", serde_json::json!({}))
+            .ok()?;
+        let threads = answer["iothreads"].as_array()?;
+        let sum = |key: &str| threads.iter().filter_map(|it| it[key].as_u64()).sum();
+        Some(Polling {
+            polls: sum("polls"),
+            polls_hit: sum("polls-hit"),
+            polled_ns: sum("polled-ns"),
+            sleeps: sum("sleeps"),
+            cpu_ns: sum("cpu-ns"),
         })
     }
 
@@ -211,6 +301,9 @@ fn ringdisk_command(
     command
         .args(["serve", "--json", "--control"])
         .arg(folder.join("control.sock"));
+    if let Some(us) = settings.poll_max_us {
+        command.arg(format!("--poll-max-us={us}"));
+    }
     match settings.iothread {
         IoThread::Off => {}
         IoThread::One => drop(command.args(["--iothreads", "1"])),
@@ -234,6 +327,12 @@ fn ringdisk_command(
         if let Some(size) = settings.queue_size {
             words += &format!(",queue-size={size}");
         }
+        if settings.fixed_buffers {
+            words += ",fixed-buffers=on";
+        }
+        if let Some(iops) = settings.iops {
+            words += &format!(",iops={iops}");
+        }
         command.arg(words);
     }
     command
@@ -246,6 +345,20 @@ fn daemon_command(
     sockets: &[PathBuf],
 ) -> Command {
     let mut command = guarded(Path::new("qemu-storage-daemon"));
+    let through = matches!(settings.cache, Cache::Writethrough | Cache::Directsync);
+    // As ringdisk's: the disks are spread over the threads.
+    let threads = match settings.iothread {
+        IoThread::Off => 0,
+        IoThread::One => 1,
+        IoThread::Mapping(threads) => usize::from(threads),
+    };
+    for thread in 0..threads {
+        let mut object = serde_json::json!({ "qom-type": "iothread", "id": format!("io{thread}") });
+        if let Some(us) = settings.poll_max_us {
+            object["poll-max-ns"] = (u64::from(us) * 1000).into();
+        }
+        command.arg("--object").arg(object.to_string());
+    }
     for (index, (disk, socket)) in disks.iter().zip(sockets).enumerate() {
         let cache = serde_json::json!({ "direct": settings.cache.direct(), "no-flush": settings.cache == Cache::Unsafe });
         let node = match disk {
@@ -260,27 +373,38 @@ fn daemon_command(
                 if let Some(aio) = settings.aio {
                     file["aio"] = aio.word().into();
                 }
-                serde_json::json!({ "driver": settings.format.word(), "file": file, "cache": cache, "discard": "unmap" })
+                match settings.format {
+                    Format::Raw => file,
+                    format => serde_json::json!({
+                        "driver": format.word(), "file": file, "cache": cache, "discard": "unmap",
+                    }),
+                }
             }
         };
         let mut node = node;
         node["node-name"] = format!("disk{index}").into();
         let mut export: Value = serde_json::json!({
             "type": "vhost-user-blk", "id": format!("export{index}"), "node-name": format!("disk{index}"),
-            "addr": { "type": "unix", "path": socket }, "writable": true,
+            "addr": { "type": "unix", "path": socket }, "writable": true, "writethrough": through,
             "num-queues": settings.queues.unwrap_or(settings.vcpus),
         });
-        if settings.iothread == IoThread::One {
-            command
-                .arg("--object")
-                .arg(format!("iothread,id=io{index}"));
-            export["iothread"] = format!("io{index}").into();
+        if threads > 0 {
+            export["iothread"] = format!("io{}", index % threads).into();
         }
-        command
-            .arg("--blockdev")
-            .arg(node.to_string())
-            .arg("--export")
-            .arg(export.to_string());
+        command.arg("--blockdev").arg(node.to_string());
+        if let Some(iops) = settings.iops {
+            let group = serde_json::json!({
+                "qom-type": "throttle-group", "id": format!("limit{index}"), "limits": { "iops-total": iops },
+            });
+            let filter = serde_json::json!({
+                "driver": "throttle", "node-name": format!("limited{index}"),
+                "throttle-group": format!("limit{index}"), "file": format!("disk{index}"),
+            });
+            command.arg("--object").arg(group.to_string());
+            command.arg("--blockdev").arg(filter.to_string());
+            export["node-name"] = format!("limited{index}").into();
+        }
+        command.arg("--export").arg(export.to_string());
     }
     command
 }
@@ -341,9 +465,70 @@ mod tests {
             folder.path(),
             &[None],
             1 << 20,
+            None,
             &Stop::default(),
         );
         let error = started.err().unwrap().to_string();
         assert!(error.contains("no such disk"), "{error}");
+    }
+
+    fn words(settings: &Settings, disks: &[&str]) -> Vec<String> {
+        let disks: Vec<_> = disks.iter().map(|disk| Some(PathBuf::from(disk))).collect();
+        let sockets: Vec<_> = (0..disks.len())
+            .map(|n| PathBuf::from(format!("/{n}")))
+            .collect();
+        let command = match settings.server {
+            Server::QemuStorageDaemon => daemon_command(settings, &disks, 1 << 20, &sockets),
+            _ => ringdisk_command(
+                settings,
+                Path::new("/r"),
+                Path::new("/f"),
+                &disks,
+                1,
+                &sockets,
+            ),
+        };
+        let words = command.get_args().map(|word| word.to_string_lossy());
+        words.map(|word| word.into_owned()).collect()
+    }
+
+    #[test]
+    fn exports_take_turns_on_the_threads_and_each_has_its_limit() {
+        let settings = Settings {
+            device: crate::plan::words::Device::VhostUserBlk,
+            server: Server::QemuStorageDaemon,
+            iothread: IoThread::Mapping(2),
+            iops: Some(500),
+            poll_max_us: Some(0),
+            volumes: 3,
+            ..Settings::default()
+        };
+        assert_eq!(settings.check(), Ok(()));
+        let words = words(&settings, &["/a", "/b", "/c"]);
+        let exports = words.iter().filter(|word| word.contains("vhost-user-blk"));
+        for (index, (export, thread)) in exports.zip(["io0", "io1", "io0"]).enumerate() {
+            let export: Value = serde_json::from_str(export).unwrap();
+            assert_eq!(export["iothread"], thread);
+            assert_eq!(export["node-name"], format!("limited{index}"));
+        }
+        let count = |what: &str| words.iter().filter(|word| word.contains(what)).count();
+        assert_eq!(count("\"iops-total\":500"), 3);
+        assert_eq!(count("\"poll-max-ns\":0"), 2);
+    }
+
+    #[test]
+    fn ringdisk_is_told_what_differs_from_its_defaults() {
+        let settings = Settings {
+            fixed_buffers: true,
+            iops: Some(500),
+            poll_max_us: Some(0),
+            ..Settings::default()
+        };
+        let with = words(&settings, &["/a"]).join(" ");
+        assert!(with.contains(",fixed-buffers=on,iops=500") && with.contains("--poll-max-us=0"));
+        let without = words(&Settings::default(), &["/a"]).join(" ");
+        assert!(
+            !without.contains("fixed") && !without.contains("iops") && !without.contains("poll")
+        );
     }
 }

@@ -62,6 +62,7 @@ fn result(plan: &str, blocks: u32) -> Journal {
         ]
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .into(),
+        only: Vec::new(),
         left_out: BTreeMap::new(),
     };
     let mut rng = Rng::new(7);
@@ -118,7 +119,7 @@ fn result(plan: &str, blocks: u32) -> Journal {
                     window_s: 20.0,
                     cpu_us: Some(9.0 / better),
                     switches: Some(1.5),
-                    exits: None,
+                    ..Sample::default()
                 };
                 let failed = arm == 1 && block == 1;
                 records.push(Record::Cell(Cell {

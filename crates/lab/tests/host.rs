@@ -34,6 +34,7 @@ fn options(folder: &Path, resume: bool) -> Options {
         resume,
         file: folder.join("plan.toml"),
         budget: None,
+        only: Vec::new(),
     }
 }
 

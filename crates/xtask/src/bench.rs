@@ -1,4 +1,7 @@
-//! `cargo xtask bench`: ringdisk beside qemu-storage-daemon and fio on the host, in one interleaved run.
+//! `cargo xtask bench`: ringdisk, qemu-storage-daemon and fio on the host, compared in one interleaved run.
+//!
+//! The tables of closed loops and fixed rates are [plans](plans) that the lab measures: `ringdisk lab run bench-disk`. This
+//! program builds ringdisk, runs them, and prints what they gave together. It measures the other tables itself.
 //!
 //! One sample is one start of a server, one connection of a client, a warm-up and a window. Within a cell (a backing and a
 //! workload) the contestants take turns in random order, round after round, so that a busy minute hits all of them;
@@ -12,31 +15,29 @@ mod neighbours;
 mod open_loop;
 mod picture;
 mod plan;
+mod plans;
 mod report;
 mod scaling;
 mod server;
 mod setting;
 mod stats;
-mod turns;
 
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use backing::Prepared;
 use instructions::Instructions;
-use lab::client::{Job, Sample};
-use lab::{client, process};
-use plan::{Backing, Cell, Client, Rw, Server, Workload};
-use report::{CellResult, Idle, Record, Report};
+use lab::client;
+use lab::client::Job;
+use plan::{Backing, Client, Rw, Server, Workload};
+use report::{Idle, Report};
 use server::{CLIENT_CPU, Programs, Running, SERVER_CPU};
 use setting::{Aio, Cache, Lists, Poll, Ring, Setting};
-use turns::{Progress, Random};
 
 /// Measure ringdisk beside qemu-storage-daemon and fio on the host
 #[derive(clap::Args)]
@@ -234,7 +235,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     } else if bench.args.instructions {
         bench.instructions()?
     } else {
-        bench.measure()?
+        plans::closed(&bench)?
     };
     print!("{}", report.table());
     bench.save(&report)?;
@@ -261,7 +262,13 @@ impl Bench {
         let target = target_dir();
         let dir = args.dir.clone().unwrap_or_else(|| target.join("bench"));
         std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-        let build_ringdisk = args.ringdisk.is_none() && serves_ringdisk(&args.servers);
+        let by_plan = !(args.ceph.ceph
+            || args.fairness
+            || args.idle
+            || args.scaling
+            || args.qcow2
+            || args.instructions);
+        let build_ringdisk = by_plan || args.ringdisk.is_none() && serves_ringdisk(&args.servers);
         if args.ceph.ceph {
             crate::packages::tcmalloc::ensure()?;
         }
@@ -272,6 +279,7 @@ impl Bench {
                 .clone()
                 .unwrap_or_else(|| target.join("release/ringdisk")),
             baseline: args.baseline.clone(),
+            lab: target.join("release/ringdisk"),
             xtask: if cfg!(debug_assertions) {
                 target.join("release/xtask")
             } else {
@@ -294,27 +302,6 @@ impl Bench {
         })
     }
 
-    /// The contestants of `cell` in the order of one round: those that are compared stand next to each other.
-    fn order(&self, cell: &Cell, random: &mut Random) -> Vec<(Server, Option<Client>)> {
-        let mut groups: Vec<Vec<_>> = cell
-            .clients
-            .iter()
-            .map(|client| {
-                let servers = self
-                    .servers()
-                    .filter(|server| cell.setting.concerns(*server, cell.backing));
-                let mut group: Vec<_> = servers.map(|server| (server, Some(*client))).collect();
-                random.shuffle(&mut group);
-                group
-            })
-            .collect();
-        if self.named_servers().contains(&Server::Host) && cell.backing != Backing::Null {
-            groups.push(vec![(Server::Host, None)]);
-        }
-        random.shuffle(&mut groups);
-        groups.concat()
-    }
-
     fn servers(&self) -> impl Iterator<Item = Server> {
         let baseline = self.args.baseline.as_ref().map(|_| Server::Baseline);
         let named = self.named_servers().iter().copied();
@@ -327,96 +314,6 @@ impl Bench {
         match &self.args.servers[..] {
             [] => &SERVERS,
             named => named,
-        }
-    }
-
-    fn measure(&self) -> anyhow::Result<Report> {
-        let filter = plan::Filter {
-            backings: self.args.only.clone(),
-            rw: self.args.rw.clone(),
-            depths: self.args.depth.clone(),
-            clients: self.args.client.clone(),
-            settings: self.settings(),
-            targets_only: self.args.targets || self.args.quick,
-        };
-        let cells = plan::cells(&filter);
-        if cells.is_empty() {
-            bail!("no cell is left by these filters");
-        }
-        let mut random = Random(self.args.seed);
-        let mut report = self.new_report();
-        report.skipped = plan::left_out(&filter);
-        let turns = |cell: &Cell| self.order(cell, &mut Random(0)).len() * self.rounds();
-        let mut progress = Progress::new(cells.iter().map(turns).sum());
-        for cells in cells.chunk_by(|a, b| a.backing == b.backing) {
-            let backing = match Prepared::new(cells[0].backing, &self.dir, self.args.size << 30) {
-                Ok(backing) => backing,
-                Err(reason) => {
-                    report
-                        .skipped
-                        .push(format!("{}: {reason:#}", cells[0].backing));
-                    progress.total -= cells.iter().map(turns).sum::<usize>();
-                    continue;
-                }
-            };
-            // Settings of one workload are compared with each other too: they take turns.
-            for cells in cells.chunk_by(|a, b| a.workload == b.workload) {
-                let first = report.cells.len();
-                report.cells.extend(cells.iter().map(CellResult::new));
-                for round in 0..self.rounds() {
-                    let mut order: Vec<usize> = (0..cells.len()).collect();
-                    random.shuffle(&mut order);
-                    for cell in order {
-                        for (server, client) in self.order(&cells[cell], &mut random) {
-                            if self.interrupted.load(Ordering::Relaxed) {
-                                report.skipped.push("the rest: interrupted".into());
-                                return Ok(report);
-                            }
-                            let (place, cell) = (first + cell, &cells[cell]);
-                            progress.show(&cell.to_string(), server, round);
-                            match self.sample(cell, server, client, &backing, random.next()) {
-                                Ok(sample) => report.cells[place].records.push(Record {
-                                    round,
-                                    server,
-                                    client,
-                                    sample,
-                                }),
-                                // Ctrl-C ends the server and the client as well.
-                                Err(_) if self.interrupted.load(Ordering::Relaxed) => {}
-                                Err(error) => {
-                                    let text = failure(cell, server, client, &error);
-                                    progress.complain(&text);
-                                    report.failures.push(text);
-                                }
-                            }
-                        }
-                    }
-                }
-                self.save(&report)?;
-            }
-        }
-        progress.clear();
-        Ok(report)
-    }
-
-    fn sample(
-        &self,
-        cell: &Cell,
-        server: Server,
-        client: Option<Client>,
-        backing: &Prepared,
-        seed: u64,
-    ) -> anyhow::Result<Sample> {
-        backing.settle(cell.setting.cache_on(cell.backing))?;
-        process::wait_for_quiet(Duration::from_secs_f64(self.args.patience))?;
-        match client {
-            None => server::host(backing, cell, self.warmup(), self.runtime(), seed),
-            Some(client) => {
-                let setting = cell.setting;
-                let running = Running::start(server, backing, setting, &self.programs, &self.dir)?;
-                let job = self.job(&running, client, cell.workload, setting, seed);
-                running.measure(&job, &self.programs)
-            }
         }
     }
 
@@ -568,6 +465,7 @@ impl Bench {
             packed: setting.ring == Ring::Packed,
             client,
             access: workload,
+            queue_size: lab::client::RING_QUEUE_SIZE,
             pace: None,
             schedule_seed: 0,
             latencies: false,
@@ -631,18 +529,6 @@ impl Bench {
             .clone()
             .unwrap_or_else(|| self.dir.join("bench.svg"))
     }
-}
-
-fn failure(cell: &Cell, server: Server, client: Option<Client>, error: &anyhow::Error) -> String {
-    let Cell {
-        backing,
-        workload,
-        setting,
-        ..
-    } = cell;
-    let who = client.map(|client| format!(" with {client}"));
-    let who = who.unwrap_or_default();
-    format!("{backing} {workload} {setting}, {server}{who}: {error:#}")
 }
 
 fn target_dir() -> PathBuf {

@@ -26,6 +26,7 @@ fn measured(bench: &PlanFolder, plan: &str) {
         seed: 1,
         started_ms: 1,
         facts,
+        only: Vec::new(),
         left_out: BTreeMap::new(),
     };
     let folder = bench.path("result");

@@ -61,6 +61,83 @@ fn servers_are_measured_without_a_guest() {
     bench.assert_report(journal.cells.len());
 }
 
+/// The published tables: CPU time of servers and of fio, each load's configurations next to each other, ratios.
+#[test]
+fn last_configuration_is_compared_with_all_others() {
+    let programs = ["fio", "qemu-storage-daemon"];
+    if !are_installed("last_configuration_is_compared_with_all_others", &programs) {
+        return;
+    }
+    let bench = PlanFolder::new(
+        "guest = 'none'\ncompare = 'last'\ninterleave = 'loads'\nuntil = 'blocks'\nblocks = 5\n\
+         [storage]\nsize = '16M'\nsettle = 'on'\n[cpus]\nserver = 0\nload = 0\n\
+         [config]\ndevice = 'vhost-user-blk'\nclient = 'ring'\niothread = 'on'\nqueues = 1\niops = ['default', 5000]\n\
+         [[case]]\nname = 'fio'\ndevice = 'host'\naio = 'io_uring'\niops = 'default'\n\
+         [[case]]\nname = 'qsd'\nserver = 'qemu-storage-daemon'\naio = 'io_uring'\n\
+         [[case]]\nname = 'ringdisk'\n\
+         [fio]\nruntime = '1s'\nramp = '200ms'\n\
+         [[workload]]\nrw = 'randread'\niodepth = [4, 8]\n\
+         [[workload]]\nrw = 'randread'\nrate = 500\niodepth = 4\n\
+         [[workload]]\nrw = 'randread'\nthinktime = '2ms'\niodepth = 4\nburst = 4\n",
+    );
+    let said = succeed(
+        bench
+            .run()
+            .args([
+                "--only",
+                "case=qsd,baseline,ringdisk",
+                "--only",
+                "iodepth=4",
+            ])
+            .args(["--set", "blocks=1", "--baseline"])
+            .arg(env!("CARGO_BIN_EXE_ringdisk")),
+    );
+    assert!(
+        said.contains("ringdisk's figure over that of the row"),
+        "{said}"
+    );
+    let journal = bench.journal();
+    assert_eq!(errors(&journal.cells), Vec::<String>::new());
+    // Three cases with and without a limit, and the twin of the first, under three loads.
+    assert_eq!(journal.cells.len(), 7 * 3);
+    for turns in journal.cells.chunks(7) {
+        assert!(turns.iter().all(|cell| cell.workload == turns[0].workload));
+    }
+    for cell in &journal.cells {
+        let sample = cell.sample.as_ref().unwrap();
+        assert!(sample.cpu_us.unwrap() > 0.0, "{cell:?}");
+        assert_eq!(sample.polling.is_some(), !cell.case.starts_with("qsd"));
+        let limit = match &cell.workload {
+            load if load.contains("rate") => 500.0,
+            load if load.contains("thinktime") => 2000.0,
+            _ if cell.case.ends_with("5000") => 5000.0,
+            _ => f64::MAX,
+        };
+        assert!(sample.iops < 1.5 * limit, "{}: {}", cell.case, sample.iops);
+    }
+    bench.assert_report(journal.cells.len());
+}
+
+#[test]
+fn fio_on_the_host_costs_cpu_time_where_cpus_are_named() {
+    if !are_installed(
+        "fio_on_the_host_costs_cpu_time_where_cpus_are_named",
+        &["fio"],
+    ) {
+        return;
+    }
+    let bench = PlanFolder::new(
+        "guest = 'none'\nblocks = 1\n[storage]\nsize = '16M'\n[cpus]\nserver = 0\n\
+         [[case]]\nname = 'fio'\ndevice = 'host'\naio = 'io_uring'\n\
+         [fio]\nruntime = '2s'\nramp = '200ms'\nrw = 'randread'\n",
+    );
+    succeed(&mut bench.run());
+    let journal = bench.journal();
+    assert_eq!(errors(&journal.cells), Vec::<String>::new());
+    let sample = journal.cells[0].sample.as_ref().unwrap();
+    assert!(sample.cpu_us.unwrap() > 0.0);
+}
+
 #[test]
 fn guest_settings_are_refused_without_a_guest() {
     for (config, said_of_it) in [
@@ -73,6 +150,18 @@ fn guest_settings_are_refused_without_a_guest() {
         (
             "[[case]]\ndevice = 'vhost-user-blk'\n[fio]\niodepth = 1000\n",
             "more queues",
+        ),
+        (
+            "[[case]]\ndevice = 'vhost-user-blk'\nclient = 'ring'\n[fio]\nrw = 'randrw'\n",
+            "client=blkio",
+        ),
+        (
+            "[[case]]\ndevice = 'vhost-user-blk'\n[fio]\nthinktime = '1ms'\n",
+            "client = \"ring\"",
+        ),
+        (
+            "[[case]]\ndevice = 'vhost-user-blk'\nclient = 'ring'\nqueues = 2\n[fio]\niodepth = 3\n",
+            "multiple",
         ),
         (
             "[[case]]\ndevice = 'host'\n[fio]\nrate = 'auto'\n",

@@ -45,7 +45,7 @@ impl RingDriver {
         let Access { depth, block, .. } = job.access;
         let config = DeviceConfig {
             queues: job.queues,
-            queue_size: QUEUE_SIZE,
+            queue_size: job.queue_size,
             slots: depth as u16,
             buffer_len: block as u32,
             packed: job.packed,
@@ -170,9 +170,6 @@ impl Driver for RingDriver {
     }
 }
 
-/// Descriptors of a queue: blkio uses three per request and no indirect ones, so 128 requests need 384.
-const QUEUE_SIZE: u16 = 512;
-
 /// The blkio crate's virtio-blk: a driver that ringdisk's authors did not write.
 pub struct BlkioDriver {
     queue: vhost::Queue,
@@ -188,7 +185,7 @@ impl BlkioDriver {
         let Access { depth, block, .. } = job.access;
         let shape = vhost::Shape {
             queues: job.queues,
-            queue_size: QUEUE_SIZE,
+            queue_size: job.queue_size,
             depth,
             block,
         };

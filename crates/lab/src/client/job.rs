@@ -19,6 +19,8 @@ pub struct Job {
     pub driven: usize,
     /// Queues of each disk.
     pub queues: u16,
+    /// Entries of each queue. blkio uses three for a request.
+    pub queue_size: u16,
     /// Whether the virtqueues are packed.
     pub packed: bool,
     /// The driver.

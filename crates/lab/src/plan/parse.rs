@@ -10,16 +10,16 @@ use std::time::Duration;
 use thiserror::Error;
 use toml::de::DeTable;
 
-use super::settings::{self, Settings};
+use super::settings::{self, Settings, switch};
+use super::sockets;
 use super::units::{share, size, time};
 use super::values::{
     Entry, Mistake, Parsed, absolute, between, entries, host, line, number, one, pairs, single,
     table, tables, values, word,
 };
-use super::words::{Against, Device, GuestKind, not_one_of};
+use super::words::{Against, Client, Device, GuestKind, Interleave, Metric, Until, not_one_of};
 use super::workload::{self, Profile, Workload};
-use super::{CASES_MAX, Case, Claim, Plan, Ssh, WORKLOADS_MAX};
-use crate::drive;
+use super::{CASES_MAX, Case, Claim, Cpus, Plan, Ssh, WORKLOADS_MAX};
 
 /// Largest plan, and largest job file.
 const BYTES_MAX: u64 = 1 << 20;
@@ -36,11 +36,25 @@ pub struct PlanError {
     pub problem: String,
 }
 
-const KEYS: [&str; 16] = [
-    "name", "title", "guest", "budget", "blocks", "seed", "margin", "effect", "noise", "compare",
-    "storage", "config", "fio", "case", "workload", "exclude",
+const KEYS: [&str; 14] = [
+    "name",
+    "title",
+    "guest",
+    "budget",
+    "blocks",
+    "seed",
+    "margin",
+    "effect",
+    "noise",
+    "compare",
+    "interleave",
+    "until",
+    "metric",
+    "patience",
 ];
-const TABLES_MORE: [&str; 2] = ["claim", "ssh"];
+const TABLES: [&str; 9] = [
+    "storage", "cpus", "config", "fio", "case", "workload", "exclude", "claim", "ssh",
+];
 
 /// Reads and checks a plan.
 pub fn plan(file: &Path, text: &str, jobs: Jobs) -> Result<Plan, PlanError> {
@@ -83,15 +97,22 @@ fn parse(file: &Path, text: &str, jobs: Jobs) -> Parsed<Plan> {
             "effect" => plan.effect = share(&text()?).map_err(fail)?,
             "noise" => plan.noise = share(&text()?).map_err(fail)?,
             "compare" => compare = Some(text()?.parse::<Against>().map_err(fail)?),
-            _ if KEYS.contains(&name) || TABLES_MORE.contains(&name) => {} // tables, below
+            "interleave" => plan.interleave = text()?.parse().map_err(fail)?,
+            "until" => plan.until = text()?.parse().map_err(fail)?,
+            "metric" => plan.metric = text()?.parse().map_err(fail)?,
+            "patience" => plan.patience = between(&text()?, 0.0, 3600.0).map_err(fail)?,
+            _ if TABLES.contains(&name) => {} // below
             _ => {
-                let known: Vec<_> = KEYS.into_iter().chain(TABLES_MORE).collect();
+                let known: Vec<_> = KEYS.into_iter().chain(TABLES).collect();
                 return Err(Mistake::new(key.span(), not_one_of(name, &known)));
             }
         }
     }
     if let Some(storage) = table(root, "storage")? {
         read_storage(&mut plan, storage)?;
+    }
+    if let Some(cpus) = table(root, "cpus")? {
+        plan.cpus = Some(read_cpus(cpus)?);
     }
     let explicit = cases(&mut plan, root)?;
     plan.workloads = workloads(&mut plan, root, jobs)?;
@@ -135,6 +156,12 @@ fn empty(file: &Path) -> Plan {
         against: Against::OneFactor,
         left_out: Vec::new(),
         claims: Vec::new(),
+        interleave: Interleave::Boots,
+        until: Until::Decided,
+        metric: Metric::Speed,
+        cpus: None,
+        settle: false,
+        patience: Duration::ZERO,
         ssh: None,
         jobs: BTreeMap::new(),
     }
@@ -152,16 +179,37 @@ fn read_storage(plan: &mut Plan, table: &DeTable) -> Parsed<()> {
                     return Err(fail("not a whole number of MiB, from 16M".into()));
                 }
             }
+            "settle" => plan.settle = switch(&text).map_err(fail)?,
             "directory" => plan.directory = Some(absolute(&text).map_err(fail)?),
             _ => {
                 return Err(Mistake::new(
                     key.span(),
-                    not_one_of(name, &["size", "directory"]),
+                    not_one_of(name, &["size", "settle", "directory"]),
                 ));
             }
         }
     }
     Ok(())
+}
+
+fn read_cpus(table: &DeTable) -> Parsed<Cpus> {
+    let mut cpus = Cpus { server: 0, load: 1 };
+    for (key, value) in table {
+        let name = key.get_ref().as_ref();
+        let fail = |problem: String| Mistake::new(value.span(), format!("{name}: {problem}"));
+        let cpu = number(&one(name, value)?, 0, 1023).map_err(fail)? as usize;
+        match name {
+            "server" => cpus.server = cpu,
+            "load" => cpus.load = cpu,
+            _ => {
+                return Err(Mistake::new(
+                    key.span(),
+                    not_one_of(name, &["server", "load"]),
+                ));
+            }
+        }
+    }
+    Ok(cpus)
 }
 
 /// The cases of `[config]` and `[[case]]`: each case with each combination of the axes. Whether there are `[[case]]`s.
@@ -223,13 +271,18 @@ fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
                 .map(|key| format!("{key}={}", settings.get(key)))
                 .collect::<Vec<_>>()
                 .join(" ");
-            let name = match (name, label.is_empty()) {
+            let full = match (name, label.is_empty()) {
                 (Some(name), true) => name.clone(),
                 (Some(name), false) => format!("{name} {label}"),
                 (None, true) => settings.label(),
-                (None, false) => label,
+                (None, false) => label.clone(),
             };
-            let case = Case { name, settings };
+            let case = Case {
+                name: full,
+                base: name.clone().unwrap_or_default(),
+                point: label,
+                settings,
+            };
             if excludes.iter().any(|exclude| case.matches(exclude)) {
                 continue;
             }
@@ -248,7 +301,7 @@ fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
                 .iter()
                 .find(|other| other.settings.differences(&case.settings).is_empty());
             match same {
-                Some(same) if !explicit => plan
+                Some(same) if !explicit || same.base == case.base => plan
                     .left_out
                     .push(format!("{}: is the same as {}", case.name, same.name)),
                 _ => plan.cases.push(case),
@@ -288,8 +341,8 @@ fn workloads(plan: &mut Plan, root: &DeTable, jobs: Jobs) -> Parsed<Vec<Workload
                 Mistake::new(axis.span.clone(), format!("{}: {problem}", axis.key))
             };
             match axis.key {
-                "runtime" => plan.runtime = between(&single(axis)?, 1, 86_400).map_err(fail)?,
-                "ramp" => plan.ramp = between(&single(axis)?, 0, 86_400).map_err(fail)?,
+                "runtime" => plan.runtime = between(&single(axis)?, 0.1, 86_400.0).map_err(fail)?,
+                "ramp" => plan.ramp = between(&single(axis)?, 0.0, 86_400.0).map_err(fail)?,
                 "name" => product.iter_mut().try_for_each(|load| {
                     load.name = line(single(axis)?).map_err(fail)?;
                     Ok(())
@@ -505,6 +558,8 @@ fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
 
 /// Requests that must have room in an open loop.
 const DEPTH_OPEN: u32 = 8;
+/// What a guest is booted with at most.
+const VOLUMES_MAX: u16 = 24;
 
 /// What only the whole plan shows.
 fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
@@ -535,6 +590,11 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
             without_guest(&case.settings, &plan.workloads)
                 .map_err(|problem| Mistake::new(span("guest"), problem))?;
         }
+        if plan.guest != GuestKind::None {
+            with_guest(&case.settings, &plan.workloads).map_err(|problem| {
+                Mistake::new(span("config"), format!("{}: {problem}", case.name))
+            })?;
+        }
         for load in &plan.workloads {
             if load.search && load.iodepth.saturating_mul(load.numjobs) < DEPTH_OPEN {
                 let problem = format!(
@@ -563,6 +623,23 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
     Ok(())
 }
 
+/// With a guest, its driver and fio in it make the load.
+fn with_guest(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
+    if settings.client != Client::Blkio {
+        return Err("client is for guest = \"none\": a guest has a driver of its own".into());
+    }
+    if settings.volumes > VOLUMES_MAX {
+        return Err(format!("a guest has at most {VOLUMES_MAX} volumes"));
+    }
+    match loads.iter().find(|load| load.thinktime_us.is_some()) {
+        Some(load) => Err(format!(
+            "{}: thinktime is for guest = \"none\" with client = \"ring\"",
+            load.name
+        )),
+        None => Ok(()),
+    }
+}
+
 /// Without a guest, a server's socket is driven directly.
 fn without_guest(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
     if settings.device != Device::VhostUserBlk {
@@ -582,7 +659,7 @@ fn without_guest(settings: &Settings, loads: &[Workload]) -> Result<(), String> 
         return Err(format!("{key} is a guest's, and guest = \"none\" has none"));
     }
     loads.iter().try_for_each(|load| {
-        drive::check(settings, load).map_err(|e| format!("{}: {e}", load.name))
+        sockets::check(settings, load).map_err(|e| format!("{}: {e}", load.name))
     })
 }
 

@@ -5,11 +5,13 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::units::{size, size_text};
-use super::words::{Aio, Cache, Device, Format, Machine, Scheduler, Syntax, not_one_of};
+use super::words::{
+    Aio, Cache, Client, Device, Format, Machine, RingKind, Scheduler, Syntax, not_one_of,
+};
 
-/// Most guests of a run, most volumes of a guest, and most virtual CPUs of one: what one host boots.
+/// Most guests of a run and virtual CPUs of one: what one host boots. Most volumes: what one server opens.
 const GUESTS_MAX: u16 = 256;
-const VOLUMES_MAX: u16 = 24;
+const VOLUMES_MAX: u16 = 4096;
 const VCPUS_MAX: u16 = 256;
 
 /// One configuration.
@@ -49,6 +51,16 @@ pub struct Settings {
     pub volumes: u16,
     /// How the disk is named to QEMU.
     pub syntax: Syntax,
+    /// The driver of a vhost-user socket, without a guest.
+    pub client: Client,
+    /// The virtqueues that the driver asks for, without a guest.
+    pub ring: RingKind,
+    /// Longest time in microseconds that a server polls before it sleeps; `None` is the server's default.
+    pub poll_max_us: Option<u32>,
+    /// Whether ringdisk registers the guest's memory with the kernel.
+    pub fixed_buffers: bool,
+    /// Requests per second that a server allows each disk; `None` is no limit.
+    pub iops: Option<u32>,
     /// Another QEMU.
     pub qemu: Option<PathBuf>,
     /// A library that QEMU is started with, such as another malloc.
@@ -58,8 +70,10 @@ pub struct Settings {
 /// Who serves a vhost-user-blk disk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Server {
-    /// This program.
+    /// The ringdisk that is measured.
     Ringdisk,
+    /// Another build of ringdisk, to compare with.
+    Build(PathBuf),
     /// QEMU's own daemon.
     QemuStorageDaemon,
     /// Whoever listens at a socket; what it serves is not ours.
@@ -84,6 +98,8 @@ pub enum Backing {
     File,
     /// A file in memory that the lab makes.
     Ram,
+    /// A compressed RAM block device that the lab makes; needs root.
+    Zram,
     /// Nothing: every request succeeds at once.
     Null,
     /// A file or block device of the user's.
@@ -93,7 +109,7 @@ pub enum Backing {
 }
 
 /// The keys, in the order in which they are shown.
-pub const KEYS: [&str; 19] = [
+pub const KEYS: [&str; 24] = [
     "device",
     "server",
     "cache",
@@ -111,6 +127,11 @@ pub const KEYS: [&str; 19] = [
     "guests",
     "volumes",
     "syntax",
+    "client",
+    "ring",
+    "poll-max-us",
+    "fixed-buffers",
+    "iops",
     "qemu",
     "preload",
 ];
@@ -147,6 +168,11 @@ impl Default for Settings {
             guests: 1,
             volumes: 1,
             syntax: Syntax::Blockdev,
+            client: Client::Blkio,
+            ring: RingKind::Split,
+            poll_max_us: None,
+            fixed_buffers: false,
+            iops: None,
             qemu: None,
             preload: None,
         }
@@ -187,6 +213,11 @@ impl Settings {
             "guests" => self.guests = number(value, 1, GUESTS_MAX)?,
             "volumes" => self.volumes = number(value, 1, VOLUMES_MAX)?,
             "syntax" => self.syntax = value.parse()?,
+            "client" => self.client = value.parse()?,
+            "ring" => self.ring = value.parse()?,
+            "poll-max-us" => self.poll_max_us = default_or(value, |v| number(v, 0, 1_000_000))?,
+            "fixed-buffers" => self.fixed_buffers = switch(value)?,
+            "iops" => self.iops = default_or(value, |v| number(v, 1, 100_000_000))?,
             "qemu" => self.qemu = path(value)?,
             "preload" => self.preload = path(value)?,
             _ => return Err(not_one_of(key, &KEYS)),
@@ -196,9 +227,14 @@ impl Settings {
 
     /// The value of `key` of [`KEYS`] as a plan writes it; `-` where it means nothing in this configuration.
     pub fn get(&self, key: &str) -> String {
-        if !self.has(key) {
-            return "-".into();
+        match self.has(key) {
+            true => self.value(key),
+            false => "-".into(),
         }
+    }
+
+    /// The value of a key, whether or not it means anything.
+    fn value(&self, key: &str) -> String {
         let or_default = |value: Option<String>| value.unwrap_or_else(|| "default".into());
         let number = |value: Option<u16>| or_default(value.map(|n| n.to_string()));
         let path =
@@ -221,6 +257,11 @@ impl Settings {
             "guests" => self.guests.to_string(),
             "volumes" => self.volumes.to_string(),
             "syntax" => self.syntax.to_string(),
+            "client" => self.client.to_string(),
+            "ring" => self.ring.to_string(),
+            "poll-max-us" => or_default(self.poll_max_us.map(|us| us.to_string())),
+            "fixed-buffers" => if self.fixed_buffers { "on" } else { "off" }.into(),
+            "iops" => or_default(self.iops.map(|iops| iops.to_string())),
             "qemu" => path(&self.qemu),
             "preload" => path(&self.preload),
             _ => "-".into(),
@@ -235,6 +276,10 @@ impl Settings {
         let null = self.backing == Backing::Null;
         match key {
             "server" => vhost,
+            "client" => vhost,
+            "ring" => vhost && self.client != Client::Blkio,
+            "poll-max-us" | "iops" => vhost && !socket,
+            "fixed-buffers" => vhost && matches!(self.server, Server::Ringdisk | Server::Build(_)),
             "cache" => !socket && !null,
             "aio" => !socket && !null && !matches!(self.backing, Backing::Rbd(_)),
             "iothread" => guest && !socket && self.device != Device::Ide,
@@ -286,34 +331,64 @@ impl Settings {
         if self.device == Device::Ide && self.volumes > 4 {
             return Err("an IDE controller has room for 4 disks".into());
         }
-        if self.device == Device::VhostUserBlk
-            && self.server == Server::QemuStorageDaemon
-            && matches!(self.iothread, IoThread::Mapping(_))
-        {
-            return Err(
-                "qemu-storage-daemon has one iothread for a disk; use iothread=on or off".into(),
-            );
-        }
+        self.check_daemon()?;
         if self.device == Device::Host && self.backing == Backing::Null {
             return Err("the host has no null disk; use a guest, or backing=file".into());
         }
         if self.device == Device::Host && (self.format != Format::Raw || self.guests != 1) {
             return Err("the host reads raw files only, and is one".into());
         }
+        let unknown = ["poll-max-us", "iops", "fixed-buffers"]
+            .into_iter()
+            .find(|key| !self.has(key) && self.value(key) != Settings::default().value(key));
+        if let Some(key) = unknown {
+            return Err(format!(
+                "{key} is a setting of ringdisk and qemu-storage-daemon"
+            ));
+        }
         if matches!(self.backing, Backing::Rbd(_))
             && (self.device == Device::VhostUserBlk || self.device == Device::Host)
         {
             return Err("an RBD image is for QEMU's own devices here".into());
         }
-        let ours = matches!(self.backing, Backing::File | Backing::Ram | Backing::Null);
+        let ours = matches!(
+            self.backing,
+            Backing::File | Backing::Ram | Backing::Zram | Backing::Null
+        );
+        if self.backing == Backing::Zram && self.format != Format::Raw {
+            return Err("zram holds raw disks; use format=raw".into());
+        }
         if self.format == Format::Qcow2 && self.backing == Backing::Null {
             return Err("a null disk has no format; use format=raw".into());
         }
         if u32::from(self.guests) * u32::from(self.volumes) > 1 && !ours {
             return Err(
-                "several guests or volumes need disks of their own; use backing=file, ram or null"
+                "several guests or volumes need disks of their own; use backing=file, ram, zram or null"
                     .into(),
             );
+        }
+        Ok(())
+    }
+
+    fn check_daemon(&self) -> Result<(), String> {
+        if self.device != Device::VhostUserBlk || self.server != Server::QemuStorageDaemon {
+            return Ok(());
+        }
+        if let IoThread::Mapping(threads) = self.iothread
+            && self.volumes < threads
+        {
+            return Err(
+                "qemu-storage-daemon has one iothread for a disk; use iothread=on or off, or more volumes".into(),
+            );
+        }
+        if self.poll_max_us.is_some() && self.iothread == IoThread::Off {
+            return Err(
+                "poll-max-us is a setting of qemu-storage-daemon's iothreads; use iothread=on"
+                    .into(),
+            );
+        }
+        if self.ring == RingKind::Packed && self.has("ring") {
+            return Err("qemu-storage-daemon has no packed rings; use ring=split".into());
         }
         Ok(())
     }
@@ -341,10 +416,19 @@ impl FromStr for Server {
             "ringdisk" => Ok(Self::Ringdisk),
             "qemu-storage-daemon" => Ok(Self::QemuStorageDaemon),
             _ if text.starts_with('/') => Ok(Self::Socket(text.into())),
-            _ => Err(not_one_of(
-                text,
-                &["ringdisk", "qemu-storage-daemon", "/PATH/OF/A/SOCKET"],
-            )),
+            _ => match text.strip_prefix("ringdisk:") {
+                Some(path) if path.starts_with('/') => Ok(Self::Build(path.into())),
+                Some(_) => Err(format!("'{text}' is not ringdisk:/PATH")),
+                None => Err(not_one_of(
+                    text,
+                    &[
+                        "ringdisk",
+                        "ringdisk:/PATH",
+                        "qemu-storage-daemon",
+                        "/PATH/OF/A/SOCKET",
+                    ],
+                )),
+            },
         }
     }
 }
@@ -353,6 +437,7 @@ impl fmt::Display for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ringdisk => f.write_str("ringdisk"),
+            Self::Build(path) => write!(f, "ringdisk:{}", path.display()),
             Self::QemuStorageDaemon => f.write_str("qemu-storage-daemon"),
             Self::Socket(path) => write!(f, "{}", path.display()),
         }
@@ -390,6 +475,7 @@ impl FromStr for Backing {
         match text {
             "file" => Ok(Self::File),
             "ram" => Ok(Self::Ram),
+            "zram" => Ok(Self::Zram),
             "null" => Ok(Self::Null),
             _ if text.starts_with('/') => Ok(Self::Path(text.into())),
             _ => match text.strip_prefix("rbd:") {
@@ -403,7 +489,7 @@ impl FromStr for Backing {
                 Some(_) => Err(format!("'{text}' is not rbd:POOL/IMAGE")),
                 None => Err(not_one_of(
                     text,
-                    &["file", "ram", "null", "/PATH", "rbd:POOL/IMAGE"],
+                    &["file", "ram", "zram", "null", "/PATH", "rbd:POOL/IMAGE"],
                 )),
             },
         }
@@ -415,6 +501,7 @@ impl fmt::Display for Backing {
         match self {
             Self::File => f.write_str("file"),
             Self::Ram => f.write_str("ram"),
+            Self::Zram => f.write_str("zram"),
             Self::Null => f.write_str("null"),
             Self::Path(path) => write!(f, "{}", path.display()),
             Self::Rbd(image) => write!(f, "rbd:{image}"),
@@ -434,12 +521,20 @@ fn default_or<T>(
         .map_err(|problem| format!("{problem}; or default"))
 }
 
-fn number(value: &str, min: u16, max: u16) -> Result<u16, String> {
-    let number = value.parse().ok().filter(|n| (min..=max).contains(n));
+fn number<T: FromStr + PartialOrd + fmt::Display>(
+    value: &str,
+    min: T,
+    max: T,
+) -> Result<T, String> {
+    let number = value.parse().ok().filter(|n| (&min..=&max).contains(&n));
     number.ok_or_else(|| format!("'{value}' is no number from {min} to {max}"))
 }
 
-fn switch(value: &str) -> Result<bool, String> {
+/// A setting that is on or off.
+///
+/// # Errors
+/// It is neither.
+pub fn switch(value: &str) -> Result<bool, String> {
     match value {
         "on" | "true" => Ok(true),
         "off" | "false" => Ok(false),

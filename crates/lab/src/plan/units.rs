@@ -39,13 +39,14 @@ pub fn size_text(bytes: u64) -> String {
     bytes.to_string()
 }
 
-/// A time: `500ms`, `10s`, `30m`, `2h`; a plain number is seconds.
+/// A time: `20us`, `500ms`, `10s`, `30m`, `2h`; a plain number is seconds.
 ///
 /// # Errors
 /// It is none, or longer than a month.
 pub fn time(text: &str) -> Result<Duration, String> {
     let problem = || format!("'{text}' is no time; as in 10s, 30m or 2h");
     let units = [
+        ("us", 1e-6),
         ("ms", 0.001),
         ("s", 1.0),
         ("m", 60.0),

@@ -177,10 +177,10 @@ pub fn number(text: &str, min: u64, max: u64) -> Result<u64, String> {
     number.ok_or_else(|| format!("'{text}' is no number from {min} to {max}"))
 }
 
-pub fn between(text: &str, min: u64, max: u64) -> Result<Duration, String> {
+pub fn between(text: &str, min_s: f64, max_s: f64) -> Result<Duration, String> {
     let found = time(text)?;
-    match (min..=max).contains(&found.as_secs()) {
+    match (min_s..=max_s).contains(&found.as_secs_f64()) {
         true => Ok(found),
-        false => Err(format!("'{text}' is not between {min} and {max} s")),
+        false => Err(format!("'{text}' is not between {min_s} and {max_s} s")),
     }
 }

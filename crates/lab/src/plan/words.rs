@@ -197,10 +197,53 @@ words! {
 }
 
 words! {
+    /// The kind of virtqueue.
+    RingKind {
+        /// Descriptor table, available ring, used ring.
+        Split = "split",
+        /// One ring (virtio 1.1).
+        Packed = "packed",
+    }
+}
+
+words! {
+    /// What a block repeats for each configuration.
+    Interleave {
+        /// Each configuration is booted once in a block, and runs all loads one after the other.
+        Boots = "boots",
+        /// Each load has boots of its own: the configurations take turns under one load, then under the next. Two samples
+        /// that are compared are then close in time.
+        Loads = "loads",
+    }
+}
+
+words! {
+    /// When a run ends.
+    Until {
+        /// When every comparison is decided: decided ones run no more.
+        Decided = "decided",
+        /// When all blocks of the plan have run: each sample is taken as often as every other.
+        Blocks = "blocks",
+    }
+}
+
+words! {
+    /// What verdicts are about.
+    Metric {
+        /// Requests per second; at a fixed rate, the mean latency.
+        Speed = "speed",
+        /// CPU time of the server for each request.
+        Cpu = "cpu",
+    }
+}
+
+words! {
     /// Which configurations are compared with which.
     Against {
         /// Each with the first.
         First = "first",
+        /// The last one with each of the others, of the same values of all axes.
+        Last = "last",
         /// Each with the one before it: a ladder.
         Previous = "previous",
         /// Those that differ in one setting.

@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use super::units::{size, size_text};
+use super::settings::switch;
+use super::units::{size, size_text, time};
 use super::words::{Arrival, Rw, not_one_of};
 
 /// One load.
@@ -36,12 +37,18 @@ pub struct Workload {
     pub distribution: String,
     /// How far buffers can be compressed, in percent.
     pub compress: u32,
+    /// Microseconds from the last answer to the next requests; `None` sends them at once, or at the rate.
+    pub thinktime_us: Option<u64>,
+    /// Requests that are sent at once after a pause.
+    pub burst: u32,
+    /// Whether fio makes new data for each write.
+    pub refill: bool,
     /// The text of a job file, instead of all this.
     pub job: Option<String>,
 }
 
 /// The keys, in the order in which they are shown.
-pub const KEYS: [&str; 12] = [
+pub const KEYS: [&str; 15] = [
     "rw",
     "bs",
     "bssplit",
@@ -54,6 +61,9 @@ pub const KEYS: [&str; 12] = [
     "engine",
     "distribution",
     "compress",
+    "thinktime",
+    "burst",
+    "refill",
 ];
 
 const ENGINES: [&str; 5] = ["libaio", "io_uring", "psync", "pvsync2", "posixaio"];
@@ -75,6 +85,9 @@ impl Default for Workload {
             engine: "libaio".into(),
             distribution: "random".into(),
             compress: 0,
+            thinktime_us: None,
+            burst: 1,
+            refill: true,
             job: None,
         }
     }
@@ -116,6 +129,14 @@ impl Workload {
                 self.distribution = plain(value, "abcdefghijklmnopqrstuvwxyz0123456789:./,")?
             }
             "compress" => self.compress = number(value, 0, 100)?,
+            "thinktime" => {
+                self.thinktime_us = match value {
+                    "none" => None,
+                    _ => Some(time(value)?.as_micros() as u64),
+                }
+            }
+            "burst" => self.burst = number(value, 1, 512)?,
+            "refill" => self.refill = switch(value)?,
             _ => return Err(not_one_of(key, &KEYS)),
         }
         Ok(())
@@ -145,6 +166,11 @@ impl Workload {
             "engine" => self.engine.clone(),
             "distribution" => self.distribution.clone(),
             "compress" => self.compress.to_string(),
+            "thinktime" => self
+                .thinktime_us
+                .map_or_else(|| "none".into(), |us| format!("{us}us")),
+            "burst" if self.thinktime_us.is_some() => self.burst.to_string(),
+            "refill" if self.rw.writes() => if self.refill { "on" } else { "off" }.into(),
             _ => "-".into(),
         }
     }
@@ -163,7 +189,7 @@ impl Workload {
             rw: self.rw,
             ..Self::default()
         };
-        for key in KEYS.into_iter().skip(4) {
+        for key in KEYS.into_iter().skip(4).filter(|key| *key != "refill") {
             if self.get(key) != plain.get(key) && self.get(key) != "-" {
                 let _ = write!(self.name, ", {key} {}", self.get(key));
             }
@@ -184,6 +210,11 @@ impl Workload {
             search: false,
             ..self.clone()
         }
+    }
+
+    /// Whether requests follow one another on the disk.
+    pub fn sequential(&self) -> bool {
+        matches!(self.rw, Rw::Read | Rw::Write | Rw::ReadWrite)
     }
 
     /// Whether anything is written. A job file that says nothing of it may.
@@ -214,7 +245,8 @@ impl Workload {
         if self.rw.writes() {
             // Without it a buffer of zeroes is what a host may store in no time.
             lines += &format!(
-                "refill_buffers=1\nbuffer_compress_percentage={}\n",
+                "refill_buffers={}\nbuffer_compress_percentage={}\n",
+                u8::from(self.refill),
                 self.compress
             );
             if self.fsync > 0 {

@@ -165,7 +165,7 @@ fn server_command(settings: &Settings) -> String {
             disk_of(settings),
             if settings.cache.direct() { "on" } else { "off" }
         ),
-        Server::Ringdisk => format!(
+        Server::Ringdisk | Server::Build(_) => format!(
             "ringdisk serve file={},cache={},queues={queues},socket={SOCKET}{aio}",
             disk_of(settings),
             settings.cache

@@ -6,6 +6,7 @@ use harness::histogram::Histogram;
 
 use super::advice::advice;
 use super::charts::{self, Grid, Series, latency, percent};
+use super::ratios;
 use super::svg::{escape, short};
 use crate::analysis::{Analysis, Outcome, Question};
 use crate::plan::words::Against;
@@ -33,6 +34,9 @@ pub fn page(analysis: &Analysis) -> String {
     verdicts(&mut page, analysis, &grid, &questions);
     if plan.against == Against::Previous {
         ladders(&mut page, analysis);
+    }
+    if plan.against == Against::Last {
+        page += &ratios::html(analysis);
     }
     curves(&mut page, analysis, &grid);
     surfaces(&mut page, analysis, &grid);

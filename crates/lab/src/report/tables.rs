@@ -84,7 +84,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
                 "bytes-per-s": summary.bytes_per_s, "mean-us": summary.mean_us,
                 "p50-us": summary.p50_us, "p99-us": summary.p99_us, "p999-us": summary.p999_us,
                 "p99-interval": summary.p99_interval.map(|found| [found.low, found.high]),
-                "cpu-us": summary.cpu_us, "switches": summary.switches, "exits": summary.exits,
+                "cpu-us": summary.cpu_us, "polling": summary.polling, "switches": summary.switches, "exits": summary.exits,
             }))
         })
         .collect();
@@ -98,6 +98,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
                 "pairs": question.pairs, "gain-percent": question.gain.map(|gain| gain * 100.0),
                 "interval-percent": question.interval.map(|(low, high)| [low * 100.0, high * 100.0]),
                 "detectable-percent": question.detectable.map(|effect| effect * 100.0),
+                "ratios": super::ratios::json(analysis, question.from, question.to, question.workload),
                 "confounded": analysis.confounded(question.from, question.to),
             })
         })

@@ -24,7 +24,7 @@ pub fn missing(guest: GuestKind, settings: &Settings, ringdisk: &Path) -> Option
             program("qemu-storage-daemon", "qemu-utils")
         }
         (Device::VhostUserBlk, Server::Ringdisk) => file(ringdisk),
-        (Device::VhostUserBlk, Server::Socket(path)) => file(path),
+        (Device::VhostUserBlk, Server::Socket(path) | Server::Build(path)) => file(path),
         _ => None,
     };
     let qemu = match &settings.qemu {
@@ -41,6 +41,9 @@ pub fn missing(guest: GuestKind, settings: &Settings, ringdisk: &Path) -> Option
 
 fn backing(settings: &Settings) -> Option<String> {
     match &settings.backing {
+        Backing::Zram if !rustix::process::geteuid().is_root() => {
+            Some("setting up zram needs root".into())
+        }
         Backing::Path(path) if !path.exists() => Some(format!("there is no {}", path.display())),
         Backing::Rbd(image) if !Path::new("/etc/ceph/ceph.conf").exists() => Some(format!(
             "rbd:{image} needs a Ceph cluster, and there is no /etc/ceph/ceph.conf"

@@ -8,14 +8,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 
 use super::effective::{self, Effective};
+use super::outside;
 use crate::drive::{Times, drive};
 use crate::fio::{CLOCK, Job, Run, interval};
 use crate::guest::{Accel, Boot, Guest, Host, Kernel, Setup, Shell, Ssh, Stop, Volume};
-use crate::host::{Cost, Watch, now_ms};
+use crate::host::{Cost, Watch, Watched, now_ms};
 use crate::journal::Sample;
-use crate::plan::words::{Device, GuestKind};
+use crate::plan::words::{Aio, Client, Device, GuestKind};
 use crate::plan::{Backing, Plan, Server, Settings, Workload};
-use crate::storage::{Files, Served};
+use crate::process;
+use crate::storage::{Files, Served, settle};
 use crate::window::{Counted, count};
 
 /// What is the same for all boots of a run.
@@ -46,6 +48,8 @@ pub struct Up {
     ahead_ms: Vec<i64>,
     pids: Vec<u32>,
     disks: Vec<Vec<String>>,
+    /// The disks on this host.
+    paths: Vec<PathBuf>,
     served: Option<Served>,
     /// What is in force.
     pub effective: Effective,
@@ -60,6 +64,30 @@ enum Place {
     Host,
     /// Without fio: we drive the servers' sockets.
     Sockets,
+}
+
+impl Up {
+    fn settle(&self, settings: &Settings) -> Result<()> {
+        self.paths
+            .iter()
+            .try_for_each(|path| settle(path, settings.cache))
+    }
+}
+
+/// On the host, `aio` is fio's engine.
+fn on_engine(settings: &Settings, load: &Workload) -> Workload {
+    let engine = match settings.aio {
+        Some(aio) if settings.device == Device::Host => match aio {
+            Aio::IoUring => "io_uring",
+            Aio::Native => "libaio",
+            Aio::Threads => "posixaio",
+        },
+        _ => return load.clone(),
+    };
+    Workload {
+        engine: engine.into(),
+        ..load.clone()
+    }
 }
 
 impl Bench<'_> {
@@ -78,13 +106,12 @@ impl Bench<'_> {
             paths.push(own.collect::<Result<_>>()?);
         }
         if settings.device == Device::Host {
+            let paths: Vec<PathBuf> = paths.into_iter().flatten().flatten().collect();
             let disks = paths
-                .into_iter()
-                .flatten()
-                .flatten()
+                .iter()
                 .map(|path| path.display().to_string())
                 .collect();
-            return self.on_host(disks);
+            return self.on_host(disks, paths);
         }
         if let (GuestKind::Ssh, Some(ssh)) = (self.plan.guest, &self.plan.ssh)
             && let Some(host) = &ssh.host
@@ -100,38 +127,20 @@ impl Bench<'_> {
                     &self.folder.join("server"),
                     &disks,
                     self.plan.size,
+                    self.plan.cpus.map(|cpus| cpus.server),
                     self.stop,
                 )?)
             }
             _ => None,
         };
         let served = match (self.plan.guest, served) {
-            (GuestKind::None, Some(served)) => return Ok(on_sockets(served, settings)),
+            (GuestKind::None, Some(served)) => {
+                let paths = paths.into_iter().flatten().flatten().collect();
+                return Ok(on_sockets(served, paths, settings));
+            }
             (_, served) => served,
         };
-        let mut guests = Vec::new();
-        for (index, own) in paths.iter().enumerate() {
-            let volume = |(number, path): (usize, &Option<PathBuf>)| match (&served, path) {
-                (Some(served), _) => Volume::Socket(
-                    served.sockets[(index * own.len() + number).min(served.sockets.len() - 1)]
-                        .clone(),
-                ),
-                (None, Some(path)) => Volume::Own(settings.backing.clone(), path.clone()),
-                (None, None) if settings.backing == Backing::Null => Volume::Null(self.plan.size),
-                (None, None) => Volume::Own(settings.backing.clone(), PathBuf::new()),
-            };
-            let setup = Setup {
-                folder: self.folder.join(format!("g{index}")),
-                settings: settings.clone(),
-                volumes: own.iter().enumerate().map(volume).collect(),
-                accel: self.accel,
-                boot: self.what_boots(index)?,
-            };
-            guests.push(Guest::start(&setup, self.stop)?);
-        }
-        for guest in &mut guests {
-            guest.wait(self.accel.boot_limit(), self.stop)?;
-        }
+        let mut guests = self.guests(settings, &paths, served.as_ref())?;
         let named: Vec<String> = self
             .plan
             .ssh
@@ -174,10 +183,44 @@ impl Bench<'_> {
             ahead_ms,
             pids,
             disks,
+            paths: paths.into_iter().flatten().flatten().collect(),
             served,
             effective,
             load: Place::Guests,
         })
+    }
+
+    /// Boots the guests of a configuration.
+    fn guests(
+        &self,
+        settings: &Settings,
+        paths: &[Vec<Option<PathBuf>>],
+        served: Option<&Served>,
+    ) -> Result<Vec<Guest>> {
+        let mut guests = Vec::new();
+        for (index, own) in paths.iter().enumerate() {
+            let volume = |(number, path): (usize, &Option<PathBuf>)| match (served, path) {
+                (Some(served), _) => Volume::Socket(
+                    served.sockets[(index * own.len() + number).min(served.sockets.len() - 1)]
+                        .clone(),
+                ),
+                (None, Some(path)) => Volume::Own(settings.backing.clone(), path.clone()),
+                (None, None) if settings.backing == Backing::Null => Volume::Null(self.plan.size),
+                (None, None) => Volume::Own(settings.backing.clone(), PathBuf::new()),
+            };
+            let setup = Setup {
+                folder: self.folder.join(format!("g{index}")),
+                settings: settings.clone(),
+                volumes: own.iter().enumerate().map(volume).collect(),
+                accel: self.accel,
+                boot: self.what_boots(index)?,
+            };
+            guests.push(Guest::start(&setup, self.stop)?);
+        }
+        for guest in &mut guests {
+            guest.wait(self.accel.boot_limit(), self.stop)?;
+        }
+        Ok(guests)
     }
 
     fn what_boots(&self, index: usize) -> Result<Boot> {
@@ -202,13 +245,14 @@ impl Bench<'_> {
         Ok(Boot::Lab(kernel.clone(), initramfs.clone()))
     }
 
-    fn on_host(&self, disks: Vec<String>) -> Result<Up> {
+    fn on_host(&self, disks: Vec<String>, paths: Vec<PathBuf>) -> Result<Up> {
         Ok(Up {
             shells: vec![Box::new(Host)],
             ahead_ms: vec![0],
-            // fio is not ours to count: its CPU time is the load's.
+            // fio's CPU time is the load's, unless the plan compares it with that of servers: see `measure`.
             pids: Vec::new(),
             disks: vec![disks],
+            paths,
             served: None,
             effective: BTreeMap::new(),
             load: Place::Host,
@@ -237,13 +281,14 @@ impl Bench<'_> {
             ahead_ms,
             pids: Vec::new(),
             disks: vec![ssh.disks.clone()],
+            paths: Vec::new(),
             served: None,
             effective,
             load: Place::Guests,
         })
     }
 
-    /// Runs a load in all guests at the same time.
+    /// Runs a load in all guests at the same time. `turn` is the same for all configurations of a block.
     ///
     /// # Errors
     /// fio fails, a guest or a server dies, or what they say is nonsense.
@@ -252,10 +297,24 @@ impl Bench<'_> {
         up: &mut Up,
         settings: &Settings,
         workload: &Workload,
+        turn: u64,
     ) -> Result<(Sample, Option<Cost>)> {
         if let Some(served) = &mut up.served {
             served.alive()?;
         }
+        if self.plan.settle {
+            up.settle(settings)?;
+        }
+        process::wait_for_quiet(self.plan.patience)?;
+        if let Some(served) = &mut up.served
+            && settings.client != Client::Blkio
+        {
+            let measured = outside::measure(self.plan, served, settings, workload, turn, self.stop);
+            // A server's end explains what the client says of it.
+            served.alive()?;
+            return measured;
+        }
+        let workload = &on_engine(settings, workload);
         let start_ms = (up.shells.len() > 1).then(|| now_ms() + NOTICE.as_millis() as u64);
         let limit = self.plan.run_time() * 2 + GRACE;
         let whole_device = settings.device != Device::Host
@@ -273,12 +332,18 @@ impl Bench<'_> {
                     size: (!whole_device).then_some(self.plan.size),
                     // In a guest, the guest's own cache is never what is asked about.
                     direct: up.load != Place::Host || settings.cache.direct(),
+                    keep_cache: self.plan.settle,
                     start_ms: start_ms.map(|start| start.saturating_add_signed(*ahead_ms)),
                 };
                 (job.script(), interval(self.plan.runtime))
             })
             .collect();
-        let watch = Watch::start(up.pids.clone());
+        let watched = match up.load {
+            Place::Host if self.plan.cpus.is_some() => Watched::Fio,
+            _ => Watched::Processes(up.pids.clone()),
+        };
+        let nobody_watched = watched == Watched::Processes(Vec::new());
+        let watch = Watch::start(watched, self.plan.cpus.map(|cpus| cpus.server));
         let stop = self.stop;
         let answers: Vec<Result<Run>> = match &up.served {
             Some(served) if up.load == Place::Sockets => {
@@ -287,6 +352,7 @@ impl Bench<'_> {
                     ramp: self.plan.ramp,
                     runtime: self.plan.runtime,
                     interval: interval(self.plan.runtime),
+                    cpu: self.plan.cpus.map(|cpus| cpus.load),
                 };
                 vec![drive(&served.sockets, settings, workload, times, stop)]
             }
@@ -323,15 +389,27 @@ impl Bench<'_> {
             .collect::<Result<_>>()?;
         let counted = count(&runs).map_err(|problem| anyhow!(problem))?;
         let cost = watch.cost(counted.window);
-        Ok((sample(counted, cost, up.pids.is_empty()), cost))
+        Ok((sample(counted, cost, nobody_watched), cost))
     }
 }
 
 /// A server that has no guests.
-fn on_sockets(served: Served, settings: &Settings) -> Up {
+fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Up {
     let mut effective = Effective::new();
     for key in [
-        "server", "cache", "aio", "iothread", "queues", "backing", "format", "volumes",
+        "server",
+        "cache",
+        "aio",
+        "iothread",
+        "queues",
+        "backing",
+        "format",
+        "volumes",
+        "client",
+        "ring",
+        "poll-max-us",
+        "fixed-buffers",
+        "iops",
     ] {
         as_given(&mut effective, key, settings);
     }
@@ -340,6 +418,7 @@ fn on_sockets(served: Served, settings: &Settings) -> Up {
         ahead_ms: Vec::new(),
         pids: served.pid().into_iter().collect(),
         disks: Vec::new(),
+        paths,
         served: Some(served),
         effective,
         load: Place::Sockets,
@@ -376,6 +455,9 @@ fn sample(counted: Counted, cost: Option<Cost>, nobody_watched: bool) -> Sample 
         cpu_us: cost.and_then(|cost| each(cost.cpus_used * 1e6)),
         switches: cost.and_then(|cost| each(cost.switches_per_s)),
         exits: cost.and_then(|cost| each(cost.exits_per_s?)),
+        client_cpu: None,
+        unsent: None,
+        polling: None,
     }
 }
 

@@ -52,7 +52,7 @@ pub fn rates(
                 Some(rate) => format!("{}: searching, {rate} a second", load.name),
                 None => format!("{}: searching, a closed loop", load.name),
             });
-            let (sample, _) = bench.measure(&mut up, settings, &asked)?;
+            let (sample, _) = bench.measure(&mut up, settings, &asked, 0)?;
             Ok::<_, anyhow::Error>((sample.iops / disks, sample.percentile_us(0.99)))
         };
         let found = at(None).and_then(|(capacity, _)| {

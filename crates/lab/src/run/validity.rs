@@ -31,6 +31,8 @@ const ABOVE_CEILING: f64 = 1.15;
 const IDLE_MIN: f64 = 0.03;
 const STOLEN_MAX: f64 = 0.02;
 const OTHERS_MAX: f64 = 0.15;
+/// Of a client that sleeps while it waits.
+const CLIENT_MAX: f64 = 0.95;
 const WINDOW_MIN: f64 = 0.6;
 
 /// The flags of a sample; empty if nothing speaks against it.
@@ -90,6 +92,14 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
     let series: Vec<f64> = sample.series.iter().map(|point| point.iops).collect();
     if steady(&rounds(&series)) == Steady::No {
         flags.push("not steady: the rate still changed (SNIA: 20 % range, 10 % slope)".into());
+    }
+    if let Some(used) = sample.client_cpu.filter(|used| *used > CLIENT_MAX)
+        && settings.client.sleeps()
+    {
+        flags.push(format!(
+            "client: it used {} of its CPU, so the server may be faster than this",
+            percent(used)
+        ));
     }
     if let Some(rate) = workload.rate {
         let offered = f64::from(rate) * f64::from(settings.guests) * f64::from(settings.volumes);

@@ -1,15 +1,13 @@
 //! What lies beneath the served disks: made once, used by every contestant in turn.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
-use rustix::fs::{Advice, fadvise};
-
 use super::plan::Backing;
-use super::setting::Cache;
+use anyhow::Context;
 use lab::client::noise;
+use lab::storage::zram::Zram;
 
 /// Size of the null disk, the page-cache file and the zram device.
 pub const NULL_BYTES: u64 = 64 << 30;
@@ -31,7 +29,7 @@ impl Prepared {
         Ok(match backing {
             Backing::Null => Prepared::Null,
             Backing::Cache => Prepared::Cache(written_file(dir, "cache", CACHE_BYTES)?),
-            Backing::Zram => Prepared::Zram(Zram::new()?),
+            Backing::Zram => Prepared::Zram(Zram::new(ZRAM_BYTES)?),
             Backing::Disk => Prepared::Disk(written_file(dir, "disk", disk_bytes)?),
         })
     }
@@ -52,29 +50,6 @@ impl Prepared {
             Prepared::Zram(_) => Backing::Zram,
             Prepared::Disk(_) => Backing::Disk,
         }
-    }
-
-    /// Brings it into the state in which every sample of a cache mode starts.
-    pub fn settle(&self, cache: Cache) -> anyhow::Result<()> {
-        match self {
-            Prepared::Null => {}
-            Prepared::Zram(_) if cache.direct() => {}
-            // As large as the disk's file is, it may not fit.
-            Prepared::Disk(path) if !cache.direct() => File::open(path)?.sync_data()?,
-            // Clean and resident: no sample pays for the writeback of the one before, none reads from the disk.
-            Prepared::Cache(path) | Prepared::Zram(Zram { device: path, .. }) => {
-                let mut file = File::open(path)?;
-                file.sync_data()?;
-                io::copy(&mut file, &mut io::sink())?;
-            }
-            // No page in the cache: O_DIRECT would first have to look for it.
-            Prepared::Disk(path) => {
-                let file = File::open(path)?;
-                file.sync_data()?;
-                fadvise(&file, 0, None, Advice::DontNeed)?;
-            }
-        }
-        Ok(())
     }
 }
 
@@ -101,68 +76,4 @@ pub fn written_file(dir: &Path, name: &str, bytes: u64) -> anyhow::Result<PathBu
         fs::rename(&unfinished, &path)?;
     }
     Ok(path)
-}
-
-/// A zram device of our own, filled with data that does not compress.
-pub struct Zram {
-    number: u32,
-    device: PathBuf,
-}
-
-impl Zram {
-    fn new() -> anyhow::Result<Zram> {
-        let control = Path::new("/sys/class/zram-control/hot_add");
-        if !control.exists() {
-            // Fails where zram is built in or not there at all; the next read tells.
-            let _ = std::process::Command::new("modprobe").arg("zram").status();
-        }
-        let number = fs::read_to_string(control).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound => anyhow::anyhow!("this kernel has no zram"),
-            io::ErrorKind::PermissionDenied => anyhow::anyhow!("setting up zram needs root"),
-            _ => anyhow::Error::new(e).context("adding a zram device"),
-        })?;
-        let number = number
-            .trim()
-            .parse()
-            .context("hot_add did not return a number")?;
-        let zram = Zram {
-            number,
-            device: format!("/dev/zram{number}").into(),
-        };
-        fs::write(zram.attribute("disksize"), ZRAM_BYTES.to_string())
-            .context("setting zram's disksize")?;
-        if !zram.device.exists() {
-            bail!(
-                "the kernel made zram{number}, but {} did not appear",
-                zram.device.display()
-            );
-        }
-        let mut file = File::options().write(true).open(&zram.device)?;
-        for chunk in 0..ZRAM_BYTES / CHUNK as u64 {
-            file.write_all(&noise(CHUNK, chunk * CHUNK as u64))?;
-        }
-        file.sync_all().context("filling the zram device")?;
-        Ok(zram)
-    }
-
-    pub fn device(&self) -> &Path {
-        &self.device
-    }
-
-    fn attribute(&self, name: &str) -> String {
-        format!("/sys/block/zram{}/{name}", self.number)
-    }
-}
-
-impl Drop for Zram {
-    fn drop(&mut self) {
-        let reset = fs::write(self.attribute("reset"), "1");
-        let removed = fs::write(
-            "/sys/class/zram-control/hot_remove",
-            self.number.to_string(),
-        );
-        if let Err(error) = reset.and(removed) {
-            eprintln!("zram{} is left behind: {error}", self.number);
-        }
-    }
 }

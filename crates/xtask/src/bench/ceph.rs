@@ -14,11 +14,12 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use testkit::ceph::{Ceph, Options, POOL};
 
+use super::Bench;
 use super::plan::{Client, Workload};
 use super::server::fio_on_images;
 use super::stats::Spread;
-use super::{Bench, Random};
 use crate::packages;
+use harness::random::Rng;
 use lab::client::{Job, Sample};
 use lab::process::Usage;
 
@@ -211,7 +212,7 @@ pub fn run(bench: &Bench) -> Result<()> {
     }
     let contestants = Contestant::all(bench);
     let cells = cells(bench);
-    let mut random = Random(bench.args.seed);
+    let mut random = Rng::new(bench.args.seed);
     println!(
         "{:<32}{:<29}{:>9}{:>12}{:>9}{:>9}{:>9}{:>8}{:>8}",
         "", "", "IOPS", "client µs/IO", "p50 µs", "p99 µs", "switches", "client", "OSD"
@@ -227,7 +228,7 @@ pub fn run(bench: &Bench) -> Result<()> {
                 }
                 let before = osds(&ceph)?;
                 let start = Instant::now();
-                let sample = sample(bench, &ceph, cell, who, random.next())
+                let sample = sample(bench, &ceph, cell, who, random.bits())
                     .with_context(|| format!("{cell}, {who}"))?;
                 let used = osds(&ceph)? - before;
                 records.push(Record {
@@ -350,6 +351,7 @@ fn sample(bench: &Bench, ceph: &Ceph, cell: &Cell, who: Contestant, seed: u64) -
         packed: false,
         client: Client::Ring,
         access: cell.workload,
+        queue_size: lab::client::RING_QUEUE_SIZE,
         pace: None,
         schedule_seed: 0,
         latencies: false,

@@ -338,6 +338,7 @@ impl Plan<'_> {
             packed: false,
             client: Client::Ring,
             access: work.workload(),
+            queue_size: lab::client::RING_QUEUE_SIZE,
             pace: None,
             schedule_seed: 0,
             latencies: false,

@@ -39,6 +39,7 @@ pub fn fairness(
             queues: 1,
             packed: false,
             client: Client::Ring,
+            queue_size: lab::client::RING_QUEUE_SIZE,
             pace: None,
             schedule_seed: 0,
             latencies: false,

@@ -68,82 +68,6 @@ pub struct Cell {
     pub clients: Vec<Client>,
 }
 
-/// Empty lists mean "all".
-pub struct Filter {
-    pub backings: Vec<Backing>,
-    pub rw: Vec<Rw>,
-    pub depths: Vec<usize>,
-    pub clients: Vec<Client>,
-    /// At least one.
-    pub settings: Vec<Setting>,
-    /// Only the cells that decide one of the targets.
-    pub targets_only: bool,
-}
-
-const BACKINGS: [Backing; 4] = [Backing::Null, Backing::Cache, Backing::Zram, Backing::Disk];
-const DEPTHS: [usize; 4] = [1, 8, 32, 128];
-const SEQUENTIAL_DEPTH: usize = 32;
-
-/// The cells that pass `filter`, null first: a broken set-up shows before the slow cells start.
-pub fn cells(filter: &Filter) -> Vec<Cell> {
-    let mut cells = Vec::new();
-    for backing in BACKINGS
-        .into_iter()
-        .filter(|it| selected(*it, &filter.backings))
-    {
-        for rw in [Rw::Randread, Rw::Randwrite, Rw::Read, Rw::Write] {
-            if !selected(rw, &filter.rw) {
-                continue;
-            }
-            // A depth outside the plan is measured where the command line leaves no doubt that it is wanted.
-            let (planned, named) = if rw.sequential() {
-                (vec![SEQUENTIAL_DEPTH], filter.rw.contains(&rw))
-            } else {
-                (DEPTHS.to_vec(), true)
-            };
-            let depths = match filter.depths.is_empty() {
-                true => planned,
-                false if named => filter.depths.clone(),
-                false => filter
-                    .depths
-                    .iter()
-                    .copied()
-                    .filter(|it| planned.contains(it))
-                    .collect(),
-            };
-            for depth in depths {
-                let workload = Workload {
-                    write: matches!(rw, Rw::Randwrite | Rw::Write),
-                    sequential: rw.sequential(),
-                    block: if rw.sequential() { 128 << 10 } else { 4 << 10 },
-                    depth,
-                };
-                let clients = if filter.clients.is_empty() {
-                    clients(backing)
-                } else {
-                    filter.clients.clone()
-                };
-                for setting in settings(&filter.settings, backing) {
-                    let mut clients = clients.clone();
-                    clients.retain(|client| setting.suits(*client));
-                    let cell = Cell {
-                        backing,
-                        workload,
-                        setting,
-                        clients,
-                    };
-                    let wanted =
-                        !filter.targets_only || TARGETS.iter().any(|target| target.is_about(&cell));
-                    if wanted && !cell.clients.is_empty() {
-                        cells.push(cell);
-                    }
-                }
-            }
-        }
-    }
-    cells
-}
-
 /// The settings that make a difference on `backing`.
 pub fn settings(wanted: &[Setting], backing: Backing) -> Vec<Setting> {
     let mut settings = Vec::new();
@@ -155,33 +79,6 @@ pub fn settings(wanted: &[Setting], backing: Backing) -> Vec<Setting> {
         }
     }
     settings
-}
-
-/// Why some of `filter`'s settings are not measured on some of its backings.
-pub fn left_out(filter: &Filter) -> Vec<String> {
-    let backings = BACKINGS
-        .into_iter()
-        .filter(|it| selected(*it, &filter.backings));
-    let reasons = backings.flat_map(|backing| {
-        let settings = filter.settings.iter();
-        settings.filter_map(move |setting| {
-            let reason = setting.on(backing).err()?;
-            Some(format!("{backing}, {setting}: {reason}"))
-        })
-    });
-    reasons.collect()
-}
-
-/// A sleeping client is what a guest is; on the null disk only a polling one shows the server and not the client's wake-ups.
-fn clients(backing: Backing) -> Vec<Client> {
-    match backing {
-        Backing::Null => vec![Client::RingPoll, Client::Blkio],
-        Backing::Cache | Backing::Zram | Backing::Disk => vec![Client::Ring, Client::Blkio],
-    }
-}
-
-fn selected<T: PartialEq>(item: T, wanted: &[T]) -> bool {
-    wanted.is_empty() || wanted.contains(&item)
 }
 
 /// A figure that ringdisk promises.
@@ -295,12 +192,6 @@ impl Limit {
     }
 }
 
-impl Rw {
-    fn sequential(self) -> bool {
-        matches!(self, Rw::Read | Rw::Write)
-    }
-}
-
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} {} {}", self.backing, self.workload, self.setting)
@@ -329,92 +220,5 @@ impl fmt::Display for Server {
             Server::QsdNative => "qsd-native",
             Server::Host => "host",
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn names(filter: &Filter) -> Vec<String> {
-        cells(filter)
-            .iter()
-            .map(|cell| cell.workload.to_string())
-            .collect()
-    }
-
-    fn disk(rw: Vec<Rw>, depths: Vec<usize>) -> Filter {
-        Filter {
-            backings: vec![Backing::Disk],
-            rw,
-            depths,
-            clients: Vec::new(),
-            settings: vec![Setting::default()],
-            targets_only: false,
-        }
-    }
-
-    #[test]
-    fn the_whole_plan_has_ten_workloads_for_each_of_four_backings() {
-        let all = Filter {
-            backings: Vec::new(),
-            ..disk(Vec::new(), Vec::new())
-        };
-        assert_eq!(cells(&all).len(), 40);
-    }
-
-    #[test]
-    fn filters_narrow_the_plan() {
-        assert_eq!(
-            names(&disk(vec![Rw::Randread], vec![1])),
-            ["4k randread depth 1"]
-        );
-        assert_eq!(
-            names(&disk(vec![], vec![128])),
-            ["4k randread depth 128", "4k randwrite depth 128"]
-        );
-        assert_eq!(names(&disk(vec![Rw::Read], vec![4])), ["128k read depth 4"]);
-    }
-
-    #[test]
-    fn settings_multiply_the_plan_where_they_make_a_difference() {
-        let native = Setting {
-            aio: Some(Aio::Native),
-            ..Setting::default()
-        };
-        let filter = Filter {
-            backings: Vec::new(),
-            settings: vec![Setting::default(), native],
-            ..disk(vec![Rw::Randread], vec![32])
-        };
-        let settings = |backing| {
-            let cells = cells(&filter);
-            cells.iter().filter(|it| it.backing == backing).count()
-        };
-        assert_eq!(BACKINGS.map(settings), [1, 1, 2, 2]);
-        assert_eq!(left_out(&filter).len(), 1, "native AIO on the page cache");
-    }
-
-    #[test]
-    fn every_target_has_its_cells() {
-        let native = Setting {
-            aio: Some(Aio::Native),
-            ..Setting::default()
-        };
-        let targets = Filter {
-            backings: Vec::new(),
-            settings: vec![Setting::default(), native],
-            targets_only: true,
-            ..disk(Vec::new(), Vec::new())
-        };
-        let cells = cells(&targets);
-        for target in &TARGETS {
-            let its: Vec<_> = cells.iter().filter(|cell| target.is_about(cell)).collect();
-            assert_eq!(its.len(), 2, "a read and a write");
-            assert!(
-                its.iter()
-                    .all(|cell| cell.clients.iter().any(|client| target.is_for(*client)))
-            );
-        }
     }
 }

@@ -64,7 +64,7 @@ pub struct CellResult {
     pub records: Vec<Record>,
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 pub struct Record {
     pub round: usize,
     pub server: Server,

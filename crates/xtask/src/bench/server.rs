@@ -1,6 +1,5 @@
 //! The contestants: how each is started, pinned and stopped.
 
-use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 
 use super::backing::{NULL_BYTES, Prepared};
-use super::plan::{Cell, Server, Workload};
+use super::plan::{Server, Workload};
 use super::setting::{Cache, Poll, Setting};
 use lab::client::{Job, Sample};
 use lab::process::{self, Cores, Usage};
@@ -24,6 +23,8 @@ pub const CLIENT_CPU: usize = 1;
 pub struct Programs {
     pub ringdisk: PathBuf,
     pub baseline: Option<PathBuf>,
+    /// The ringdisk that runs plans of the lab.
+    pub lab: PathBuf,
     /// The release build of this program, as the client.
     pub xtask: PathBuf,
     /// More arguments for `ringdisk serve` and the baseline.
@@ -220,61 +221,6 @@ pub fn doubled_commas(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
 
-/// fio with io_uring on the host, on the server's core: what the storage gives without a virtual disk.
-pub fn host(
-    backing: &Prepared,
-    cell: &Cell,
-    warmup_s: f64,
-    runtime_s: f64,
-    seed: u64,
-) -> anyhow::Result<Sample> {
-    let Cell {
-        workload, setting, ..
-    } = cell;
-    let cache = setting.cache_on(cell.backing);
-    let path = backing
-        .path()
-        .context("there is no null disk on the host")?;
-    let mut command = Command::new("fio");
-    command.args([
-        "--name=host",
-        "--ioengine=io_uring",
-        "--thread",
-        "--time_based",
-        "--eta=never",
-    ]);
-    // fio would otherwise empty the page cache first.
-    command.args([
-        "--norandommap",
-        "--invalidate=0",
-        "--lat_percentiles=1",
-        "--buffer_compress_percentage=50",
-        "--output-format=json",
-    ]);
-    let mut filename = OsString::from("--filename=");
-    // fio splits names at colons.
-    filename.push(path.display().to_string().replace(':', "\\:"));
-    command.arg(filename);
-    command.arg(format!("--direct={}", u8::from(cache.direct())));
-    if cache.through() {
-        command.arg("--sync=dsync");
-    }
-    command.arg(format!("--rw={}", workload.rw()));
-    command.arg(format!("--bs={}", workload.block));
-    command.arg(format!(
-        "--iodepth={}",
-        workload.depth * usize::from(setting.queues)
-    ));
-    run_fio(
-        command,
-        workload.write,
-        warmup_s,
-        runtime_s,
-        seed,
-        Some(SERVER_CPU),
-    )
-}
-
 /// fio's rbd engine on images: what librbd gives without a virtual disk. One thread for each image. `command` is fio, with
 /// the environment that leads it to the cluster.
 pub fn fio_on_images(
@@ -306,19 +252,7 @@ pub fn fio_on_images(
     for image in images {
         command.args([format!("--name={image}"), format!("--rbdname={image}")]);
     }
-    measure_fio(command, workload.write, warmup_s + 1.0, runtime_s, None)
-}
-
-fn run_fio(
-    mut command: Command,
-    write: bool,
-    warmup_s: f64,
-    runtime_s: f64,
-    seed: u64,
-    cpu: Option<usize>,
-) -> anyhow::Result<Sample> {
-    fio_times(&mut command, warmup_s, runtime_s, seed);
-    measure_fio(command, write, warmup_s, runtime_s, cpu)
+    measure_fio(command, workload.write, warmup_s + 1.0, runtime_s)
 }
 
 fn fio_times(command: &mut Command, warmup_s: f64, runtime_s: f64, seed: u64) {
@@ -333,24 +267,16 @@ fn measure_fio(
     write: bool,
     warmup_s: f64,
     runtime_s: f64,
-    cpu: Option<usize>,
 ) -> anyhow::Result<Sample> {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let fio = match cpu {
-        Some(cpu) => process::born_on(cpu, || command.spawn())?,
-        None => command.spawn(),
-    };
-    let fio = fio.context("starting fio; is it installed?")?;
+    let fio = command.spawn().context("starting fio; is it installed?")?;
 
     // fio's own figure leaves out io-wq threads. The load is steady, so CPU over a window inside fio's own is as good.
     let pid = fio.id();
     std::thread::sleep(Duration::from_secs_f64(warmup_s + 0.25 * runtime_s));
-    if let Some(cpu) = cpu {
-        let _ = process::pin(pid, cpu);
-    }
     let (before, cores, begin) = (Usage::of(pid)?, Cores::read()?, Instant::now());
     std::thread::sleep(Duration::from_secs_f64(0.6 * runtime_s));
     let (used, cores) = (Usage::of(pid)?.since(&before), Cores::read()?.since(&cores));

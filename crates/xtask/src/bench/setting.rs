@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Backing, Client, Server};
+use super::plan::{Backing, Server};
 
 /// What every server of a row is told. What is not named is as each server has it by default, and as the backing needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -161,11 +161,6 @@ impl Setting {
         }
     }
 
-    /// Whether `client` can drive such a device.
-    pub fn suits(self, client: Client) -> bool {
-        client != Client::Blkio || self.ring == Ring::Split
-    }
-
     pub fn is_default(&self) -> bool {
         *self == Setting::default()
     }
@@ -295,6 +290,5 @@ mod tests {
         };
         assert!(packed.concerns(Server::Ringdisk, Backing::Null));
         assert!(!packed.concerns(Server::Qsd, Backing::Null));
-        assert!(!packed.suits(Client::Blkio));
     }
 }

@@ -65,7 +65,6 @@ pub fn measure(serving: &Serving, server: Server, bench: &Bench) -> anyhow::Resu
     let one = {
         let alone = Serving {
             disks: &serving.disks[..1],
-            ..*serving
         };
         let running = alone.start(server, &bench.programs, &bench.dir)?;
         let _device = connect(&running.sockets[0])?;

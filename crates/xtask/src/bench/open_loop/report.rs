@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::fmt::{self, Write};
 
 use super::idle::Idle;
-use super::{BURSTS, Cell, Load, Measured};
+use super::{Cell, Load, Measured};
 use crate::bench::neighbours::verdict;
 use crate::bench::plan::{Limit, Server};
 use crate::bench::report::short;
@@ -501,7 +501,7 @@ impl fmt::Display for Load {
                 per_second,
             } => write!(f, "{disks} disks, {per_second}/s each, {iothreads} threads"),
             Load::Idle { disks } => write!(f, "{disks} disks"),
-            Load::Bursts { requests } if *requests == BURSTS[0] => write!(f, "1 request"),
+            Load::Bursts { requests } if *requests == 1 => write!(f, "1 request"),
             Load::Bursts { requests } => write!(f, "{requests} requests"),
         }
     }

@@ -1,0 +1,107 @@
+//! Which loads can be made on a vhost-user socket without a guest.
+
+use super::words::Client;
+use super::{Settings, Workload};
+use crate::vhost::{DESCRIPTORS, QUEUE_SIZE_MAX};
+
+/// Entries of a queue that the ring client asks for, unless the plan has another number.
+pub const RING_QUEUE_SIZE: u16 = 512;
+
+/// Bytes in flight at most, over all volumes: they are memory.
+const MEMORY_MAX: u64 = 1 << 30;
+
+/// Requests in flight of a volume.
+pub fn depth(load: &Workload) -> usize {
+    load.iodepth as usize * load.numjobs as usize
+}
+
+/// Whether a load can be made without fio.
+///
+/// # Errors
+/// What it has that only fio, or another client, does.
+pub fn check(settings: &Settings, load: &Workload) -> Result<(), String> {
+    let plain = Workload::default();
+    let only_fio = [
+        ("job", load.job.is_some()),
+        ("bssplit", load.bssplit.is_some()),
+        ("fsync", load.fsync != plain.fsync),
+        ("engine", load.engine != plain.engine),
+        ("distribution", load.distribution != plain.distribution),
+    ];
+    if let Some((key, _)) = only_fio.into_iter().find(|(_, set)| *set) {
+        return Err(format!(
+            "{key} is fio's, which needs a guest or device=host; a vhost-user socket without a guest has rw, bs, \
+             iodepth, numjobs, rate, arrival, rwmixread, thinktime and burst"
+        ));
+    }
+    let bytes = u64::from(depth(load) as u32) * load.bs * u64::from(settings.volumes);
+    if bytes > MEMORY_MAX {
+        return Err(format!(
+            "{bytes} bytes under way are more than {MEMORY_MAX}; set a smaller iodepth or bs"
+        ));
+    }
+    match settings.client {
+        Client::Blkio => check_blkio(settings, load),
+        Client::Ring | Client::RingPoll => check_ring(settings, load),
+    }
+}
+
+/// The blkio crate's driver, which spreads requests over the queues.
+fn check_blkio(settings: &Settings, load: &Workload) -> Result<(), String> {
+    if load.thinktime_us.is_some() {
+        return Err("thinktime needs client = \"ring\"".into());
+    }
+    let queues = usize::from(settings.queues.unwrap_or(1));
+    let size = usize::from(settings.queue_size.unwrap_or(QUEUE_SIZE_MAX));
+    let room = size / DESCRIPTORS;
+    let depth = depth(load).div_ceil(queues);
+    if depth > room {
+        return Err(format!(
+            "{depth} requests under way in a queue do not fit into {size} entries: each takes {DESCRIPTORS}. Set a \
+             smaller iodepth, or more queues"
+        ));
+    }
+    Ok(())
+}
+
+/// The driver crate's driver, which drives all queues alike, from a process of its own.
+fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
+    let depth = depth(load);
+    let queues = usize::from(settings.queues.unwrap_or(1));
+    let size = usize::from(settings.queue_size.unwrap_or(RING_QUEUE_SIZE));
+    if !depth.is_multiple_of(queues) {
+        return Err(format!(
+            "client={} drives all queues alike; {depth} requests in flight are not a multiple of {queues} queues",
+            settings.client
+        ));
+    }
+    if depth / queues > size {
+        return Err(format!(
+            "{} requests in flight do not fit into a queue of {size} entries; set a larger queue-size, or a smaller iodepth",
+            depth / queues
+        ));
+    }
+    if matches!(load.get("rw").as_str(), "randrw" | "rw") {
+        return Err(format!(
+            "client={} reads or writes; rw={} needs client=blkio, or a guest",
+            settings.client, load.rw
+        ));
+    }
+    let paced = load.rate.is_some() || load.search || load.thinktime_us.is_some();
+    if paced && (queues > 1 || load.sequential()) {
+        return Err(format!(
+            "client={} sends requests at a rate or after a pause at random, to one queue of each disk",
+            settings.client
+        ));
+    }
+    if load.thinktime_us.is_some() && load.rate.is_some() {
+        return Err("a load has a rate or a thinktime, not both".into());
+    }
+    if load.thinktime_us.is_some() && load.burst as usize > depth {
+        return Err(format!(
+            "a burst of {} does not fit into {depth} requests in flight; set iodepth={}",
+            load.burst, load.burst
+        ));
+    }
+    Ok(())
+}
