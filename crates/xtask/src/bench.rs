@@ -11,6 +11,7 @@ mod backing;
 mod ceph;
 mod images;
 mod instructions;
+mod machine;
 mod neighbours;
 mod open_loop;
 mod picture;
@@ -60,11 +61,11 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     rw: Vec<Rw>,
 
-    /// Queue depths to measure [default: 1,8,32,128; sequential: 32]
+    /// Queue depths of the plan to measure [default: 1,8,32,128; sequential: 32]
     #[arg(long, value_delimiter = ',')]
     depth: Vec<usize>,
 
-    /// Clients [default: a sleeping ring driver and blkio; on the null disk a polling ring driver and blkio]
+    /// Clients: ring, ring-poll, blkio [default: ring, which sleeps while it waits]
     #[arg(long, value_delimiter = ',', value_parser = Client::from_str)]
     client: Vec<Client>,
 
@@ -76,7 +77,7 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     cache: Vec<Cache>,
 
-    /// Queues in use, each at the row's depth; one I/O thread serves them all [default: 1]
+    /// Queues in use, over which the row's depth is spread; one I/O thread serves them all [default: 1]
     #[arg(long, value_delimiter = ',', value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     queues: Vec<u16>,
 
@@ -101,7 +102,7 @@ pub struct Args {
     #[arg(long, value_name = "PATH")]
     ringdisk: Option<PathBuf>,
 
-    /// One more argument for `ringdisk serve`, such as --ringdisk-arg=--poll-max-us=0; repeatable
+    /// One more argument for `ringdisk serve`, such as --ringdisk-arg=--poll-max-us=0, where no plan measures; repeatable
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     ringdisk_arg: Vec<String>,
 
@@ -165,7 +166,7 @@ pub struct Args {
     #[arg(long, value_name = "GIB", default_value_t = 4)]
     size: u64,
 
-    /// Where the measured files and the sockets live [default: target/bench]
+    /// Where the measured files, the sockets and the results of plans live [default: target/bench]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
 

@@ -226,6 +226,12 @@ fn run(
         report.skipped.push(format!("{plan}: interrupted"));
         return Ok(None);
     }
+    if !bench.args.ringdisk_arg.is_empty() {
+        bail!(
+            "--ringdisk-arg does not reach plans; --poll sets the limit of polling, and 'ringdisk lab run {plan} --set' \
+             any key of [config]"
+        );
+    }
     let folder = bench.dir.join(plan);
     if folder.exists() {
         fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
