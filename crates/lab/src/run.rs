@@ -399,17 +399,12 @@ impl Runner<'_> {
             Err(error) => {
                 *self.failures.entry(boot.arm).or_default() += 1;
                 let error = self.failed(block, &case.name, &error);
-                for load in &boot.workloads {
-                    let took_s = boot_s / boot.workloads.len() as f64;
-                    let cell = Cell {
-                        at_ms: now_ms(),
-                        took_s,
-                        error: Some(error.clone()),
-                        ..cell(*load)
-                    };
-                    self.finish(journal, writer, cell, progress)?;
-                }
-                return Ok(());
+                let took_s = boot_s / boot.workloads.len() as f64;
+                let cells = boot.workloads.iter().map(|load| Cell {
+                    took_s,
+                    ..cell(*load)
+                });
+                return self.fail(journal, writer, cells.collect(), &error, progress);
             }
         };
         let record = BootRecord {
@@ -478,6 +473,26 @@ impl Runner<'_> {
             }
         }
         self.failures.remove(&boot.arm);
+        Ok(())
+    }
+
+    /// Records the same error for several cells.
+    fn fail(
+        &mut self,
+        journal: &mut Journal,
+        writer: &mut Writer,
+        cells: Vec<Cell>,
+        error: &str,
+        progress: &mut dyn Progress,
+    ) -> Result<()> {
+        for cell in cells {
+            let cell = Cell {
+                at_ms: now_ms(),
+                error: Some(error.to_owned()),
+                ..cell
+            };
+            self.finish(journal, writer, cell, progress)?;
+        }
         Ok(())
     }
 

@@ -127,8 +127,6 @@ fn result(plan: &str, blocks: u32) -> Journal {
                     case: case.name.clone(),
                     twin,
                     workload: load.name.clone(),
-                    at_ms: 1,
-                    took_s: 20.0,
                     error: failed
                         .then(|| "QEMU ended (signal: 9)\nqemu.log:\nits last words".into()),
                     flags: if block == 0 {
@@ -137,6 +135,7 @@ fn result(plan: &str, blocks: u32) -> Journal {
                         Vec::new()
                     },
                     sample: (!failed).then_some(sample),
+                    ..Cell::default()
                 }));
             }
         }

@@ -226,7 +226,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         return bench.fairness();
     }
     let report = if bench.args.open_loop.wanted() {
-        open_loop::measure(&bench)?
+        plans::open_loop(&bench)?
     } else if bench.args.idle {
         bench.idle()?
     } else if bench.args.scaling {

@@ -16,9 +16,9 @@ use std::time::Duration;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
+use super::Bench;
 use super::plan::{Backing, Client, Server};
 use super::report::Report;
-use super::{Bench, plans};
 use idle::Idle;
 use lab::client::Sample;
 use lab::plan::words::Arrival;
@@ -45,11 +45,11 @@ pub struct Args {
         value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=1_000_000)
     )]
-    rate: Vec<u32>,
+    pub rate: Vec<u32>,
 
     /// With --open-loop: the distances between requests
     #[arg(long, requires = "open_loop", default_value = "poisson", value_parser = Arrival::from_str)]
-    arrivals: Arrival,
+    pub arrivals: Arrival,
 
     /// With --open-loop: connected disks without I/O [default: 1000]
     #[arg(
@@ -63,7 +63,7 @@ pub struct Args {
 
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Part {
+pub enum Part {
     /// An open loop at several rates
     Rates,
     /// A closed loop at depth 1, with pauses
@@ -143,56 +143,14 @@ impl Args {
         self.open_loop.is_some()
     }
 
-    fn has(&self, part: Part) -> bool {
+    pub fn has(&self, part: Part) -> bool {
         let parts = self.open_loop.as_deref().unwrap_or_default();
         parts.is_empty() || parts.contains(&part)
     }
 }
 
-/// Measures all that the command line selects.
-pub fn measure(bench: &Bench) -> anyhow::Result<Report> {
-    let args = &bench.args;
-    let part = |part| args.open_loop.has(part);
-    let or = |default: &[Backing]| match &args.only[..] {
-        [] => default.to_vec(),
-        named => named.to_vec(),
-    };
-    let mut report = bench.new_report();
-    let disk = &[Backing::Disk][..];
-    if part(Part::Rates) {
-        let all = &[Backing::Disk, Backing::Zram, Backing::Cache][..];
-        let rates = plans::Part::Rates {
-            rates: &args.open_loop.rate,
-            arrivals: args.open_loop.arrivals,
-        };
-        for backing in or(if args.quick { disk } else { all }) {
-            plans::open(bench, rates, backing, &mut report)?;
-        }
-    }
-    for (wanted, plan) in [
-        (Part::Think, plans::Part::Think),
-        (Part::Throttle, plans::Part::Throttle),
-        (Part::Bursts, plans::Part::Bursts),
-    ] {
-        if part(wanted) {
-            for backing in or(disk) {
-                plans::open(bench, plan, backing, &mut report)?;
-            }
-        }
-    }
-    if or(disk).contains(&Backing::Disk) {
-        if part(Part::Disks) {
-            plans::open(bench, plans::Part::Disks, Backing::Disk, &mut report)?;
-        }
-        if part(Part::Idle) {
-            idle(bench, &mut report)?;
-        }
-    }
-    Ok(report)
-}
-
 /// Idle disks are measured once, unless rounds are named: their figures hardly differ.
-fn idle(bench: &Bench, report: &mut Report) -> anyhow::Result<()> {
+pub fn measure_idle(bench: &Bench, report: &mut Report) -> anyhow::Result<()> {
     let disks = bench.args.open_loop.disks.map_or(IDLE_DISKS, usize::from);
     let files = idle_disks(&bench.dir, disks)?;
     let named = match &bench.args.servers[..] {

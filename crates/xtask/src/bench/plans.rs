@@ -11,7 +11,7 @@ use lab::plan::words::Device;
 use lab::plan::{Case, Workload as LabLoad};
 
 use super::Bench;
-use super::open_loop::{self, Load, Measured};
+use super::open_loop::{self, Load, Measured, Part};
 use super::plan::{Backing, Cell, Client, Rw, Server, Workload};
 use super::report::{CellResult, Record, Report};
 use super::setting::{Aio, Cache, POLL_MAX_US, Poll, Ring, Setting};
@@ -116,16 +116,53 @@ pub fn closed(bench: &Bench) -> anyhow::Result<Report> {
     Ok(report)
 }
 
+/// Measures the parts of the open loop that the command line selects.
+pub fn open_loop(bench: &Bench) -> anyhow::Result<Report> {
+    let args = &bench.args;
+    let part = |part| args.open_loop.has(part);
+    let or = |default: &[Backing]| match &args.only[..] {
+        [] => default.to_vec(),
+        named => named.to_vec(),
+    };
+    let mut report = bench.new_report();
+    let disk = &[Backing::Disk][..];
+    if part(Part::Rates) {
+        let all = &[Backing::Disk, Backing::Zram, Backing::Cache][..];
+        let rates = Plan::Rates {
+            rates: &args.open_loop.rate,
+            arrivals: args.open_loop.arrivals,
+        };
+        for backing in or(if args.quick { disk } else { all }) {
+            open(bench, rates, backing, &mut report)?;
+        }
+    }
+    for (wanted, plan) in [
+        (Part::Think, Plan::Think),
+        (Part::Throttle, Plan::Throttle),
+        (Part::Bursts, Plan::Bursts),
+    ] {
+        if part(wanted) {
+            for backing in or(disk) {
+                open(bench, plan, backing, &mut report)?;
+            }
+        }
+    }
+    if or(disk).contains(&Backing::Disk) {
+        if part(Part::Disks) {
+            open(bench, Plan::Disks, Backing::Disk, &mut report)?;
+        }
+        if part(Part::Idle) {
+            open_loop::measure_idle(bench, &mut report)?;
+        }
+    }
+    Ok(report)
+}
+
 /// Measures a part of the open loop.
-pub fn open(
-    bench: &Bench,
-    part: Part,
-    backing: Backing,
-    report: &mut Report,
-) -> anyhow::Result<()> {
+fn open(bench: &Bench, plan: Plan, backing: Backing, report: &mut Report) -> anyhow::Result<()> {
     let args = &bench.args;
     let mut changes = Changes::of(bench)?;
-    if let Part::Rates { rates, arrivals } = part {
+    if let Plan::Rates { rates, arrivals } = plan {
         if !rates.is_empty() {
             changes.set("fio.rate", words(rates, u32::to_string));
         }
@@ -142,21 +179,21 @@ pub fn open(
             Backing::Zram => changes.set("config.backing", "zram"),
             Backing::Cache | Backing::Null => bail!(
                 "{} has no plan for {backing}; 'ringdisk lab recipes {}' prints one that you can change",
-                part.plan(Backing::Disk),
-                part.plan(Backing::Disk)
+                plan.name(Backing::Disk),
+                plan.name(Backing::Disk)
             ),
         }
         changes.set_list("fio.rw", &args.rw, |rw| rw_word(*rw));
-        if matches!(part, Part::Throttle) && !args.depth.is_empty() {
+        if matches!(plan, Plan::Throttle) && !args.depth.is_empty() {
             changes.only("iodepth", words(&args.depth, usize::to_string));
         }
     }
-    if backing == Backing::Disk && !matches!(part, Part::Disks) {
+    if backing == Backing::Disk && !matches!(plan, Plan::Disks) {
         changes.set("storage.size", format!("{}G", args.size));
     }
     changes.set_list("config.client", &args.client, Client::to_string);
-    if let Some(journal) = run(bench, part.plan(backing), &changes, report)? {
-        add_open(report, &journal, backing, part);
+    if let Some(journal) = run(bench, plan.name(backing), &changes, report)? {
+        add_open(report, &journal, backing, plan);
         bench.save(report)?;
     }
     Ok(())
@@ -164,7 +201,7 @@ pub fn open(
 
 /// Parts of the open loop that have plans.
 #[derive(Clone, Copy)]
-pub enum Part<'a> {
+enum Plan<'a> {
     Rates {
         rates: &'a [u32],
         arrivals: lab::plan::words::Arrival,
@@ -175,40 +212,40 @@ pub enum Part<'a> {
     Bursts,
 }
 
-impl Part<'_> {
-    fn plan(self, backing: Backing) -> &'static str {
+impl Plan<'_> {
+    fn name(self, backing: Backing) -> &'static str {
         match (self, backing) {
-            (Part::Rates { .. }, Backing::Zram) => "bench-rates-zram",
-            (Part::Rates { .. }, Backing::Cache) => "bench-rates-page-cache",
-            (Part::Rates { .. }, Backing::Disk | Backing::Null) => "bench-rates-disk",
-            (Part::Think, _) => "bench-think",
-            (Part::Throttle, _) => "bench-throttle",
-            (Part::Disks, _) => "bench-disks",
-            (Part::Bursts, _) => "bench-bursts",
+            (Plan::Rates { .. }, Backing::Zram) => "bench-rates-zram",
+            (Plan::Rates { .. }, Backing::Cache) => "bench-rates-page-cache",
+            (Plan::Rates { .. }, Backing::Disk | Backing::Null) => "bench-rates-disk",
+            (Plan::Think, _) => "bench-think",
+            (Plan::Throttle, _) => "bench-throttle",
+            (Plan::Disks, _) => "bench-disks",
+            (Plan::Bursts, _) => "bench-bursts",
         }
     }
 
     fn load(self, case: &Case, load: &LabLoad) -> Load {
         let depth = load.iodepth as usize;
         match self {
-            Part::Rates { .. } => Load::Rates {
+            Plan::Rates { .. } => Load::Rates {
                 per_second: load.rate.unwrap_or_default(),
                 depth,
                 arrivals: load.arrival,
             },
-            Part::Think => Load::Think {
+            Plan::Think => Load::Think {
                 pause_us: load.thinktime_us.unwrap_or_default(),
             },
-            Part::Throttle => Load::Throttle {
+            Plan::Throttle => Load::Throttle {
                 limit: case.settings.iops.unwrap_or_default(),
                 depth,
             },
-            Part::Disks => Load::Disks {
+            Plan::Disks => Load::Disks {
                 disks: usize::from(case.settings.volumes),
                 iothreads: case.settings.get("iothread").parse().unwrap_or(1),
                 per_second: load.rate.unwrap_or_default(),
             },
-            Part::Bursts => Load::Bursts {
+            Plan::Bursts => Load::Bursts {
                 requests: load.burst as usize,
             },
         }
@@ -307,7 +344,7 @@ fn add_closed(report: &mut Report, journal: &Journal, backing: Backing, bench: &
     }
 }
 
-fn add_open(report: &mut Report, journal: &Journal, backing: Backing, part: Part) {
+fn add_open(report: &mut Report, journal: &Journal, backing: Backing, plan: Plan) {
     for load in &journal.plan.workloads {
         for (server, case, cell, sample) in samples(journal, load) {
             report.open_loop.push(Measured {
@@ -315,7 +352,7 @@ fn add_open(report: &mut Report, journal: &Journal, backing: Backing, part: Part
                     backing,
                     write: load.rw.writes(),
                     client: case.settings.client,
-                    load: part.load(case, load),
+                    load: plan.load(case, load),
                 },
                 server,
                 round: cell.block as usize,
