@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_waits_for_each_request_is_polled_for_and_a_silent_one_is_not() {
+    fn polls_for_a_guest_at_depth_one_and_not_for_a_silent_one() {
         let poller = poller(50);
         let window = |estimator: &PollEstimator, what| poller.window(estimator, what, false);
         assert_eq!(window(&PollEstimator::default(), PollTarget::Guest), 0);
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_thinks_is_polled_for_where_operations_take_no_time() {
+    fn polls_for_a_guest_with_think_time_on_instant_storage() {
         let poller = poller(50);
         for (think, operation, guest_polled, operation_polled) in [
             (12_000, 80_000, true, true),
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_at_times_of_their_own_are_not_polled_for() {
+    fn does_not_poll_for_independent_requests() {
         for mean in [15_000.0, 62_500.0, 250_000.0, 1e6, 1e7] {
             let mut estimator = PollEstimator::default();
             let poller = poller(50);
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_is_sometimes_late_is_polled_for_all_the_same() {
+    fn polls_for_a_guest_that_is_sometimes_late() {
         let poller = poller(50);
         let mut estimator = guest([7_000; 64]);
         poller.operated(&mut estimator, 60_000);
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_not_polled_for() {
+    fn does_not_poll_for_a_limit() {
         let poller = poller(50);
         let often = guest([3_000; 64]);
         assert!(
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn what_polling_costs_is_bounded_and_what_it_saves_is_not_counted() {
+    fn the_net_cost_of_polling_is_bounded() {
         for (cpu, saved_each) in [(1, 0), (10, 0), (50, 0), (50, SLEEP_NS)] {
             let mut poller = poller(cpu);
             let (mut now, mut cost) = (1_000_000_000, 0u64);

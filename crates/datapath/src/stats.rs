@@ -494,7 +494,7 @@ mod tests {
     /// They are larger than everything else that a queue needs, and most disks of a host have no discards, and little
     /// to do.
     #[test]
-    fn a_queue_has_histograms_of_what_it_was_asked_for() {
+    fn a_queue_allocates_only_histograms_that_it_fills() {
         let statistics = Statistics::default();
         statistics.start_measuring();
         let mut tally = Tally {

@@ -237,7 +237,7 @@ fn overlapping_flushes_share_one() {
 
 /// Without O_DIRECT, a flush that fails takes all that came later with it.
 #[test]
-fn what_the_page_cache_lost_is_never_acknowledged() {
+fn writes_lost_by_the_page_cache_are_never_acknowledged() {
     let faults = Faults { fail: 3, ..SLOW };
     for (threads, wce) in [(1, 1), (3, 1), (3, 0)] {
         let storage = serve(CacheMode::Writeback, faults, threads, 3);
@@ -266,7 +266,7 @@ fn what_the_page_cache_lost_is_never_acknowledged() {
 
 /// With O_DIRECT, the next flush tells the truth.
 #[test]
-fn a_failed_flush_past_the_page_cache_fails_those_it_served() {
+fn a_failed_flush_with_o_direct_fails_only_its_requests() {
     let faults = Faults { fail: 20, ..SLOW };
     let storage = serve(CacheMode::None, faults, 2, 4);
     let mut device = storage.connect(4);
@@ -286,7 +286,7 @@ type Asks = (u64, u64);
 
 /// The table of docs/durability.md.
 #[test]
-fn each_mode_asks_for_what_it_promises() {
+fn each_cache_mode_submits_the_flushes_it_promises() {
     const NOTHING: Asks = (0, 0);
     const FLUSH: Asks = (1, 0);
     const STABLE: Asks = (0, 1);
@@ -364,7 +364,7 @@ fn writes_through_the_page_cache_share_flushes() {
 /// Writes of zeroes become write-zeroes where the operator wants that, with what he wants of their space, and are plain
 /// writes where the backing cannot.
 #[test]
-fn writes_of_zeroes_are_found() {
+fn writes_of_zeroes_are_detected() {
     use DetectZeroes::{Off, On, Unmap};
     // What is found of two writes, and how often space is given back for it.
     for (detect_zeroes, discard, granularity, zeroed) in [
@@ -404,7 +404,7 @@ fn writes_of_zeroes_are_found() {
 
 /// A backing that turns out not to zero ranges gets the plain write, and is not asked again.
 #[test]
-fn zeroes_that_cannot_be_zeroed_are_written() {
+fn detected_zeroes_are_written_without_write_zeroes() {
     let options = Options {
         detect_zeroes: DetectZeroes::On,
         ..Options::default()

@@ -183,7 +183,7 @@ fn outage_time() -> Duration {
 
 /// A guest that cannot take errors: reads what it wrote, flushes, and never sees a failure.
 #[test]
-fn with_retry_a_guest_sees_nothing_of_an_outage_but_time() {
+fn retry_delays_requests_without_errors() {
     let mut setup = serve(OnError::Retry, OnError::Retry, false, HANG);
     let mut random = Random(3);
     let mut model = vec![0u8; DISK_BYTES as usize];
@@ -254,7 +254,7 @@ fn with_retry_a_guest_sees_nothing_of_an_outage_but_time() {
 /// What the kernel had no means for, and what has waited for its storage, is tried again at once: never more than the
 /// engine has room for. Once, what had waited took the room of what came back in the same batch, and the I/O thread ended.
 #[test]
-fn retries_keep_to_the_room_of_the_engine() {
+fn retries_respect_the_room_of_the_engine() {
     let faults = Faults {
         again: 400,
         room: 3,
@@ -277,7 +277,7 @@ fn retries_keep_to_the_room_of_the_engine() {
 }
 
 #[test]
-fn with_stop_all_waits_until_the_operator_resumes() {
+fn stop_holds_all_requests_until_resume() {
     let mut setup = serve(OnError::Stop, OnError::Stop, false, HANG);
     setup.outage(Some(EIO));
     setup.submit(Op::Write);
@@ -304,7 +304,7 @@ fn with_stop_all_waits_until_the_operator_resumes() {
 }
 
 #[test]
-fn the_operator_can_have_the_guest_told() {
+fn resume_can_report_errors_to_the_guest() {
     let mut setup = serve(OnError::Retry, OnError::Stop, false, HANG);
     setup.outage(Some(EIO));
     setup.submit(Op::Read);
@@ -316,7 +316,7 @@ fn the_operator_can_have_the_guest_told() {
 }
 
 #[test]
-fn with_enospc_writes_wait_for_space_and_other_errors_are_reported() {
+fn enospc_retries_writes_without_space_and_reports_other_errors() {
     let mut setup = serve(OnError::Report, OnError::Enospc, false, HANG);
     setup.outage(Some(EIO));
     setup.submit(Op::Write);
@@ -331,9 +331,9 @@ fn with_enospc_writes_wait_for_space_and_other_errors_are_reported() {
     assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
 }
 
-/// A guest may stop while its requests wait: with a record of what is in flight, they are done when it goes on.
+/// A guest may stop while its requests wait: with a record of what is in flight, they complete when it continues.
 #[test]
-fn a_queue_that_stops_leaves_what_is_stalled_for_the_next() {
+fn a_stopping_queue_leaves_stalled_requests_for_the_next_server() {
     let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
     for op in [Op::Read, Op::Write] {
         setup.outage(Some(EIO));
@@ -375,10 +375,10 @@ fn an_outage_lasts_from_its_first_failure() {
     assert_eq!(resumed.given_up, 0);
 }
 
-/// The same where the ring stops and goes on because the dirty log is switched: a move to another machine that begins, or
+/// The same if the ring stops and continues because the dirty log is switched: a move to another machine that begins, or
 /// is given up, during an outage.
 #[test]
-fn a_guest_that_is_being_moved_hears_nothing_of_an_outage() {
+fn migration_during_an_outage_reports_no_errors() {
     let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
     let memory = Memory::new(&[(0, 1 << 20)]).unwrap();
     let event = eventfd().unwrap();
@@ -402,11 +402,11 @@ fn a_guest_that_is_being_moved_hears_nothing_of_an_outage() {
     }
 }
 
-/// A guest that is moved, or stopped and saved, takes its rings along, and not the record of what is in flight. It goes on
+/// A guest that is moved, or stopped and saved, takes its rings along, and not the record of what is in flight. It continues
 /// where the base says, which is all that QEMU takes along, and everything that its storage had not served is done there.
 /// While it is moved, that is not before storage has answered: an old write could land on a newer one.
 #[test]
-fn a_guest_that_goes_on_elsewhere_takes_along_what_is_unfinished() {
+fn unfinished_requests_move_with_the_rings() {
     for case in 0..16 {
         let [packed, hangs, moving, status_first] = [1, 2, 4, 8].map(|bit| case & bit != 0);
         go_on_elsewhere(packed, hangs, moving, status_first);
@@ -516,7 +516,7 @@ fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool, status_first: bool) 
 /// A queue has not fetched all again that was left, for want of room, when its disk is put on another file; while that
 /// waits, the guest stops.
 #[test]
-fn a_queue_that_stops_while_its_disk_is_replaced_forgets_nothing() {
+fn a_queue_that_stops_during_replace_loses_no_request() {
     let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
     setup.outage(Some(EIO));
     setup.submit(Op::Read);
@@ -556,7 +556,7 @@ fn a_queue_that_stops_while_its_disk_is_replaced_forgets_nothing() {
 
 /// Without one, nobody would ever answer them: the guest is told.
 #[test]
-fn a_queue_without_a_record_of_what_is_in_flight_answers_when_it_stops() {
+fn an_untracked_queue_reports_errors_when_it_stops() {
     let mut setup = serve(OnError::Retry, OnError::Stop, false, HANG);
     for op in [Op::Read, Op::Write] {
         setup.outage(Some(EIO));
@@ -579,7 +579,7 @@ fn a_queue_without_a_record_of_what_is_in_flight_answers_when_it_stops() {
 
 /// Storage that does not answer keeps nobody: the queue is let go, and taken up again when it has answered.
 #[test]
-fn a_queue_whose_storage_hangs_stops_all_the_same() {
+fn a_queue_on_hung_storage_stops() {
     let mut setup = serve(
         OnError::Report,
         OnError::Report,
@@ -601,7 +601,7 @@ fn a_queue_whose_storage_hangs_stops_all_the_same() {
 }
 
 #[test]
-fn nothing_is_served_while_storage_owes_answers_and_the_process_ends() {
+fn an_abandoned_disk_is_not_served_and_the_process_can_end() {
     let mut setup = serve(
         OnError::Report,
         OnError::Report,

@@ -67,7 +67,7 @@ struct Guest {
     random: Random,
     model: Vec<u8>,
     busy: Vec<bool>,
-    /// Sectors that a misdirected write has missed or hit since somebody had last made them his.
+    /// Sectors that a misdirected write has missed or hit since they were last written.
     astray: Vec<bool>,
     slots: Vec<Option<Request>>,
     /// Most bytes in a request.
@@ -443,7 +443,7 @@ fn storm(alignment: u32) {
 /// Storage that writes to other places and says nothing. No block layer can know; but nothing else goes wrong: every
 /// request is answered once, and no sector changes but those that were written to, and those that were hit.
 #[test]
-fn writes_that_land_elsewhere() {
+fn misdirected_writes() {
     let mut guest = Guest::new(FAULTS, 24, 64 << 10, seed());
     guest.disk().misdirect = 50;
     guest.run(2500);
@@ -453,7 +453,7 @@ fn writes_that_land_elsewhere() {
 }
 
 #[test]
-fn any_buffer_goes() {
+fn buffers_of_any_alignment() {
     storm(1);
 }
 
@@ -484,7 +484,7 @@ fn more_requests_than_bounce_buffers() {
 
 /// An engine that never gets anywhere is asked a bounded number of times.
 #[test]
-fn what_is_to_be_tried_again_for_ever_fails() {
+fn endless_eagain_fails_the_request() {
     let faults = Faults {
         again: 1000,
         ..FAULTS
@@ -494,9 +494,9 @@ fn what_is_to_be_tried_again_for_ever_fails() {
     assert_eq!(guest.disk().struck, [0, 101, 0]);
 }
 
-/// A thread whose engine fails can do nothing more for its guests; their front-ends must know, and the process goes on.
+/// A thread whose engine fails can do nothing more for its guests; their front-ends must know, and the process continues.
 #[test]
-fn a_thread_that_cannot_go_on_ends_the_sessions_on_it() {
+fn a_failed_thread_ends_its_sessions() {
     let mut guest = Guest::new(FAULTS, 4, 4096, 1);
     assert_eq!(guest.device.queues[0].run(Op::Flush, 0, 0), OK);
     guest.disk().broken = true;

@@ -73,9 +73,9 @@ fn neighbours(
     (bytes, served, devices)
 }
 
-/// Both have much to do, and the engine has little room: whoever's turn it is, the other one's comes soon.
+/// Both have much to do, and the engine has little room: each waits only for a short turn of the other.
 #[test]
-fn turns_are_short() {
+fn disks_take_short_turns() {
     let (bytes, _served, mut devices) = neighbours(FAULTS, FACTS, 800);
     let slots: Vec<u16> = (0..800).collect();
     for device in &mut devices {
@@ -110,7 +110,7 @@ fn turns_are_short() {
 /// A guest whose buffers all have to be copied has more requests than there are bounce buffers; its neighbour gets one
 /// all the same.
 #[test]
-fn bounce_buffers_are_shared() {
+fn disks_share_bounce_buffers() {
     let facts = DiskFacts {
         address_alignment: 512,
         length_alignment: 512,
@@ -162,7 +162,7 @@ fn bounce_buffers_are_shared() {
 
 /// A dirty log's event is written to when something was marked, and not in each turn that the thread makes for others.
 #[test]
-fn a_dirty_log_is_told_of_only_if_something_is_marked() {
+fn the_dirty_log_is_signalled_only_after_a_mark() {
     let faults = Faults {
         late: 0,
         room: 512,

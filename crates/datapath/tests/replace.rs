@@ -209,7 +209,7 @@ fn the_guest_does_not_notice() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_before_anything_stops() {
+fn unfit_files_are_refused_before_the_pause() {
     let Some(setup) = setup(1) else { return };
     let mut device = connect(&setup.served);
     let new = Lying::raw(DISK_BYTES);

@@ -105,7 +105,7 @@ fn assert_kind(kind: &RequestStats, (good, bad): (u64, u64), bytes: u64) {
 }
 
 #[test]
-fn every_kind_is_counted_apart_and_its_time_in_parts() {
+fn each_kind_of_request_is_counted_and_timed() {
     for null in [true, false] {
         let (disk, _served, mut device) = serve(null, if null { 0 } else { 50 });
         let measuring = disk.measure();
@@ -138,7 +138,7 @@ fn every_kind_is_counted_apart_and_its_time_in_parts() {
         assert_kind(&stats.write_zeroes, done[4], len);
         assert_eq!((stats.refused, stats.queues), (0, 1));
 
-        // Nobody asks for times any more: they stay, the rest goes on.
+        // Nobody asks for times any more: they stay, the rest continues.
         drop(measuring);
         let more = run(&mut device, Op::Read, 10);
         let later = settled(&disk, |s| {
@@ -153,7 +153,7 @@ fn every_kind_is_counted_apart_and_its_time_in_parts() {
 }
 
 #[test]
-fn a_write_of_zeroes_that_is_found_to_be_one_counts_as_what_it_was() {
+fn a_detected_write_of_zeroes_counts_as_a_write() {
     let options = Options {
         detect_zeroes: DetectZeroes::On,
         ..Options::default()
@@ -165,7 +165,7 @@ fn a_write_of_zeroes_that_is_found_to_be_one_counts_as_what_it_was() {
 }
 
 #[test]
-fn what_a_queue_counted_outlives_it_and_refusals_count() {
+fn counters_outlive_their_queue_and_include_refusals() {
     let (disk, _served, mut device) = serve(true, 0);
     run(&mut device, Op::Write, 3);
     let base = device.stop_queue(0).unwrap();
@@ -180,7 +180,7 @@ fn what_a_queue_counted_outlives_it_and_refusals_count() {
 }
 
 #[test]
-fn requests_held_by_a_limit_are_under_way_and_wait() {
+fn held_requests_count_as_in_flight() {
     let (disk, _served, mut device) = serve(true, 0);
     let _measuring = disk.measure();
     let average = |average| ThrottleLimits {
@@ -209,7 +209,7 @@ fn requests_held_by_a_limit_are_under_way_and_wait() {
 }
 
 #[test]
-fn failures_of_storage_are_told_and_only_these() {
+fn events_report_only_failures_of_storage() {
     let (disk, _served, mut device) = serve(false, 0);
     let told: Arc<Mutex<Vec<IoEvent>>> = Arc::default();
     let its = told.clone();
@@ -234,7 +234,7 @@ fn failures_of_storage_are_told_and_only_these() {
 }
 
 #[test]
-fn a_thread_counts_its_time() {
+fn thread_statistics_grow() {
     let thread = IoThread::spawn(
         "io-0".into(),
         Polling::up_to(Duration::from_micros(50)),

@@ -102,7 +102,7 @@ fn load(device: &mut Device, requests: usize) {
 }
 
 #[test]
-fn no_more_is_done_than_the_limit_says() {
+fn a_limit_is_not_exceeded() {
     for null in [true, false] {
         let (disk, _served, mut device) = serve(null);
         disk.set_limits(&iops(2000)).unwrap();
@@ -115,7 +115,7 @@ fn no_more_is_done_than_the_limit_says() {
 
 /// With such a limit, kicks are not asked for most of the time.
 #[test]
-fn one_request_after_another_is_served_and_so_are_flushes_between() {
+fn depth_one_and_flushes_work_under_a_limit() {
     let (disk, _served, mut device) = serve(false);
     disk.set_limits(&iops(500)).unwrap();
     load(&mut device, 100);
@@ -128,7 +128,7 @@ fn one_request_after_another_is_served_and_so_are_flushes_between() {
 }
 
 #[test]
-fn two_disks_of_a_group_do_no_more_than_it_may() {
+fn two_disks_do_not_exceed_the_limit_of_their_group() {
     let group = Arc::new(ThrottleGroup::new("group".into(), &iops(2000)).unwrap());
     let guests: Vec<_> = [true, false].map(serve).into();
     let start = Instant::now();
@@ -159,7 +159,7 @@ fn one_a_minute() -> ThrottleLimits {
 }
 
 #[test]
-fn what_is_held_goes_at_once_when_the_limits_are_lifted() {
+fn held_requests_go_when_the_limits_are_removed() {
     for null in [true, false] {
         let (disk, _served, mut device) = serve(null);
         disk.set_limits(&one_a_minute()).unwrap();
@@ -172,7 +172,7 @@ fn what_is_held_goes_at_once_when_the_limits_are_lifted() {
 }
 
 #[test]
-fn a_queue_that_stops_finishes_what_is_held() {
+fn a_stopping_queue_finishes_held_requests() {
     for null in [true, false] {
         let (disk, _served, mut device) = serve(null);
         disk.set_limits(&one_a_minute()).unwrap();
@@ -189,7 +189,7 @@ fn a_queue_that_stops_finishes_what_is_held() {
 }
 
 #[test]
-fn flushes_do_not_wait_nor_writes_for_reads() {
+fn flushes_are_not_held_and_writes_do_not_wait_for_reads() {
     let (disk, _served, mut device) = serve(false);
     disk.set_limits(&one_a_minute()).unwrap();
     submit(&mut device, Op::Write, 0..8);

@@ -205,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_asks_while_one_is_under_way_is_served_by_the_next() {
+    fn a_request_during_an_fdatasync_is_served_by_the_next() {
         let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
         let early = coalescer.ask();
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_page_cache_lost_stays_lost() {
+    fn lost_writes_stay_lost() {
         let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
         coalescer.end(5);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_says_what_is_lost() {
+    fn an_image_decides_whether_writes_are_lost() {
         let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
         // A table for which there was no room.
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn past_the_page_cache_the_next_one_counts() {
+    fn with_o_direct_the_next_fdatasync_counts() {
         let (coalescer, wake) = (FlushCoalescer::new(false), Arc::new(Wake::new().unwrap()));
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
         assert_eq!(coalescer.end(5).result, 5);
@@ -251,7 +251,7 @@ mod tests {
 
     /// A blocking caller waits for the end of another fdatasync, and is then served by one that began later.
     #[test]
-    fn a_blocking_one_waits_its_turn() {
+    fn a_blocking_caller_waits_for_its_turn() {
         let (coalescer, wake) = (FlushCoalescer::new(true), Arc::new(Wake::new().unwrap()));
         assert_eq!(coalescer.take_turn(&wake), SyncTurn::Begin);
         std::thread::scope(|scope| {

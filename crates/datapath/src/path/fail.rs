@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_done_depends_on_the_policy_and_the_error() {
+    fn the_action_depends_on_policy_and_error() {
         let (nospace, broken) = (Errno::NOSPC.raw_os_error(), Errno::IO.raw_os_error());
         for (policy, no_space, other) in [
             (OnError::Report, IoAction::Report, IoAction::Report),

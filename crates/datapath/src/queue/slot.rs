@@ -254,7 +254,7 @@ mod tests {
 
     /// Lists of every length, cut at every byte: what is left is what a list of bytes would have left.
     #[test]
-    fn a_slot_goes_on_where_a_short_transfer_ended() {
+    fn a_slot_continues_after_a_short_transfer() {
         for count in 1..=2 * INLINE {
             let list: Vec<Segment> = (0..count)
                 .map(|i| Segment {
@@ -282,7 +282,7 @@ mod tests {
 
     /// Each is taken once until it is given back.
     #[test]
-    fn slots_are_taken_once() {
+    fn a_slot_is_taken_once_until_it_is_given_back() {
         const N: u16 = 8;
         let mut slots = Slots::new(N);
         let take = |slots: &mut Slots| {

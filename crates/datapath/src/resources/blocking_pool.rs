@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn every_job_is_done_once_and_many_at_a_time() {
+    fn each_job_runs_once_and_many_run_at_a_time() {
         let wake = Arc::new(Wake::new().unwrap());
         let pool = BlockingPool::new(wake.clone());
         // None of these ends before all have begun.
@@ -353,7 +353,7 @@ mod tests {
 
     /// Storage hangs, with all jobs of its disks. Those of other disks run, each once.
     #[test]
-    fn a_disk_that_hangs_holds_up_no_other() {
+    fn a_hung_disk_does_not_delay_others() {
         const HUNG: usize = 6;
         let wake = Arc::new(Wake::new().unwrap());
         let pool = BlockingPool::new(wake.clone());
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn others_can_have_a_request_looked_at_anew() {
+    fn a_waker_requeues_its_request() {
         let wake = Arc::new(Wake::new().unwrap());
         let pool = BlockingPool::new(wake.clone());
         let request = RequestId { queue: 3, slot: 4 };

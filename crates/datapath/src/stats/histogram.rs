@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_follow_each_other_and_are_narrow() {
+    fn buckets_are_adjacent_and_narrow() {
         assert_eq!(bucket(0), 0);
         assert_eq!(bounds(0), (0, 1));
         for i in 1..BUCKETS {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_those_of_the_values() {
+    fn percentiles_match_the_values() {
         let filling = AtomicHistogram::new();
         let mut values: Vec<u64> = (1..=10_000).map(|i| i * i).collect();
         values.iter().for_each(|&value| filling.add(value, 1));

@@ -84,11 +84,11 @@ fn a_copy_after_a_bounced_piece_is_not_bounced() {
 }
 
 /// Storage that does not answer has all the buffers but the one that another disk is due. A request of that one waits
-/// for it, and the one that has it fails: what it took is given back beside the I/O thread, because somebody else makes
+/// for it, and the one that has it fails: what it took is given back beside the I/O thread, because another thread makes
 /// the image longer just then, and nothing else happens there.
 #[test]
-fn a_buffer_that_comes_free_beside_the_thread_is_taken() {
-    let test = "a_buffer_that_comes_free_beside_the_thread_is_taken";
+fn a_buffer_freed_by_a_job_is_reused() {
+    let test = "a_buffer_freed_by_a_job_is_reused";
     if !qemu::is_there(test) {
         return;
     }

@@ -27,8 +27,8 @@ const FAULTS: Faults = Faults {
 };
 
 #[test]
-fn only_what_the_page_cache_has_lost_is_final() {
-    let test = "only_what_the_page_cache_has_lost_is_final";
+fn only_writes_lost_by_the_page_cache_fail_later_flushes() {
+    let test = "only_writes_lost_by_the_page_cache_fail_later_flushes";
     if !qemu::is_there(test) {
         return;
     }
@@ -76,7 +76,7 @@ fn only_what_the_page_cache_has_lost_is_final() {
     }
 }
 
-/// Without a write cache, past the page cache: a write in place is stable as it is written, but whoever took its cluster
+/// Without a write cache, past the page cache: a write in place is stable as it is written, but the request that took its cluster
 /// has not been able to flush the table that leads there.
 #[test]
 fn a_write_in_place_is_durable_with_its_table() {
@@ -134,8 +134,8 @@ fn a_write_in_place_is_durable_with_its_table() {
 /// same cluster, must not succeed either, though it goes in place and the guest has a write cache: a kill would take
 /// back the table that leads there, and both writes with it. So it was acknowledged before.
 #[test]
-fn a_write_in_place_rests_on_what_is_recorded() {
-    let test = "a_write_in_place_rests_on_what_is_recorded";
+fn a_write_in_place_waits_for_the_change_it_depends_on() {
+    let test = "a_write_in_place_waits_for_the_change_it_depends_on";
     if !qemu::is_there(test) {
         return;
     }

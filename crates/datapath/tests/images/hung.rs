@@ -1,4 +1,4 @@
-//! Storage that does not answer: whoever has no disk on it goes on.
+//! Storage that does not answer: guests without a disk on it continue.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -42,8 +42,8 @@ pub fn wait_until(what: &str, is: impl Fn() -> bool) {
 /// One write fails, and its clusters are to be given back, while another one makes the file longer and gets no answer:
 /// it holds what knows of the clusters. A neighbour on the same thread is served meanwhile.
 #[test]
-fn what_is_given_back_holds_up_no_neighbour() {
-    let test = "what_is_given_back_holds_up_no_neighbour";
+fn giving_clusters_back_does_not_delay_other_disks() {
+    let test = "giving_clusters_back_does_not_delay_other_disks";
     if !qemu::is_there(test) {
         return;
     }

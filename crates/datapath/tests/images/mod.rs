@@ -1,10 +1,10 @@
-//! Disks whose images map, through the whole data path: rings, I/O threads, the slow lane, and storage that fails,
+//! Disks with mapped images, through the whole data path: rings, I/O threads, the blocking pool, and storage that fails,
 //! delays and reorders.
 
-mod astray;
 mod bounced;
 mod files;
 mod flushes;
 mod hung;
+mod misdirected;
 mod model;
 mod zeroes;

@@ -35,8 +35,8 @@ const OUT: u32 = 1;
 /// A guest reads 128 MiB of zeroes into 1 MiB of its memory, over and over: meanwhile, the thread takes a turn for each
 /// of them.
 #[test]
-fn a_long_read_of_zeroes_goes_by_turns() {
-    let test = "a_long_read_of_zeroes_goes_by_turns";
+fn a_long_read_of_zeroes_takes_turns() {
+    let test = "a_long_read_of_zeroes_takes_turns";
     if !qemu::is_there(test) {
         return;
     }
@@ -76,8 +76,8 @@ fn a_long_read_of_zeroes_goes_by_turns() {
 
 /// The same for a write of as many zeroes, which are looked for, in an image and in a raw file.
 #[test]
-fn zeroes_are_looked_for_by_turns() {
-    let test = "zeroes_are_looked_for_by_turns";
+fn detecting_zeroes_takes_turns() {
+    let test = "detecting_zeroes_takes_turns";
     if !qemu::is_there(test) {
         return;
     }

@@ -209,7 +209,7 @@ fn a_rate_is_kept_to_two_percent_and_flows_evenly() {
 }
 
 #[test]
-fn a_thread_that_is_kept_away_now_and_then_makes_up_for_it() {
+fn a_late_thread_catches_up() {
     let disk = disk();
     disk.set_limits(&iops(20_000)).unwrap();
     let mut sims = [Sim::new(&disk, 128, &[read(4096)])];
@@ -329,7 +329,7 @@ fn group(limits: &ThrottleLimits, depths: &[usize]) -> (Arc<ThrottleGroup>, Vec<
 }
 
 #[test]
-fn disks_of_a_group_share_alike_whatever_their_depth() {
+fn disks_of_a_group_share_equally_at_any_depth() {
     for average in [100, 1000, 10_000, 50_000, 200_000] {
         let (_group, mut sims) = group(&iops(average), &[32, 128, 64]);
         let seconds = seconds(average);
@@ -353,7 +353,7 @@ fn disks_of_a_group_share_alike_whatever_their_depth() {
 }
 
 #[test]
-fn more_queues_get_no_more_and_each_gets_some() {
+fn more_queues_get_no_larger_share() {
     for average in [400, 20_000] {
         let (_group, mut sims) = group(&iops(average), &[32, 32]);
         for _ in 0..3 {
@@ -375,7 +375,7 @@ fn more_queues_get_no_more_and_each_gets_some() {
 }
 
 #[test]
-fn what_one_disk_leaves_the_others_take() {
+fn other_disks_take_an_unused_share() {
     let (_group, mut sims) = group(&iops(10_000), &[1, 64, 64]);
     // 500 a second, of the 3333 that it could have.
     sims[0].service = 2_000_000;
@@ -407,7 +407,7 @@ fn a_disk_keeps_its_own_limits_in_a_group() {
 }
 
 #[test]
-fn a_thread_that_is_stuck_does_not_stop_its_group() {
+fn a_stuck_thread_does_not_stop_its_group() {
     let (_group, mut sims) = group(&iops(10_000), &[64, 64]);
     let mut released = Vec::new();
     let now = start();

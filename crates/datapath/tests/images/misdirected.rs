@@ -1,5 +1,5 @@
 //! Storage that writes to other places and says nothing, tables of an image included. What the guest reads may be
-//! anything then; but each request is answered, and the disk goes on, or stops as one that is corrupt.
+//! anything then; but each request is answered, and the disk continues, or stops as one that is corrupt.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,8 +28,8 @@ const LEN_MAX: u64 = 64 << 10;
 const REQUESTS: usize = 3000;
 
 #[test]
-fn tables_that_are_hit_by_other_writes() {
-    let test = "tables_that_are_hit_by_other_writes";
+fn misdirected_writes_that_hit_tables() {
+    let test = "misdirected_writes_that_hit_tables";
     if !qemu::is_there(test) {
         return;
     }
@@ -83,8 +83,8 @@ fn tables_that_are_hit_by_other_writes() {
             assert!(queue.ring.wait_timeout(HANG), "a hang");
             answered += queue.poll(|slot, _| free.push(slot));
         }
-        let astray = bytes[0].lock().unwrap().misdirected.len();
-        println!("{answered} requests, {astray} writes went astray");
-        assert!(astray > 0);
+        let misdirected = bytes[0].lock().unwrap().misdirected.len();
+        println!("{answered} requests, {misdirected} writes were misdirected");
+        assert!(misdirected > 0);
     }
 }
