@@ -1,4 +1,4 @@
-//! What QEMU does where a configuration says nothing, by its version and the machine's; the same for every front-end.
+//! QEMU's defaults by its version and the version of the machine type, for every front-end.
 
 use std::collections::HashMap;
 
@@ -11,10 +11,10 @@ const QUEUES_AUTO: Version = Version(5, 2, 0);
 /// Since this machine type, a queue has 256 descriptors; before, 128 (QEMU, `hw_compat_4_2`).
 const QUEUE_SIZE_256: Version = Version(5, 0, 0);
 
-/// By default QEMU takes at most this much memory for the L2 tables of an image (docs/qcow2-cache.txt).
+/// The maximum memory that QEMU uses for an image's L2 tables by default (docs/qcow2-cache.txt).
 pub const L2_CACHE_MAX: u64 = 32 << 20;
 
-/// Fills in what is not given, and what follows from the rest.
+/// Sets defaults, and properties that follow from others.
 pub fn fill(vm: &mut Vm) {
     vm.table.default_to("vm.memory-shared", false, "QEMU");
     vm.table.default_to("vm.hugepages", false, "QEMU");
@@ -64,10 +64,10 @@ pub fn fill(vm: &mut Vm) {
     hide(vm);
 }
 
-/// Takes back what is only assumed of a machine or a disk that may have more options than the input shows.
+/// Marks assumptions about a VM or a disk as unknown if a shell variable may contain more options.
 fn hide(vm: &mut Vm) {
     let why = "a shell variable may contain more options";
-    if vm.open {
+    if vm.may_have_more {
         vm.table.hide_assumed(why);
     }
     let is_known = |value: Option<&Value>| value.is_some_and(|value| value.data != Data::Unknown);
@@ -84,15 +84,15 @@ fn hide(vm: &mut Vm) {
             )
         };
         for name in ["disk.bus", "disk.queues", "disk.queue-size"] {
-            if (vm.open || !machine) && is_default(&disk.table, name) {
+            if (vm.may_have_more || !machine) && is_default(&disk.table, name) {
                 disk.table.hide(name, why);
             }
         }
-        if vm.open && disk.table.get("disk.thread-missing").is_some() {
+        if vm.may_have_more && disk.table.get("disk.thread-missing").is_some() {
             disk.table.remove("disk.thread-missing");
             disk.table.hide("disk.threads", why);
         }
-        if disk.open {
+        if disk.may_have_more {
             disk.table.hide_assumed(why);
         }
     }
@@ -135,7 +135,7 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: Option
     }
     if matches!(bus.as_str(), "virtio-blk" | "virtio-scsi") || vhost_user {
         match machine {
-            // Only the PCI devices count CPUs.
+            // Only PCI devices have a queue per vCPU.
             _ if ccw => table.default_to("disk.queues", 1u64, "QEMU for virtio-ccw"),
             Some(version) if version < QUEUES_AUTO => {
                 table.default_to("disk.queues", 1u64, "machine types before 5.2");
@@ -160,7 +160,7 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: Option
     }
 }
 
-/// Whether a file is the image of a CD: of an installer, or of cloud-init.
+/// Whether a file is the image of a CD, such as an installer's or cloud-init's.
 fn is_cd(file: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or(file).to_ascii_lowercase();
     let is_seed = ["cidata", "cloud-init", "cloudinit"]
@@ -169,7 +169,7 @@ fn is_cd(file: &str) -> bool {
     name.ends_with(".iso") || is_seed
 }
 
-/// Which I/O threads serve which disks, and what is wrong with what is asked for.
+/// Determines which I/O threads serve which disks, and errors in the configuration.
 fn threads(vm: &mut Vm) {
     let defined: Vec<String> = vm.threads.iter().map(|thread| thread.id.clone()).collect();
     let mut used = vec![0u64; defined.len()];
@@ -218,9 +218,9 @@ fn threads(vm: &mut Vm) {
         if let Some(missing) = disk.threads.iter().find(|u| place(&u.id).is_none()) {
             table.give("disk.thread-missing", missing.id.clone(), missing.span);
         }
-        let single = disk.threads.iter().find(|u| !u.mapped);
+        let single = disk.threads.iter().find(|u| !u.is_mapped);
         if let Some(single) = single
-            && disk.threads.iter().any(|u| u.mapped)
+            && disk.threads.iter().any(|u| u.is_mapped)
         {
             table.give("disk.thread-twice", true, single.span);
         }
@@ -240,8 +240,8 @@ fn threads(vm: &mut Vm) {
     vm.table
         .derive("vm.threads-defined", defined.len(), "counted in the input");
     match unused.first() {
-        // What is not shown may use it.
-        _ if vm.open => vm.table.hide(
+        // An option in a shell variable may use it.
+        _ if vm.may_have_more => vm.table.hide(
             "vm.threads-unused",
             "a shell variable may contain more options",
         ),
@@ -254,9 +254,9 @@ fn threads(vm: &mut Vm) {
     }
 }
 
-/// What QEMU would refuse in a map of queues to threads.
+/// The reason why QEMU would refuse a mapping of queues to threads.
 fn mapping_problem(disk: &Disk) -> Option<String> {
-    let mapped: Vec<_> = disk.threads.iter().filter(|u| u.mapped).collect();
+    let mapped: Vec<_> = disk.threads.iter().filter(|u| u.is_mapped).collect();
     let named: Vec<_> = mapped.iter().filter_map(|u| u.queues.as_ref()).collect();
     if named.is_empty() {
         return None;
@@ -276,13 +276,13 @@ fn mapping_problem(disk: &Disk) -> Option<String> {
             queues.saturating_sub(1)
         ));
     }
-    // In order and each once: the first that is not at its own place is missing.
+    // The queues are sorted and unique: the first one that does not match its index reveals the missing queue.
     let missing = (0..queues.min(all.len() as u64 + 1))
         .find(|&queue| all.get(queue as usize) != Some(&queue));
     missing.map(|queue| format!("no thread serves queue {queue}"))
 }
 
-/// Bytes that the whole L2 table of a qcow2 image takes: 8 bytes for each cluster, 16 with subclusters.
+/// The size of all L2 tables of a qcow2 image: 8 bytes per cluster, 16 with subclusters.
 pub fn l2_needed(virtual_size: u64, cluster_size: u64, subclusters: bool) -> u64 {
     let entry = if subclusters { 16 } else { 8 };
     virtual_size
@@ -290,7 +290,7 @@ pub fn l2_needed(virtual_size: u64, cluster_size: u64, subclusters: bool) -> u64
         .saturating_mul(entry)
 }
 
-/// Joins what was found of the image with what is given: whether the cache of its tables holds all of them.
+/// Determines whether the cache holds all L2 tables of the image.
 pub fn l2_cache(disk: &mut Disk) {
     let table = &mut disk.table;
     let (Some("qcow2"), Some(size), Some(cluster)) = (

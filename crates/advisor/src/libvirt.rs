@@ -636,7 +636,7 @@ fn driver_queues(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Re
             id: id.to_owned(),
             span,
             queues: None,
-            mapped: false,
+            is_mapped: false,
         });
     }
     let map = driver.and_then(|node| child(node, "iothreads"));
@@ -653,7 +653,7 @@ fn driver_queues(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Re
             id: id.to_owned(),
             span,
             queues: (!queues.is_empty()).then_some(queues),
-            mapped: true,
+            is_mapped: true,
         });
     }
 }

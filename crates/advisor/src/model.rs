@@ -223,7 +223,7 @@ pub struct Vm {
     /// The ids of I/O threads that serve something other than a disk: a controller, a balloon.
     pub threads_elsewhere: HashSet<String>,
     /// Whether a shell variable may add options that the input does not show.
-    pub open: bool,
+    pub may_have_more: bool,
 }
 
 impl Vm {
@@ -252,7 +252,7 @@ pub struct Disk {
     /// Settings that a conversion must preserve.
     pub carried: carried::Carried,
     /// Whether a shell variable may add settings that the input does not show.
-    pub open: bool,
+    pub may_have_more: bool,
 }
 
 /// The definition of an I/O thread.
@@ -270,7 +270,7 @@ pub struct ThreadUse {
     /// The queues that the thread serves; none if it serves all queues, or takes turns with other threads.
     pub queues: Option<Vec<u64>>,
     /// Whether a queue mapping names it, rather than the device.
-    pub mapped: bool,
+    pub is_mapped: bool,
 }
 
 /// A part of the input that the reader skipped.

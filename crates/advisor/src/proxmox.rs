@@ -437,7 +437,7 @@ fn disk(
                 id,
                 span: part.span,
                 queues: None,
-                mapped: false,
+                is_mapped: false,
             });
         } else {
             disk.table.give("disk.thread-ignored", true, part.span);

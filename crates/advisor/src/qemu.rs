@@ -1,5 +1,5 @@
-//! QEMU's command line: `-drive`, `-blockdev` and `-device` as pairs and as JSON, `-object`, `-machine`, `-readconfig`
-//! and files of arguments (`@file`).
+//! QEMU's command line: `-drive`, `-blockdev` and `-device` in `key=value` and JSON syntax, `-object`, `-machine`,
+//! `-readconfig` and arguments files (`@file`).
 
 mod bus;
 mod convert;
@@ -25,7 +25,7 @@ use line::{FILES_MAX, Line, line, set_pair};
 use options::Opt;
 use words::Command;
 
-/// Files that the commands of a text name: `-readconfig FILE` and `@FILE`.
+/// The files that a text includes: `-readconfig FILE` and `@FILE`.
 pub fn files_named(text: &str) -> Vec<String> {
     let mut names = Vec::new();
     for command in words::commands(text, 0).commands {
@@ -44,12 +44,12 @@ pub fn files_named(text: &str) -> Vec<String> {
     names
 }
 
-/// Whether some command in a text starts QEMU.
+/// Whether a text contains a command that starts QEMU.
 pub fn has_command(text: &str) -> bool {
     !words::commands(text, 0).commands.is_empty()
 }
 
-/// The machine type without its version, and that: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `virt-9.0`, `q35`.
+/// The machine type without its version, and the version: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `virt-9.0`, `q35`.
 pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
     let machine = machine.split('+').next().unwrap_or(machine);
     let name = |name: &str| match name {
@@ -60,7 +60,7 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
     let Some((before, version)) = machine.rsplit_once('-') else {
         return (machine, None);
     };
-    // Machine types of RHEL have versions of their own, as `rhel9.4.0`.
+    // RHEL has its own machine types, such as `rhel9.4.0`.
     if let Some(rhel) = version.strip_prefix("rhel") {
         let qemu = rhel.parse().ok().map(rhel_machine);
         return match name(before) {
@@ -73,7 +73,7 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
             "" => (before, Some(version)),
             short => (short, Some(version)),
         },
-        // As `pc-q35-jammy`, of a distribution.
+        // A distribution's machine type, such as `pc-q35-jammy`.
         Err(()) => match machine {
             _ if machine.starts_with("pc-q35-") => ("q35", None),
             _ if machine.starts_with("pc-i440fx-") => ("pc", None),
@@ -83,9 +83,9 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
     }
 }
 
-/// The upstream machine type whose defaults a machine type of RHEL has (qemu-kvm, `hw_compat_rhel_8_3` and the like): up
-/// to 8.3 disks have one queue, as upstream up to 5.1; up to 8.2 queues have 128 descriptors, as up to 4.2; up to 8.0
-/// virtio-blk does not discard, as up to 3.1.
+/// The upstream machine type with the defaults of a RHEL machine type (qemu-kvm, `hw_compat_rhel_8_3` and so on): up to 8.3,
+/// disks have one queue, as upstream up to 5.1; up to 8.2, queues have 128 descriptors, as up to 4.2; up to 8.0, virtio-blk
+/// does not discard, as up to 3.1.
 fn rhel_machine(rhel: Version) -> Version {
     match rhel {
         Version(..=7, ..) => Version(2, 12, 0),
@@ -98,7 +98,7 @@ fn rhel_machine(rhel: Version) -> Version {
         Version(8, ..) | Version(9, 0 | 1, _) => Version(6, 2, 0),
         Version(9, 2 | 3, _) => Version(7, 2, 0),
         Version(9, 4 | 5, _) => Version(8, 1, 0),
-        // 9.6, 10.0 and what comes after them.
+        // 9.6, 10.0 and later.
         _ => Version(9, 1, 0),
     }
 }
@@ -106,7 +106,7 @@ fn rhel_machine(rhel: Version) -> Version {
 /// Reads every command of a text that starts QEMU.
 ///
 /// # Errors
-/// There is none, or an option is broken.
+/// There is none, or an option is invalid.
 pub fn read(
     text: &str,
     name: &str,
@@ -167,12 +167,12 @@ fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
     }
     table.default_to("vm.balloon", "no", "QEMU");
     environment(command, &mut vm);
-    say(line, &mut vm, reading);
+    add_line(line, &mut vm, reading);
     vm
 }
 
-/// What options say of a machine, of which something may be known before.
-fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
+/// Adds the options of a VM.
+fn add_line(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     if let Some(pair) = line.last("machine", "type") {
         let (name, version) = machine_version(&pair.value);
         vm.table
@@ -229,14 +229,14 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     {
         vm.table.give("vm.pass-through", true, device.span);
     }
-    vm.open |= line.open;
+    vm.may_have_more |= line.may_have_more;
     hide(line, vm);
-    // Controllers, balloons and objects name threads as disks do.
+    // Controllers, balloons and objects also name I/O threads.
     let users = line.all().flat_map(|option| &option.pairs);
     let users = users.filter(|pair| pair.key == "iothread" || pair.key.ends_with(".iothread"));
     vm.threads_elsewhere
         .extend(users.clone().map(|pair| pair.value.clone()));
-    let may_use_any = line.group("device").any(|device| device.open);
+    let may_use_any = line.group("device").any(|device| device.may_have_more);
     if may_use_any || users.clone().any(|pair| pair.unknown) {
         let all = vm.threads.iter().map(|thread| thread.id.clone());
         vm.threads_elsewhere.extend(all);
@@ -250,7 +250,7 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
         });
         match disk {
             Some((disk, pair)) => devices::set(disk, &pair),
-            None if set.open => reading.note(
+            None if set.may_have_more => reading.note(
                 set.whole,
                 "-set contains a shell variable, and may change any option with an id",
             ),
@@ -259,11 +259,11 @@ fn say(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     }
 }
 
-/// Takes back what a machine is said to be where a variable of the shell says it.
+/// Marks properties as unknown if a shell variable sets them.
 fn hide(line: &Line, vm: &mut Vm) {
     for option in line.all() {
         let is_unknown = |key: &str| {
-            option.open
+            option.may_have_more
                 || option
                     .pairs
                     .iter()
@@ -295,24 +295,24 @@ fn hide(line: &Line, vm: &mut Vm) {
                 if is_unknown("share") {
                     hide("vm.memory-shared");
                 }
-                vm.open |= is_unknown("id") || is_unknown("qom-type");
+                vm.may_have_more |= is_unknown("id") || is_unknown("qom-type");
             }
             _ => {}
         }
     }
 }
 
-/// The command that options in another front-end's configuration are part of; their places are those in its text.
+/// A command with the options in another front-end's configuration, with their positions in its text.
 fn fragment(options: &str, start: usize) -> Option<Command> {
     let program = "kvm ";
     let text = " ".repeat(start.saturating_sub(program.len())) + program + options;
     words::arguments(&text)
 }
 
-/// Adds what options say that Proxmox hands to QEMU as they are (`args:`); they start at the byte `start` of its text.
+/// Adds the options that Proxmox passes to QEMU unchanged (`args:`), which start at the byte `start` of its text.
 ///
 /// # Errors
-/// An option is broken.
+/// An option is invalid.
 pub fn add_options(
     options: &str,
     start: usize,
@@ -324,7 +324,7 @@ pub fn add_options(
         return Ok(());
     };
     let line = line(&command, surroundings, reading, true)?;
-    say(&line, vm, reading);
+    add_line(&line, vm, reading);
     Ok(())
 }
 
@@ -335,7 +335,7 @@ fn accelerator(line: &Line, vm: &mut Vm) {
         given.extend(line.last("machine", "accel"));
     }
     let names = given.iter().flat_map(|pair| pair.value.split(':'));
-    // QEMU takes the first that works. Where one is of macOS, Windows or NetBSD, the host may be.
+    // QEMU uses the first that works. If one belongs to macOS, Windows or NetBSD, the host may be such a system.
     if names
         .clone()
         .any(|name| matches!(name, "hvf" | "whpx" | "nvmm"))
@@ -360,7 +360,7 @@ fn vcpus(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     let Some(smp) = line.group("smp").next_back() else {
         return;
     };
-    // QEMU makes queues for as many CPUs as there may be at the start.
+    // QEMU creates queues for the number of CPUs at the start.
     let product = ["sockets", "dies", "cores", "threads"]
         .iter()
         .filter_map(|key| smp.number(key))
@@ -375,7 +375,7 @@ fn vcpus(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     }
 }
 
-/// Bytes of a size as QEMU takes it; without a unit, of `default`.
+/// The bytes of a size in QEMU's syntax; `default` is the unit of a number without one.
 fn size(text: &str, default: u64) -> Option<u64> {
     let (number, factor) = match text.char_indices().next_back()? {
         (at, 'b' | 'B') => (&text[..at], 1),
@@ -417,7 +417,7 @@ fn memory(line: &Line, vm: &mut Vm, reading: &mut Reading) {
         let kind = object
             .get("qom-type")
             .map_or("", |pair| pair.value.as_str());
-        // memfd is shared by default (QEMU, memory-backend-memfd).
+        // A memfd is shared by default (QEMU, memory-backend-memfd).
         let share = match object.get("share") {
             Some(pair) => (pair.value == "on", pair.value_span),
             None => (kind == "memory-backend-memfd", object.span),
@@ -448,7 +448,7 @@ fn memory(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     vm.table.default_to("vm.numa-bound", false, "QEMU");
 }
 
-/// What the environment says of QEMU's allocator and libraries.
+/// Reads QEMU's allocator and libraries from the environment.
 fn environment(command: &Command, vm: &mut Vm) {
     let set = |name| {
         command
@@ -485,7 +485,7 @@ fn environment(command: &Command, vm: &mut Vm) {
     }
 }
 
-/// Bytes of a size as QEMU writes it, `4M`.
+/// The bytes of a size in QEMU's syntax, such as `4M`.
 pub fn size_of(text: &str) -> Option<u64> {
     size(text, 1)
 }

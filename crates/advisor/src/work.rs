@@ -1,7 +1,6 @@
-//! Steps of work: options, pairs and elements that are looked at, and conditions that are asked.
+//! Counts steps of work: visited options, pairs and elements, and evaluated conditions.
 //!
-//! They are counted in this crate's own tests only, which compare inputs of several sizes by them: unlike time, they are the
-//! same in each run.
+//! Only this crate's tests count them, to compare inputs of several sizes. Unlike time, steps are reproducible.
 
 /// Counts one step.
 #[inline]

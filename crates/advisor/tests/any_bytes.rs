@@ -72,7 +72,7 @@ fn changed(texts: Vec<String>) -> impl Strategy<Value = String> {
 }
 
 #[test]
-fn seeds_hold() {
+fn seeds_pass_the_checks() {
     configurations()
         .iter()
         .for_each(|text| checks::input(&RULES, text));
@@ -84,7 +84,7 @@ fn seeds_hold() {
         .for_each(|text| checks::measured(&RULES, text));
 }
 
-/// Depth and number are limited, and what is past a limit is refused with its place.
+/// Inputs that exceed a limit are refused with a position.
 #[test]
 fn large_and_deep_inputs_are_refused() {
     for text in [
@@ -140,9 +140,9 @@ proptest! {
     }
 }
 
-/// A file of arguments that names itself, and others, is read once: a short text does not become a long one.
+/// An arguments file that includes itself is read once, so a short text does not become a long one.
 #[test]
-fn a_file_that_names_itself_is_read_once() {
+fn recursive_arguments_file_is_read_once() {
     let text = "qemu-system-x86_64 @a @b @a disk.raw";
     let files = ["a", "b"].map(|name| Source::new(name, "@b @a another.raw"));
     let surroundings = Surroundings {

@@ -1,4 +1,4 @@
-//! Disks go to ringdisk and come back as they were: nothing that the guest sees, and no limit, is lost on the way.
+//! Converts disks to ringdisk and back: limits and everything that the guest sees survive.
 
 use std::fs;
 use std::path::Path;
@@ -36,7 +36,7 @@ fn back(there: Converted, config: &str) -> Converted {
 }
 
 #[test]
-fn limits_of_a_domain() {
+fn domain_limits_survive_conversion() {
     let (before, there, config) = there("libvirt/limits.xml");
     assert_eq!(there.messages, Vec::<String>::new());
     for line in [
@@ -76,16 +76,16 @@ fn limits_of_a_domain() {
 }
 
 #[test]
-fn limits_of_a_command_line() {
+fn command_line_limits_survive_conversion() {
     let (before, there, config) = there("qemu/limits.sh");
     let back = back(there, &config);
     assert_eq!(carried(&back.inputs[0]), carried(&before), "{config}");
     assert_eq!(carried(&before)[0].limits.len(), 4);
 }
 
-/// A disk that may not be written may not be written afterwards either, whoever serves it.
+/// A read-only disk stays read-only with either server.
 #[test]
-fn a_read_only_drive() {
+fn read_only_drive_stays_read_only() {
     let line = "qemu-system-x86_64 -m 1G -drive \
                 id=a,if=none,file=/srv/a.raw,format=raw,readonly=on -device \
                 virtio-blk-pci,drive=a,werror=report\n";
@@ -100,7 +100,7 @@ fn a_read_only_drive() {
 }
 
 #[test]
-fn limits_of_a_node() {
+fn node_limits_survive_conversion() {
     let (before, there, config) = there("qemu/throttle-node.sh");
     assert!(config.contains("iops-max = 600"), "{config}");
     let back = back(there, &config);
@@ -108,7 +108,7 @@ fn limits_of_a_node() {
     assert_eq!(limits(&back.inputs[0]), limits(&before), "{config}");
 }
 
-/// A domain with one disk, as somebody wrote it.
+/// A domain with this disk.
 fn domain(disk: &str) -> Input {
     let text = format!(
         "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
@@ -136,10 +136,10 @@ fn disk(attributes: &str, driver: &str, source: &str, more: &str) -> String {
     )
 }
 
-/// A disk of which ringdisk cannot do all stays with QEMU: were the part left out, the guest would get other bytes, or
-/// several guests would write to what they share.
+/// A disk with a setting that ringdisk does not support is not converted. Without the setting, the guest could read other
+/// data, or several guests could write to a shared disk.
 #[test]
-fn what_ringdisk_cannot_do_stays() {
+fn unsupported_disk_is_not_converted() {
     let secret = "<secret type='passphrase' uuid='00000000-0000-0000-0000-000000000000'/>";
     let luks = format!("<encryption format='luks'>{secret}</encryption>");
     let slice = "<slices><slice type='storage' offset='1048576' size='1048576'/></slices>";
@@ -184,9 +184,9 @@ fn what_ringdisk_cannot_do_stays() {
     }
 }
 
-/// What goes with a disk is in ringdisk's configuration or in the new element, and comes back.
+/// Supported settings are in ringdisk's configuration or in the new element, and come back.
 #[test]
-fn what_ringdisk_can_do_goes_along() {
+fn supported_settings_are_converted() {
     let driver = "error_policy='stop' packed='on' iommu='off' event_idx='off' cache='directsync' \
                   detect_zeroes='unmap'";
     let more = "<readonly/>\n      <boot order='1'/>";
@@ -231,9 +231,9 @@ fn what_ringdisk_can_do_goes_along() {
     assert_eq!(carried(&back.inputs[0]), expected);
 }
 
-/// Disks stay if their machine cannot have vhost-user disks: alone they would keep it from starting.
+/// Disks are not converted if their VM cannot have vhost-user disks: it would not start.
 #[test]
-fn a_machine_that_cannot_stays_as_it_is() {
+fn vm_without_vhost_user_is_not_converted() {
     let text = domain(&disk("", "", "", "")).sources[0].text.clone();
     let sealed = "<launchSecurity type='sev'/>\n</domain>";
     let set = "<qemu:commandline><qemu:arg value='-set'/><qemu:arg \
@@ -267,9 +267,9 @@ fn a_machine_that_cannot_stays_as_it_is() {
     assert!(why.contains("memory cannot be shared"), "{why}");
 }
 
-/// The same on a command line.
+/// Likewise on a command line.
 #[test]
-fn what_ringdisk_cannot_do_stays_on_a_command_line() {
+fn unsupported_disk_on_a_command_line_is_not_converted() {
     let drive = |more: &str| format!("-drive id=a,if=none,file=/srv/a.raw,format=raw{more}");
     let device = |more: &str| format!("-device virtio-blk-pci,drive=a{more}");
     let node = |json: &str| format!("-blockdev '{{\"node-name\":\"a\",{json}}}'");
@@ -325,9 +325,9 @@ fn what_ringdisk_cannot_do_stays_on_a_command_line() {
     }
 }
 
-/// A file keeps its lines: one alone stays one, and lines with CRLF get such lines.
+/// A file keeps its line endings: one line stays one line, and a CRLF file gets CRLF lines.
 #[test]
-fn lines_stay_as_they_are() {
+fn line_endings_are_preserved() {
     let text = domain(&disk("", "", "", "")).sources[0].text.clone();
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let there = |text: &str| {
@@ -345,9 +345,9 @@ fn lines_stay_as_they_are() {
     assert_eq!(crlf, there(&text).replace('\n', "\r\n"));
 }
 
-/// Disks that share limits go together or not at all: apart, each would have all of them.
+/// Disks that share limits are converted together or not at all: otherwise each side would grant all of them.
 #[test]
-fn a_group_stays_together() {
+fn throttle_group_is_converted_together() {
     let tune = "<iotune><total_iops_sec>100</total_iops_sec><group_name>g</group_name></iotune>";
     let first = disk("", "", "", tune);
     let second = disk("", "", "", &format!("<shareable/>{tune}")).replace("vda", "vdb");
@@ -362,9 +362,9 @@ fn a_group_stays_together() {
     );
 }
 
-/// A disk's own limits count besides those of its group with ringdisk; QEMU has either.
+/// In ringdisk, a disk can have limits in addition to those of its group. QEMU supports only one of the two.
 #[test]
-fn what_has_no_counterpart_is_told() {
+fn own_limits_of_a_group_member_are_reported() {
     let (_, there, config) = there("qemu/limits.sh");
     let config =
         format!("[[throttle-group]]\nname = \"g\"\niops = 9\n\n{config}throttle-group = \"g\"\n")
@@ -384,7 +384,7 @@ fn what_has_no_counterpart_is_told() {
     );
 }
 
-/// A line with one disk that would go to ringdisk, and with this.
+/// A command line with one convertible disk, and with these options.
 fn with(more: &str) -> Input {
     let line = format!(
         "qemu-system-x86_64 -m 1G -drive file=/srv/a.raw,format=raw,if=none,id=a -device \
@@ -393,9 +393,9 @@ fn with(more: &str) -> Input {
     input("vm.sh", &line)
 }
 
-/// What a `-global` gives virtio-blk, as its block size or its serial number, is nothing that ringdisk would have.
+/// ringdisk has no counterpart for `-global` settings of virtio-blk, such as the block size or the serial number.
 #[test]
-fn a_disk_with_globals_stays() {
+fn disk_with_globals_is_not_converted() {
     for global in [
         "virtio-blk-pci.logical_block_size=4096",
         "virtio-blk-pci.write-cache=off",
@@ -414,10 +414,9 @@ fn a_disk_with_globals_stays() {
     assert!(convert(vec![other], Direction::ToRingdisk).is_ok());
 }
 
-/// A `-set` of a drive that goes has nothing to set any more, and QEMU would not start: it goes too, and what it sets comes
-/// along.
+/// A `-set` of a converted drive is removed, because QEMU would not start with it. Its value is converted.
 #[test]
-fn what_sets_a_drive_goes_with_it() {
+fn set_options_are_removed_with_their_drive() {
     let before =
         with(" -set drive.a.cache=directsync -set drive.a.iops=100 -set device.d.serial=GG -S");
     let there = convert(vec![before], Direction::ToRingdisk).unwrap();

@@ -1,5 +1,5 @@
-//! Configurations after what the documentation of libvirt, QEMU, Proxmox and OpenStack shows, each with what is to be
-//! found in it, and nothing else: good ones are clean, and every planted fault is found.
+//! Configurations as in the documentation of libvirt, QEMU, Proxmox and OpenStack, each with its expected findings: good
+//! ones have none, and every planted error is found.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -89,7 +89,7 @@ fn report(case: &Case, rules: &Rules) -> Report {
 }
 
 #[test]
-fn everything_is_found_and_nothing_else() {
+fn findings_are_exactly_those_expected() {
     let rules = Rules::built_in().unwrap();
     let mut wrong = Vec::new();
     let cases = cases();
@@ -145,9 +145,9 @@ fn everything_is_found_and_nothing_else() {
     }
 }
 
-/// A rule that nothing in the corpus triggers may as well not be there.
+/// Every rule applies to some configuration of the corpus.
 #[test]
-fn every_rule_is_found_somewhere() {
+fn every_rule_applies_somewhere() {
     let rules = Rules::built_in().unwrap();
     let mut found = BTreeSet::new();
     for case in cases() {
@@ -164,7 +164,7 @@ fn every_rule_is_found_somewhere() {
         .map(|rule| &rule.id)
         .filter(|id| !found.contains(*id))
         .collect();
-    // These speak of results, and of all inputs of a run together.
+    // These need results of the lab, or several inputs.
     let elsewhere = [
         "memory-overcommitted",
         "triage-misconfigured",
@@ -178,9 +178,9 @@ fn every_rule_is_found_somewhere() {
     assert!(never.is_empty(), "{never:?}");
 }
 
-/// What `--fix` writes has no finding that it could fix, and fixing it again changes nothing.
+/// After `--fix`, no fixable finding is left, and a second `--fix` changes nothing.
 #[test]
-fn what_is_fixed_stays_fixed() {
+fn fix_is_idempotent() {
     let rules = Rules::built_in().unwrap();
     let mut fixed_some = 0;
     for case in cases() {
@@ -223,7 +223,7 @@ fn what_is_fixed_stays_fixed() {
                 text(&input)[0]
             );
         }
-        // Fixes take nothing away that was there before, and never durability.
+        // Fixes remove nothing, and never lower durability.
         for (a, b) in before.vms.iter().zip(&fixed.input.vms) {
             assert_eq!(a.disks.len(), b.disks.len(), "{file}");
             for (a, b) in a.disks.iter().zip(&b.disks) {
@@ -246,7 +246,7 @@ fn what_is_fixed_stays_fixed() {
 }
 
 #[test]
-fn the_ladder_is_diagnosed_step_by_step() {
+fn steps_of_a_tuning_are_compared() {
     let rules = Rules::built_in().unwrap();
     let steps = steps::steps(vec![input("qemu/ladder.sh")], &rules, None, &[]);
     let confounded: Vec<bool> = steps.iter().map(|step| step.confounded).collect();
@@ -287,7 +287,7 @@ fn the_ladder_is_diagnosed_step_by_step() {
 }
 
 #[test]
-fn a_thousand_machines_in_one_run() {
+fn thousand_vms_in_one_run() {
     let rules = Rules::built_in().unwrap();
     let files: Vec<String> = cases().into_iter().filter_map(|case| case.file).collect();
     let texts: Vec<(String, String)> = files
@@ -327,9 +327,9 @@ fn a_thousand_machines_in_one_run() {
     );
 }
 
-/// Machines of one text are fixed each by itself: what comes out is what each alone becomes.
+/// The VMs of one text are fixed independently: each becomes what it would become alone.
 #[test]
-fn a_thousand_machines_are_fixed_in_one_text() {
+fn thousand_vms_are_fixed_in_one_text() {
     let rules = Rules::built_in().unwrap();
     let fixed = |input: Input| fix(input, &rules, None, Wanted::default()).unwrap();
     for (file, separator) in [
@@ -359,7 +359,7 @@ fn a_thousand_machines_are_fixed_in_one_text() {
 }
 
 #[test]
-fn every_form_of_a_report_is_whole() {
+fn every_report_format_is_complete() {
     let rules = Rules::built_in().unwrap();
     let mut all = Report::default();
     for file in [
@@ -417,7 +417,7 @@ fn every_form_of_a_report_is_whole() {
 }
 
 #[test]
-fn comments_take_findings_back() {
+fn comments_suppress_findings() {
     let rules = Rules::built_in().unwrap();
     let mut with = input("libvirt/ignored.xml");
     assert_eq!(check(&mut with, &rules, None, &[]).ignored, 1);
@@ -434,9 +434,9 @@ fn comments_take_findings_back() {
     );
 }
 
-/// docs/check.md says what became of each recommendation; it names only rules that there are.
+/// docs/check.md maps recommendations to rules, all of which exist.
 #[test]
-fn the_documentation_names_rules_that_there_are() {
+fn documentation_names_existing_rules() {
     let rules = Rules::built_in().unwrap();
     let text =
         fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/check.md"))

@@ -1,4 +1,5 @@
-//! Scripts of a shell: what is redirected, substituted or not understood is no disk, rests no finding, and stays as it is.
+//! Shell scripts: redirections, substitutions and anything not understood are not disks, cause no findings, and do not
+//! change.
 
 use advisor::check::check;
 use advisor::fix::{Fixed, Unfixed, Wanted, fix};
@@ -37,7 +38,7 @@ const GOOD: &str = "-accel kvm -machine q35 -object iothread,id=i0 \
                     -device virtio-blk-pci,drive=a,iothread=i0";
 
 #[test]
-fn what_is_redirected_is_no_disk() {
+fn redirections_are_not_disks() {
     for tail in [
         "> /var/log/vm.log 2>&1",
         "2>/dev/null",
@@ -73,9 +74,9 @@ fn what_is_redirected_is_no_disk() {
     }
 }
 
-/// A redirection in the midst of a command stays in its place, also if it separates an option from its value.
+/// A redirection inside a command stays in its place, even between an option and its value.
 #[test]
-fn redirections_stand_anywhere() {
+fn redirections_may_be_anywhere() {
     let slow = "qemu-system-x86_64 >log -accel 2>&1 kvm -drive file=/dev/vg0/a,format=raw,if=virtio 2>err -m 1G\n";
     let fixed = fixed(slow);
     assert_eq!(files(&fixed.input), ["/dev/vg0/a"]);
@@ -90,9 +91,9 @@ fn redirections_stand_anywhere() {
     assert_eq!(text(&self::fixed(split)), split);
 }
 
-/// Machine type, accelerator, threads and the rest may be in a variable: what is not written is not known.
+/// A variable may contain the machine type, the accelerator, threads and anything else.
 #[test]
-fn variables_may_say_anything() {
+fn variables_make_properties_unknown() {
     for script in [
         "qemu-system-x86_64 -drive file=/dev/vg0/a,format=raw,cache=none,aio=native \"$@\"",
         "qemu-system-x86_64 $OPTS -drive file=/dev/vg0/a,format=raw,cache=none,aio=native",
@@ -116,9 +117,9 @@ fn variables_may_say_anything() {
     }
 }
 
-/// A variable for the name of a file says nothing of the rest; and what is said with values is found as ever.
+/// A variable in a file name does not affect other options.
 #[test]
-fn what_is_written_beside_variables_counts() {
+fn options_next_to_variables_count() {
     let script = "IMG=$HOME/a.img\nqemu-system-x86_64 -accel kvm -machine q35 -m $MEM -drive file=\"$HOME\"/vms/a.img,format=raw,if=ide \
                   -drive file=$B,format=raw,if=ide,cache=unsafe \"$@\"\n";
     let found = findings(script);
@@ -136,16 +137,16 @@ fn what_is_written_beside_variables_counts() {
     );
 }
 
-/// A word that may belong to an option that is not known is no disk.
+/// A word that may be the value of an unknown option is not a disk.
 #[test]
-fn options_that_are_not_known_take_nothing_with_them() {
+fn value_of_an_unknown_option_is_not_a_disk() {
     let script = "qemu-system-x86_64 -new-flag -drive file=/vms/a.img,format=raw -new-option value -m 1G $X what";
     assert_eq!(files(&input(script)), ["/vms/a.img"]);
 }
 
-/// What goes takes no quote with it that belongs to what stays.
+/// A removal keeps quotes balanced.
 #[test]
-fn quotes_stay_in_pairs() {
+fn quotes_stay_balanced() {
     let script = "qemu-system-x86_64 -accel kvm -machine q35 -object iothread,id=i0 \
                   -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap \
                   -device virtio-blk-pci,drive=a,ioeventfd=\"off\",iothread=i0\n";
@@ -154,9 +155,9 @@ fn quotes_stay_in_pairs() {
     assert_eq!(fixed.left.len(), 1);
 }
 
-/// What -hda and its like name is a file, commas and all.
+/// The value of -hda and similar options is a file name, including commas.
 #[test]
-fn names_of_files_have_commas() {
+fn file_names_may_have_commas() {
     let script = "qemu-system-x86_64 -accel kvm -hda /dev/a,format=raw\n";
     assert_eq!(files(&input(script)), ["/dev/a,format=raw"]);
     let fixed = fixed(script);
@@ -168,9 +169,9 @@ fn names_of_files_have_commas() {
     );
 }
 
-/// Only a shell's scripts are read; what else starts programs has quotes and variables of its own.
+/// Only shell scripts are read: systemd units and batch files have other rules for quotes and variables.
 #[test]
-fn other_languages_are_refused() {
+fn non_shell_scripts_are_refused() {
     for (script, why) in [
         (
             "[Unit]\nDescription=a\n[Service]\nExecStart=/usr/bin/env qemu-system-x86_64 -drive file=a\n",
@@ -187,17 +188,17 @@ fn other_languages_are_refused() {
     }
 }
 
-/// No shell reads what Proxmox hands to QEMU: there, `>` and `$` are letters.
+/// Proxmox passes `args:` to QEMU without a shell: `>` and `$` have no special meaning.
 #[test]
-fn no_shell_reads_the_arguments_in_proxmox() {
+fn proxmox_args_are_not_shell_syntax() {
     let text = "scsihw: virtio-scsi-single\nmemory: 2048\nargs: -device vmgenid,guid=$X;y -drive file=/a>b,if=none,id=x \
                 -device virtio-blk-pci,drive=x\n";
     assert_eq!(files(&input(text)), ["/a>b"]);
 }
 
-/// What is written into JSON goes into the object that it is of, once, whatever stands first in it.
+/// A new key is inserted once, into the object that it belongs to, whatever its first key is.
 #[test]
-fn json_keys_go_into_their_object() {
+fn json_keys_are_inserted_into_their_object() {
     let lines = [
         (
             "-blockdev '{\"driver\":\"qcow2\",\"node-name\":\"f0\",\"file\":{\"driver\":\"file\",\"filename\":\"/vms/a.qcow2\"}}'",
@@ -242,9 +243,9 @@ fn json_keys_go_into_their_object() {
     }
 }
 
-/// What is taken from JSON takes one comma with it, also with white space around it.
+/// Removing a key also removes one comma, with or without white space around it.
 #[test]
-fn json_stays_json_where_a_key_goes() {
+fn removing_a_key_keeps_json_valid() {
     for device in [
         "{\"driver\":\"virtio-blk-pci\", \"drive\":\"a\", \"iothread\":\"i0\", \"ioeventfd\":false}",
         "{\"driver\":\"virtio-blk-pci\", \"ioeventfd\":false , \"drive\":\"a\", \"iothread\":\"i0\"}",
@@ -264,7 +265,7 @@ fn json_stays_json_where_a_key_goes() {
     }
 }
 
-/// A drive that is as it should be, but for its bus.
+/// A drive that has only the wrong bus.
 fn disk(id: &str, interface: &str) -> String {
     format!(
         "-drive file=/dev/vg0/{id},format=raw,cache=none,aio=native,discard=unmap,if={interface},id={id}"
@@ -284,7 +285,7 @@ fn buses(fixed: &Fixed) -> Vec<(&str, &str)> {
         .collect()
 }
 
-/// Changes that are right one by one do not boot another disk together.
+/// Changes that are each correct must not change the boot disk together.
 #[test]
 fn changes_of_a_round_keep_the_boot_disk() {
     let line = |text: &str| format!("qemu-system-x86_64 -accel kvm {text}\n");
@@ -309,9 +310,9 @@ fn changes_of_a_round_keep_the_boot_disk() {
     assert!(buses(&fixed).contains(&("g", "ide")), "{}", text(&fixed));
 }
 
-/// The place of a network card or a CD-ROM in the boot order does not order the disks.
+/// The boot index of a network card or a CD-ROM does not order the disks.
 #[test]
-fn the_bootindex_of_others_orders_no_disks() {
+fn bootindex_of_other_devices_does_not_order_disks() {
     for other in [
         "-device virtio-net-pci,romfile=,bootindex=9",
         "-drive file=/a.iso,if=none,id=cd,media=cdrom -device ide-cd,drive=cd,bootindex=1",
@@ -333,9 +334,9 @@ fn the_bootindex_of_others_orders_no_disks() {
     assert!(!text(&fixed(&line)).contains("if=ide"));
 }
 
-/// A drive's own device stands behind all others: QEMU makes those for drives last, and a network card keeps its PCI slot.
+/// The new device of a drive follows all others, since QEMU creates devices for drives last: a network card keeps its slot.
 #[test]
-fn a_new_device_moves_no_other() {
+fn new_device_does_not_move_others() {
     let line = format!(
         "qemu-system-x86_64 -accel kvm -machine q35 {} -netdev user,id=n -device virtio-net-pci,netdev=n {} -m 1G\n",
         disk("a", "virtio"),
@@ -356,9 +357,9 @@ fn a_new_device_moves_no_other() {
     assert_eq!(text(&self::fixed(&left)), left);
 }
 
-/// A device of which only the shell knows the driver may be the disk that is booted once another one has left its bus.
+/// A device whose driver is a shell variable may become the boot disk once another disk has left its bus.
 #[test]
-fn a_device_of_the_shell_may_be_the_boot_disk() {
+fn device_in_a_variable_may_be_the_boot_disk() {
     for device in [
         "\"$DEV\"",
         "$T,drive=b",
@@ -392,9 +393,9 @@ fn a_device_of_the_shell_may_be_the_boot_disk() {
     }
 }
 
-/// What a `-global` gives a driver, a disk would lose with it, or get with another one.
+/// A change of the driver would lose the `-global` settings of the old one, or get those of the new one.
 #[test]
-fn a_global_of_a_driver_keeps_the_bus() {
+fn disk_with_a_global_keeps_its_bus() {
     let line = |global: &str, device: &str| {
         format!(
             "qemu-system-x86_64 -accel kvm {} -device {device},drive=a {global}\n",
@@ -432,9 +433,9 @@ fn a_global_of_a_driver_keeps_the_bus() {
     }
 }
 
-/// JSON with escaped quotes is left as it is where its strings would have to change: nothing else is written for it.
+/// Strings in JSON with escaped quotes are not changed, and nothing else is changed for them.
 #[test]
-fn escaped_json_of_a_device_is_left() {
+fn escaped_json_is_not_changed() {
     for (driver, more) in [
         ("ide-hd", ""),
         ("virtio-blk-pci", ""),
@@ -464,9 +465,9 @@ fn escaped_json_of_a_device_is_left() {
     }
 }
 
-/// A `-set` of which only the shell knows the text may set what would be written, and QEMU takes no value twice.
+/// A `-set` in a shell variable may set the same value, and QEMU refuses a value that is set twice.
 #[test]
-fn a_set_of_the_shell_may_set_anything() {
+fn set_with_a_variable_may_set_anything() {
     for set in [
         "\"$V\"",
         "$V",
@@ -501,7 +502,7 @@ fn a_set_of_the_shell_may_set_anything() {
     );
 }
 
-/// A machine with two disks, each behind what is written before it.
+/// A VM with two disks, each after the given devices.
 fn two_disks(first: &str, second: &str) -> String {
     format!(
         "qemu-system-x86_64 -accel kvm -object iothread,id=t {} {first} {} {second}\n",
@@ -516,10 +517,10 @@ fn devices(text: &str) -> Vec<&str> {
     parts.filter(|part| part.starts_with("device ")).collect()
 }
 
-/// Which of several SCSI controllers a disk is on is known by the id of the controller only: QEMU numbers the buses of those
-/// that have none, and puts a disk without a bus on the last one that was made before it.
+/// With several SCSI controllers, only an id identifies the one of a disk: QEMU numbers the buses of controllers without an
+/// id, and puts a disk without a bus on the last controller before it.
 #[test]
-fn a_scsi_disk_of_an_unclear_controller_stays() {
+fn scsi_disk_with_an_unclear_controller_is_not_changed() {
     for (first, second) in [
         (
             "-device lsi -device virtio-scsi-pci -device scsi-hd,drive=a,bus=scsi.0",
@@ -584,9 +585,9 @@ fn a_scsi_disk_of_an_unclear_controller_stays() {
     }
 }
 
-/// The same of IDE disks, where the machine has a controller of its own.
+/// Likewise for IDE disks, for which the machine type has a built-in controller.
 #[test]
-fn an_ide_disk_of_an_unclear_controller_stays() {
+fn ide_disk_with_an_unclear_controller_is_not_changed() {
     for (first, second) in [
         (
             "-device ahci,id=h -device ide-hd,drive=a",

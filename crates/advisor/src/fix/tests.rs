@@ -164,7 +164,7 @@ fn fixed(name: &str, text: &str, rules: &Rules) -> Fixed {
 /// other would take as many rounds as there are disks; and a search through all options for each disk would show as steps of
 /// which the number grows by more from 40 disks to 60 than from 20 to 40.
 #[test]
-fn the_work_grows_with_the_disks() {
+fn work_is_linear_in_the_number_of_disks() {
     let rules = Rules::built_in().unwrap();
     let mut superlinear = Vec::new();
     for (name, text) in texts() {
@@ -200,7 +200,7 @@ fn the_work_grows_with_the_disks() {
 
 /// It once stopped at two thousand changes without a word.
 #[test]
-fn nothing_stops_a_fix_before_its_end() {
+fn large_fix_is_completed() {
     let rules = Rules::built_in().unwrap();
     let text = domain(700, |n| element(n, "vd", "virtio"));
     let fixed = fixed("vm.xml", &text, &rules);

@@ -1,8 +1,8 @@
 //! Which devices libvirt boots from, and in which order.
 //!
-//! `<boot dev='hd'/>` means the first disk in libvirt's own order: buses as they first appear in the domain, and on each bus
-//! by the letters of the name (libvirt, `virDomainDiskInsert`, `qemuProcessPrepareDeviceBootorder`). A disk that changes its
-//! bus may so come behind another; then what was meant is written down, device by device.
+//! `<boot dev='hd'/>` means the first disk in libvirt's own order: buses in the order of their appearance in the domain, and
+//! on each bus by the letters of the name (libvirt, `virDomainDiskInsert`, `qemuProcessPrepareDeviceBootorder`). A disk that
+//! changes its bus may come after another one. The fix then makes the old order explicit for each device.
 
 use std::collections::HashMap;
 
@@ -11,12 +11,12 @@ use roxmltree::Node;
 use super::{attribute, bus_of_name, child, span};
 use crate::text::Span;
 
-/// The devices that have a place in the boot order, with it.
+/// The devices in the boot order, with their positions.
 pub type Order<'a, 'i> = Vec<(usize, Node<'a, 'i>)>;
 
-/// The boot order by `<os><boot>` of a domain in which the disks of `moves` are on the bus virtio, under new names.
+/// The boot order by `<os><boot>` after the disks of `moves` have moved to the virtio bus under new names.
 ///
-/// `None` if the devices have their places themselves.
+/// `None` if the devices have explicit positions.
 pub fn order<'a, 'i>(domain: Node<'a, 'i>, moves: &HashMap<Span, String>) -> Option<Order<'a, 'i>> {
     let devices = child(domain, "devices")?;
     let has_own =
@@ -82,7 +82,7 @@ fn disks<'a, 'i>(devices: Node<'a, 'i>, moves: &HashMap<Span, String>) -> Vec<No
     sorted.into_iter().map(|(.., disk)| disk).collect()
 }
 
-/// The number that the letters of a name are: `sda` is 0, `vdz` 25, `hdaa` 26.
+/// The number of the letters in a name: `sda` is 0, `vdz` 25, `hdaa` 26.
 fn number(name: &str) -> Option<u64> {
     let prefix = ["fd", "hd", "vd", "sd", "xvd", "ubd"]
         .iter()

@@ -1,4 +1,4 @@
-//! A disk from QEMU to ringdisk and back, in a domain.
+//! Converts a disk in a domain from QEMU to ringdisk and back.
 
 use std::fmt::Write;
 
@@ -11,8 +11,8 @@ use crate::model::Disk;
 use crate::model::carried::{Carried, Dialect, Limit};
 use crate::text::{Edit, Span};
 
-/// What a disk that ringdisk can serve may consist of: paths from its element, with the values of each; no values stand for
-/// any. A disk with anything else stays with QEMU: ringdisk would not do it.
+/// What a convertible disk may contain: paths from its element, with their values; no values mean any value. A disk with
+/// anything else is not converted, since ringdisk does not support it.
 const MOVABLE: &[(&str, &[&str])] = &[
     ("@type", &["file", "block"]),
     ("@device", &["disk"]),
@@ -64,7 +64,7 @@ const MOVABLE: &[(&str, &[&str])] = &[
     ("source@dev", &[]),
     ("source@index", &[]),
     ("source@startupPolicy", &["mandatory"]),
-    // Files that an image names are found as it names them.
+    // ringdisk resolves backing files as the image names them.
     ("backingStore", &[]),
     ("target", &[]),
     ("target@dev", &[]),
@@ -93,7 +93,7 @@ const MOVABLE: &[(&str, &[&str])] = &[
     ("address@multifunction", &[]),
 ];
 
-/// What belongs to the old storage and goes with it. The rest says where the guest sees the disk.
+/// The elements that belong to the old storage and are removed. The others describe the disk that the guest sees.
 const REPLACED: &[&str] = &[
     "driver",
     "source",
@@ -104,13 +104,13 @@ const REPLACED: &[&str] = &[
     "readonly",
 ];
 
-/// What is between the guest and QEMU's device, whoever is behind that.
+/// Attributes of the device that the guest sees, which are kept.
 const KEPT: &[&str] = &["event_idx", "packed", "page_per_vq", "iommu", "ats"];
 
-/// The edits that bring a disk to ringdisk.
+/// The edits that move a disk to ringdisk.
 ///
 /// # Errors
-/// What the disk has that ringdisk cannot do.
+/// A setting of the disk that ringdisk does not support.
 pub fn to_ringdisk(target: &Target<'_>, socket: &str, queues: u64, queue_size: u64) -> Edits {
     let xml = target.round.xml()?;
     let text = xml.text();
@@ -138,7 +138,7 @@ pub fn to_ringdisk(target: &Target<'_>, socket: &str, queues: u64, queue_size: u
     })
 }
 
-/// The first part of a disk that is not in [`MOVABLE`], as a reader finds it.
+/// The first part of a disk that is not in [`MOVABLE`], for a message.
 fn foreign(node: Node<'_, '_>, path: &str) -> Option<String> {
     let name = node.tag_name().name();
     let allowed = |path: &str, value: &str| {
@@ -193,7 +193,7 @@ fn foreign(node: Node<'_, '_>, path: &str) -> Option<String> {
     None
 }
 
-/// Whether a vhost-user disk can be in the machine of a disk at all.
+/// Whether the VM of a disk can have vhost-user disks.
 fn machine(xml: &Xml<'_>, disk: Node<'_, '_>) -> Result<(), String> {
     let domain = disk.ancestors().find(|node| node.has_tag_name("domain"));
     let domain = domain.ok_or("the domain is missing")?;
@@ -231,7 +231,7 @@ fn machine(xml: &Xml<'_>, disk: Node<'_, '_>) -> Result<(), String> {
     {
         return Err("a NUMA cell has memAccess='private', and ringdisk could not map it".into());
     }
-    // Arguments past libvirt may set what this program does not see.
+    // Arguments that bypass libvirt may set further properties.
     let own = child(disk, "alias").and_then(|alias| alias.attribute("name"));
     let names_disk =
         |text: &str| text.contains("-disk") || own.is_some_and(|own| text.contains(own));
@@ -259,8 +259,8 @@ fn escaped(text: &str) -> String {
         .replace('\'', "&apos;")
 }
 
-/// Replaces what is behind a disk: its type, driver and source. `written` makes the elements, from what sets elements of this
-/// disk apart: a new line and its indentation, or nothing.
+/// Replaces a disk's type, driver and source. `written` creates the elements from the separator of the disk's elements: a
+/// new line and its indentation, or nothing.
 fn replace_storage(
     text: &str,
     disk: Node<'_, '_>,
@@ -272,7 +272,7 @@ fn replace_storage(
     let before = &text[..first.range().start];
     let blank = before.len() - before.trim_end().len();
     let apart = &before[before.len() - blank..];
-    // Of several empty lines, one.
+    // Keep one of several empty lines.
     let apart = apart.rfind('\n').map_or("", |newline| &apart[newline..]);
     let kind_now = disk.attribute_node("type").ok_or("the disk has no type")?;
     let range = kind_now.range_value();
@@ -299,10 +299,10 @@ fn replace_storage(
     Ok(edits)
 }
 
-/// The edits that bring a disk back to QEMU.
+/// The edits that move a disk back to QEMU.
 ///
 /// # Errors
-/// Why there are none.
+/// The reason why it cannot be moved.
 pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     let xml = target.round.xml()?;
     let text = xml.text();
@@ -338,7 +338,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
             Some("enospc") => {
                 let _ = write!(driver, " {name}='enospace'");
             }
-            // libvirt has no word that tries again; the nearest also keeps the error from the guest.
+            // libvirt has no policy that retries; the nearest one also hides the error from the guest.
             Some("retry" | "stop") => {
                 let _ = write!(driver, " {name}='stop'");
             }
@@ -368,7 +368,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     })
 }
 
-/// Elements for what goes with a disk.
+/// Elements for the preserved settings of a disk.
 fn carried(carried: &Carried, apart: &str) -> Vec<String> {
     let inner = if apart.is_empty() { "" } else { "  " };
     let mut elements = Vec::new();

@@ -1,11 +1,11 @@
-//! The guest's system, as far as a domain says it.
+//! The guest's operating system, if the domain reveals it.
 
 use roxmltree::Node;
 
 use super::{at, attribute, child, span};
 use crate::model::Vm;
 
-/// Who makes Linux, in the ids of libosinfo.
+/// Vendors of Linux in libosinfo's ids.
 const LINUX: &[&str] = &[
     "almalinux.org",
     "alpinelinux.org",
@@ -39,7 +39,7 @@ const LINUX: &[&str] = &[
     "voidlinux.org",
 ];
 
-/// What libosinfo's metadata says of the guest, or Hyper-V's enlightenments.
+/// Reads libosinfo's metadata, or infers Windows from Hyper-V's enlightenments.
 pub fn system(node: Node<'_, '_>, vm: &mut Vm) {
     let os = child(node, "metadata")
         .into_iter()

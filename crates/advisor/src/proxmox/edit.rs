@@ -5,10 +5,10 @@ use crate::fix::{Edits, Setting, Target};
 use crate::qemu;
 use crate::text::{Edit, Span};
 
-/// The changes for a setting.
+/// The edits for a setting.
 ///
 /// # Errors
-/// Why there are none.
+/// The reason why the setting cannot be made.
 pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     let text = target
         .input
@@ -105,7 +105,7 @@ fn controller(lines: &[Line<'_>]) -> Edits {
 
 /// Moves a disk to the SCSI bus, and its name in the boot order.
 fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
-    // No two disks of one round get the same name.
+    // Names are unique within a round.
     let keys = || lines.iter().map(|line| line.key.to_owned()).collect();
     let free = target
         .round
@@ -119,7 +119,7 @@ fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
         let is_disk = disk_key(other.key) && !is_cdrom(other) && other.key != line.key;
         is_disk && (other.key.starts_with("ide") || other.key.starts_with("sata"))
     });
-    // The disk that is booted goes last, when the order of the others is as it will be.
+    // The boot disk moves last, when the order of the others is final.
     let changes = boots != first_disk(lines, Some((line.key, &free))) || is_first && others_move;
     if changes && !has_boot_disk(lines) {
         return Err(format!(
@@ -148,7 +148,7 @@ fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
             at += word.len();
         }
     }
-    // What only IDE and SATA disks have.
+    // Settings that only IDE and SATA disks have.
     let mut start = line.value_span.start as usize;
     for (i, part) in line.value.split(',').enumerate() {
         if part.starts_with("model=") && i > 0 {
@@ -172,7 +172,7 @@ fn to_scsi(target: &Target<'_>, lines: &[Line<'_>], line: &Line<'_>) -> Edits {
             );
         }
         Some(model) => edits.push(Edit::replace(model.value_span, "virtio-scsi-single")),
-        // At one place, so that two disks of a round do not both write it.
+        // Insert it at a fixed position, so that only one of several disks in a round adds it.
         None => edits.splice(0..0, controller(lines)?).for_each(drop),
     }
     Ok(edits)
@@ -182,7 +182,7 @@ fn is_cdrom(line: &Line<'_>) -> bool {
     line.value.contains("media=cdrom") || line.value.contains("cloudinit")
 }
 
-/// Whether the configuration says by name which disk is booted.
+/// Whether the configuration names the boot disk.
 fn has_boot_disk(lines: &[Line<'_>]) -> bool {
     lines.iter().any(|line| match line.key {
         "boot" => line.value.contains("order="),
@@ -191,9 +191,9 @@ fn has_boot_disk(lines: &[Line<'_>]) -> bool {
     })
 }
 
-/// The disk that Proxmox boots from where nothing says which, under the name that it has now; `renamed` gives one another.
+/// The disk from which Proxmox boots by default, under its current name; `renamed` gives one disk another name.
 fn first_disk(lines: &[Line<'_>], renamed: Option<(&str, &str)>) -> Option<String> {
-    // In this order Proxmox goes through them (PVE::QemuServer::Drive, `valid_drive_names`).
+    // Proxmox's order (PVE::QemuServer::Drive, `valid_drive_names`).
     let buses = ["ide", "scsi", "virtio", "sata"];
     let place = |key: &str| {
         let bus = key.trim_end_matches(|c: char| c.is_ascii_digit());

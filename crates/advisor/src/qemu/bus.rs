@@ -1,4 +1,4 @@
-//! A disk goes to virtio-blk, and the guest boots from the same one as before.
+//! Moves a disk to virtio-blk such that the guest boots from the same disk.
 
 use std::collections::HashSet;
 
@@ -10,10 +10,10 @@ use crate::model::Disk;
 use crate::round::OrderChange;
 use crate::text::{Edit, Span};
 
-/// SCSI controllers of a PCI bus that virtio-scsi can take the place of.
+/// SCSI controllers on a PCI bus that virtio-scsi can replace.
 pub const EMULATED_SCSI: &[&str] = &["lsi", "megasas", "mptsas", "pvscsi", "am53c974", "dc390"];
 
-/// What a device keeps when it becomes virtio-blk.
+/// The properties that a device keeps when it becomes virtio-blk.
 const KEPT: &[&str] = &[
     "account-failed",
     "account-invalid",
@@ -36,17 +36,17 @@ const KEPT: &[&str] = &[
     "write-cache",
 ];
 
-/// Its place on the bus that it leaves, and what means nothing on the new one.
+/// The position on the old bus, and properties without meaning on the new one.
 const DROPPED: &[&str] = &["bus", "unit", "port", "rotation_rate", "removable"];
 
-/// Where a device stands in the order in which SeaBIOS tries what has no bootindex: by the kind of its controller (SeaBIOS,
-/// `DTYPE_`), then in the order in which QEMU makes the devices, then in that of the command line.
+/// The rank of a device among those without a bootindex in SeaBIOS: by the kind of its controller (SeaBIOS, `DTYPE_`), then
+/// in the order in which QEMU creates devices, then in that of the command line.
 pub type Rank = (u8, Made, u32);
 
-/// When QEMU makes a device: those that are written as pairs first, then those for drives, then those that are JSON.
+/// The order in which QEMU creates devices: those in `key=value` syntax, then those for drives, then those in JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Made {
-    /// With the machine: what is on its own IDE or SATA buses.
+    /// With the machine, on its built-in IDE or SATA buses
     Machine,
     Pairs,
     Drive,
@@ -63,7 +63,7 @@ impl Made {
     }
 }
 
-/// Why a disk stays.
+/// The reason why a disk keeps its bus.
 const ANOTHER: &str = "no disk has a bootindex, and the guest might boot from another disk";
 
 const ONE_BY_ONE: &str = "only one disk can change its position at a time";
@@ -71,15 +71,15 @@ const ONE_BY_ONE: &str = "only one disk can change its position at a time";
 const VIRTIO_SCSI: u8 = 0x60;
 const VIRTIO_BLK: u8 = 0x61;
 
-/// What the firmware of a machine boots.
+/// What a VM's firmware boots.
 pub enum Boot {
-    /// The same disk, wherever the others are.
+    /// The same disk, wherever the others are
     Fixed,
-    /// Nobody knows.
+    /// Unknown
     Unclear,
-    /// The first disk of the one controller that all are on.
+    /// The first disk; all disks are on one controller
     OneController,
-    /// This disk: with its rank, that of the next, and whether it alone may still go to virtio.
+    /// This disk, with its rank, the rank of the next one, and whether it is the only one that may still move to virtio
     First {
         disk: Span,
         rank: Rank,
@@ -89,7 +89,7 @@ pub enum Boot {
 }
 
 impl<'a> Changed<'a> {
-    /// The changes that bring a disk to virtio.
+    /// The edits that move a disk to virtio.
     pub fn virtio(&self, disk: &Disk) -> Edits {
         let option = self.at(disk.span).ok_or("the disk is missing")?;
         self.keeps_globals()?;
@@ -144,7 +144,7 @@ impl<'a> Changed<'a> {
         }
     }
 
-    /// The controller of a SCSI disk becomes virtio-scsi.
+    /// Replaces the controller of a SCSI disk by virtio-scsi.
     fn virtio_scsi(&self, device: &Opt) -> Edits {
         let controller = self.line.scsi_controller(device);
         let controller = controller.ok_or("its controller is missing")?;
@@ -165,9 +165,9 @@ impl<'a> Changed<'a> {
         self.set(controller, "", "driver", "virtio-scsi-pci")
     }
 
-    /// Whether the guest boots from the same disk after this one has gone to virtio, and others that may go with it.
+    /// Whether the guest boots from the same disk after this one has moved to virtio, and others that may move with it.
     ///
-    /// With a bootindex, or a kernel on the command line, it does. UEFI keeps an order of its own.
+    /// With a bootindex, or a kernel on the command line, it does. UEFI stores its own boot order.
     fn boots_the_same(&self, moved: &Disk) -> Result<(), String> {
         let vm = self.target.vm()?;
         let boot = self.parsed.boot.get_or_init(|| self.boot(&vm.disks));
@@ -175,7 +175,7 @@ impl<'a> Changed<'a> {
         let (is_same, order) = match *boot {
             Boot::Fixed => return Ok(()),
             Boot::Unclear => (false, OrderChange::Moved),
-            // All go together, in their order.
+            // All move together, in their order.
             Boot::OneController => (disk_bus(moved) == "scsi-emulated", OrderChange::Moved),
             Boot::First {
                 disk,
@@ -188,7 +188,7 @@ impl<'a> Changed<'a> {
                     _ => VIRTIO_BLK,
                 };
                 let is_first = disk == moved.span;
-                // The one that is booted goes last.
+                // The boot disk moves last.
                 let stays_first = || {
                     let option = self.at(moved.span);
                     let new = option.map(|option| (kind, Made::of(option), option.whole.start));
@@ -196,7 +196,7 @@ impl<'a> Changed<'a> {
                 };
                 match is_first {
                     true => (stays_first(), OrderChange::Moved),
-                    // Behind it, they may go together.
+                    // The disks after it may move together.
                     false => (rank.0 < kind, OrderChange::MovedBehind),
                 }
             }
@@ -212,9 +212,9 @@ impl<'a> Changed<'a> {
         }
     }
 
-    /// After which option a drive gets a device of its own. QEMU makes the devices that are written as pairs, in their order,
-    /// and then those for drives. So the drives are changed from the first one on, each with its device behind all that
-    /// there are: then nothing changes its place on the PCI bus, or in the boot order.
+    /// The option after which a drive gets a separate device. QEMU creates the devices in `key=value` syntax in their order,
+    /// and then those for drives. So drives are changed from the first one on, each with its device after all others: then
+    /// no device changes its slot on the PCI bus or its rank in the boot order.
     pub fn may_have_device(&self, disk: &Disk, drive: &'a Opt) -> Result<&'a Opt, String> {
         let Target { round, vm, .. } = *self.target;
         let drives = self.parsed.virtio_drives.get_or_init(|| {
@@ -241,7 +241,7 @@ impl<'a> Changed<'a> {
         let last = self.parsed.last_device.get_or_init(|| {
             let makes_device = |option: &Opt| match option.group.as_str() {
                 "device" => Made::of(option) == Made::Pairs,
-                // These too make devices that are pairs.
+                // These options also create devices.
                 group => matches!(group, "virtfs" | "watchdog" | "balloon"),
             };
             self.line.all().rposition(makes_device)
@@ -253,23 +253,23 @@ impl<'a> Changed<'a> {
         }
     }
 
-    /// What the firmware boots.
+    /// Determines what the firmware boots.
     fn boot(&self, disks: &[Disk]) -> Boot {
         let disks: Vec<&Disk> = disks
             .iter()
             .filter(|disk| !matches!(disk.table.word("disk.device"), Some("cdrom" | "floppy")))
             .collect();
-        // The first of the disks that have one comes before all that have none. What others have, as a network card, says
-        // nothing of the disks.
+        // The disk with the lowest bootindex is before all disks without one. The bootindex of other devices, such as a
+        // network card, does not order the disks.
         let is_ordered = disks.iter().any(|disk| {
             let device = self.at(disk.span).filter(|option| option.group == "device");
             let index = device.and_then(|device| device.number("bootindex"));
             index.is_some()
         });
-        if is_ordered || self.line.kernel {
+        if is_ordered || self.line.has_kernel {
             return Boot::Fixed;
         }
-        // A device of which only a running shell knows the driver may be a disk before any other.
+        // A device whose driver is a shell variable may be a disk before all others.
         let mut devices = self.line.group("device");
         if devices.any(Opt::has_unknown_driver) {
             return Boot::Unclear;
@@ -279,20 +279,20 @@ impl<'a> Changed<'a> {
         }
         let mut options = disks.iter().filter_map(|disk| self.at(disk.span));
         let is_unclear = |option| has_unknown_place(option) || !self.line.is_ata_clear(option);
-        if self.line.firmware || self.line.is_scsi_unclear() || options.any(is_unclear) {
+        if self.line.has_firmware || self.line.is_scsi_unclear() || options.any(is_unclear) {
             return Boot::Unclear;
         }
         let ata = disks
             .iter()
             .filter(|disk| matches!(disk_bus(disk), "ide" | "sata"))
             .filter_map(|disk| self.at(disk.span));
-        // Either all have a place of their own, on the buses of one controller, or none has.
+        // Either all have explicit positions on the buses of one controller, or none has.
         let ata: Vec<_> = ata
             .map(|option| ata_place(option).map(|_| ata_controller(option)))
             .collect();
-        // The order of the command line is that of one text.
+        // Options in different texts have no order.
         let sources: HashSet<u16> = disks.iter().map(|disk| disk.span.source).collect();
-        // Where a device has a place of its own on the PCI bus, the order of the command line is not that of the devices.
+        // With explicit PCI addresses, the order of the command line is not that of the devices.
         let is_placed = disks.iter().any(|disk| {
             let device = self.at(disk.span).filter(|option| option.group == "device");
             let is_virtio = matches!(disk_bus(disk), "virtio-blk" | "vhost-user-blk");
@@ -354,30 +354,30 @@ impl<'a> Changed<'a> {
         let option = self.at(disk.span)?;
         let made = Made::of(option);
         Some(match (kind, ata_place(option)) {
-            // A SATA bus has one disk only.
+            // A SATA bus has only one disk.
             (0x50, Some(place)) if made == Made::Drive => (kind, Made::Machine, place * 2),
             (0x20 | 0x50, Some(place)) => (kind, Made::Machine, place),
-            // QEMU puts drives on the buses before it makes any device.
+            // QEMU attaches drives before it creates devices.
             (0x20 | 0x50, None) if made == Made::Drive => (kind, Made::Machine, option.whole.start),
             _ => (kind, made, option.whole.start),
         })
     }
 }
 
-/// Whether only a running shell knows where a disk is.
+/// Whether a shell variable contains a disk's position.
 fn has_unknown_place(option: &Opt) -> bool {
     let is_place = |key: &str| matches!(key, "addr" | "bus" | "if" | "index" | "unit");
     let mut pairs = option.pairs.iter();
-    option.open || pairs.any(|pair| pair.unknown && is_place(&pair.key))
+    option.may_have_more || pairs.any(|pair| pair.unknown && is_place(&pair.key))
 }
 
-/// The controller that an IDE or SATA disk is on; that of the machine is `ide`.
+/// The controller of an IDE or SATA disk; the built-in one is `ide`.
 fn ata_controller(option: &Opt) -> &str {
     let bus = option.value("bus").filter(|_| option.group == "device");
     bus.and_then(|bus| bus.split('.').next()).unwrap_or("ide")
 }
 
-/// The place of a disk on the IDE or SATA buses, if it is given one.
+/// The explicit position of a disk on the IDE or SATA buses.
 fn ata_place(option: &Opt) -> Option<u32> {
     let number = |text: &str| text.parse::<u32>().ok();
     match option.group.as_str() {
@@ -385,7 +385,7 @@ fn ata_place(option: &Opt) -> Option<u32> {
         "hdb" => Some(1),
         "hdc" => Some(2),
         "hdd" => Some(3),
-        // Its index is below 8 or so.
+        // A real index is below 8.
         "drive" => number(option.value("index")?).filter(|index| *index < 1 << 16),
         _ => {
             let (_, bus) = option.value("bus")?.rsplit_once('.')?;

@@ -1,4 +1,4 @@
-//! A disk from QEMU to ringdisk and back, on a command line.
+//! Converts a disk on a command line from QEMU to ringdisk and back.
 
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ use crate::model::Disk;
 use crate::model::carried::{Dialect, Limit};
 use crate::text::{Edit, Span};
 
-/// What the device of a disk that ringdisk can serve may say, with the values of each key; no values stand for any.
+/// The keys that the device of a convertible disk may have, with their values; no values mean any value.
 const DEVICE: &[Known] = &[
     (
         "driver",
@@ -55,7 +55,7 @@ const DEVICE: &[Known] = &[
     ("rerror", &["auto", "report", "stop"]),
 ];
 
-/// What of that stays: the guest sees it of the new device too.
+/// The keys that the new device keeps, because the guest sees them.
 const KEPT: &[&str] = &[
     "driver",
     "id",
@@ -72,7 +72,7 @@ const KEPT: &[&str] = &[
     "disable-modern",
 ];
 
-/// The same of a `-drive`.
+/// The keys of a `-drive`.
 const DRIVE: &[Known] = &[
     ("id", &[]),
     ("node-name", &[]),
@@ -103,7 +103,7 @@ const DRIVE: &[Known] = &[
     ("throttling.group", &[]),
 ];
 
-/// The same of a node of `-blockdev`.
+/// The keys of a `-blockdev` node.
 const NODE: &[Known] = &[
     (
         "driver",
@@ -113,7 +113,7 @@ const NODE: &[Known] = &[
     ("filename", &[]),
     ("file", &[]),
     ("file.", &[]),
-    // The end of a chain, as libvirt writes it.
+    // libvirt writes this at the end of a chain.
     ("backing", &["null"]),
     ("cache.direct", &[]),
     ("cache.no-flush", &[]),
@@ -128,7 +128,7 @@ const NODE: &[Known] = &[
     ("throttle-group", &[]),
 ];
 
-/// A key, or the beginning of keys if it ends with a point, and its values.
+/// A key with its values, or a prefix of keys if it ends with a dot.
 type Known = (&'static str, &'static [&'static str]);
 
 fn is_known(known: &[Known], pair: &Pair, key: &str) -> bool {
@@ -138,7 +138,7 @@ fn is_known(known: &[Known], pair: &Pair, key: &str) -> bool {
     })
 }
 
-/// Whether ringdisk can do all that a device and the nodes behind it say.
+/// Whether ringdisk supports all settings of a device and its nodes.
 fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> Result<(), String> {
     let foreign = |option: &Opt, pair: &Pair| {
         let Pair { key, value, .. } = pair;
@@ -183,7 +183,7 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
     if changed.parsed.is_snapshot {
         return Err("-snapshot discards all writes".into());
     }
-    // Whatever else knows one of these by its name would not find it any more.
+    // No other option may refer to one of these by name.
     let mut names: Vec<&str> = Vec::new();
     for (option, prefix) in nodes {
         for key in ["id", "node-name"] {
@@ -224,10 +224,10 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
     Ok(())
 }
 
-/// The edits that bring a disk of virtio-blk to ringdisk: the device becomes vhost-user-blk, and its drive a socket.
+/// The edits that move a virtio-blk disk to ringdisk: the device becomes vhost-user-blk, and its drive a socket.
 ///
 /// # Errors
-/// What the disk has that ringdisk cannot do.
+/// A setting of the disk that ringdisk does not support.
 pub fn to_ringdisk(
     target: &Target<'_>,
     name: &str,
@@ -240,7 +240,7 @@ pub fn to_ringdisk(
     let device = changed.device(disk)?;
     let nodes = changed.nodes(disk)?;
     changed.keeps_globals()?;
-    if changed.line.open {
+    if changed.line.may_have_more {
         return Err("a shell variable may contain more options".into());
     }
     is_movable(&changed, device, &nodes)?;
@@ -289,7 +289,7 @@ pub fn to_ringdisk(
     Ok(edits)
 }
 
-/// The way back.
+/// The edits that move a disk back to QEMU.
 pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     let changed = Changed::of(target)?;
     changed.keeps_globals()?;
@@ -335,7 +335,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     }
     let mut of_device = format!("drive={id}");
     if let Some(serial) = carried.serial.as_deref().filter(|text| !text.is_empty()) {
-        // The device may stand in quotes of any kind.
+        // The device may be in quotes of any kind.
         if words::quoted(serial) != serial {
             return Err("its serial number needs quotes".into());
         }
@@ -348,7 +348,7 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
     }
     for (key, policy) in [("rerror", &carried.rerror), ("werror", &carried.werror)] {
         match policy.as_deref() {
-            // QEMU does not try again by itself; to stop keeps the error from the guest too.
+            // QEMU does not retry by itself; stopping also hides the error from the guest.
             Some("retry") => of_device.push_str(&format!(",{key}=stop")),
             Some(word) => of_device.push_str(&format!(",{key}={word}")),
             None => {}

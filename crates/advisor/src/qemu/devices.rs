@@ -274,7 +274,7 @@ pub fn set(disk: &mut Disk, pair: &Pair) {
             id: pair.value.clone(),
             span: pair.value_span,
             queues: None,
-            mapped: false,
+            is_mapped: false,
         }),
         _ => number(disk, pair),
     }
@@ -287,7 +287,7 @@ fn uses(device: &Opt, disk: &mut Disk) {
             id: pair.value.clone(),
             span: pair.value_span,
             queues: None,
-            mapped: false,
+            is_mapped: false,
         });
     }
     for (place, pair) in device.pairs.iter().filter_map(|pair| {
@@ -305,7 +305,7 @@ fn uses(device: &Opt, disk: &mut Disk) {
             id: pair.value.clone(),
             span: pair.value_span,
             queues: (!queues.is_empty()).then_some(queues),
-            mapped: true,
+            is_mapped: true,
         });
     }
 }

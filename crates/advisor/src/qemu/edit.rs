@@ -111,7 +111,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             | Setting::SharedMemory
             | Setting::QueuesAsVcpus
     );
-    if target.vm()?.open && affects_others {
+    if target.vm()?.may_have_more && affects_others {
         return Err("a shell variable may contain more options".into());
     }
     match setting {
@@ -120,7 +120,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         _ => {}
     }
     let disk = target.disk()?;
-    if disk.open {
+    if disk.may_have_more {
         return Err("a shell variable may contain more of its options".into());
     }
     match setting {

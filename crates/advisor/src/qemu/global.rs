@@ -1,10 +1,9 @@
-//! What `-global` gives the devices of a driver, which another driver does not have.
+//! Properties that `-global` sets for a driver, and that another driver would not have.
 
 use super::edit::Changed;
 use super::options::Opt;
 
-/// How the names of drivers start that disks have, or their SCSI controllers, and those of the types that these come from:
-/// QEMU takes the name of such a type as well.
+/// The prefixes of the drivers of disks and SCSI controllers, and of their base types, which QEMU also accepts.
 const OF_DISKS: &[&str] = &[
     "am53c974",
     "dc390",
@@ -30,21 +29,20 @@ const OF_DISKS: &[&str] = &[
     "virtio-scsi",
 ];
 
-/// The driver that a `-global` names, as `DRIVER.PROPERTY=VALUE`, or as a pair of its own; none if it is not known.
+/// The driver in `-global DRIVER.PROPERTY=VALUE`, or in a separate pair; none if it is unknown.
 fn driver(global: &Opt) -> Option<&str> {
     let first = global.pairs.first()?;
     match first.key.split_once('.') {
         Some((driver, _)) => Some(driver),
         None => {
-            let pair = global.get("driver").filter(|_| !global.open)?;
+            let pair = global.get("driver").filter(|_| !global.may_have_more)?;
             (!pair.unknown).then_some(pair.value.as_str())
         }
     }
 }
 
 impl Changed<'_> {
-    /// Whether a disk may get another driver: no `-global` gives a driver of disks anything, which the disk would lose with
-    /// the old one, or get with the new one.
+    /// Whether a disk may get another driver: no `-global` sets a property that the disk would lose or get.
     pub fn keeps_globals(&self) -> Result<(), String> {
         for global in self.line.group("global") {
             let Some(driver) = driver(global) else {

@@ -564,7 +564,7 @@ const NAMES: &[&str] = &[
 
 /// Takes back what a disk is said to be where a variable of the shell says it.
 pub fn hide(option: &Opt, disk: &mut Disk) {
-    disk.open |= option.open;
+    disk.may_have_more |= option.may_have_more;
     for pair in option.pairs.iter().filter(|pair| pair.unknown) {
         let is = |key: &str| {
             let before = pair.key.strip_suffix(key);
@@ -584,7 +584,7 @@ pub fn hide(option: &Opt, disk: &mut Disk) {
                 let is_limit = pair.key.starts_with("throttling.")
                     || pair.key.contains("iops")
                     || pair.key.contains("bps");
-                disk.open |= !is_limit && !NAMES.iter().any(|name| is(name));
+                disk.may_have_more |= !is_limit && !NAMES.iter().any(|name| is(name));
             }
         }
     }

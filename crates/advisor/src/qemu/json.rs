@@ -1,14 +1,14 @@
-//! JSON with the place of every value. The values themselves are read by serde_json.
+//! JSON with the position of every value. serde_json parses the values.
 
 use serde_json::Value;
 
-/// Deepest nesting that is read; a graph of block nodes in one option has about ten levels.
+/// The maximum depth. A graph of block nodes in one option has about ten levels.
 const DEPTH_MAX: usize = 64;
 
-/// A value that holds no other: a scalar, an empty object, an empty list.
+/// A value without inner values: a scalar, an empty object or an empty list.
 #[derive(Debug, PartialEq)]
 pub struct Leaf {
-    /// Keys and places on the way to it, with points between them.
+    /// The keys and indexes of the path to it, separated by dots
     pub path: String,
     /// What it is.
     pub value: Value,
@@ -18,7 +18,7 @@ pub struct Leaf {
     pub end: usize,
 }
 
-/// All values of a text; where it is broken and why.
+/// All values of a text, or the position and the reason of an error.
 pub fn leaves(text: &str) -> Result<Vec<Leaf>, (usize, String)> {
     let mut reader = Reader {
         text,
@@ -129,7 +129,7 @@ impl Reader<'_> {
     }
 
     fn empty(&mut self, path: String, value: Value, start: usize) {
-        // The option as a whole is no value of a key.
+        // The whole option is not the value of a key.
         if !path.is_empty() {
             let end = self.at;
             self.leaves.push(Leaf {

@@ -148,11 +148,11 @@ pub struct Line {
     /// In the order of the command line
     options: Vec<Opt>,
     /// Whether a shell variable may contain more options
-    pub open: bool,
+    pub may_have_more: bool,
     /// Whether it names a kernel, which boots whatever the disks are
-    pub kernel: bool,
+    pub has_kernel: bool,
     /// Whether it names a firmware
-    pub firmware: bool,
+    pub has_firmware: bool,
     index: Index,
 }
 
@@ -265,7 +265,7 @@ pub fn line(
                         .for_each(|word| words.push_front(word));
                 }
                 refused => {
-                    line.open |= refused.is_none();
+                    line.may_have_more |= refused.is_none();
                     let problem = refused.and_then(Result::err).unwrap_or("could not be read");
                     let note = format!("the arguments file '{name}' {problem}");
                     reading.note(word.outer, note);
@@ -280,7 +280,7 @@ pub fn line(
                 word.text
             );
             reading.note(word.outer, note);
-            line.open = true;
+            line.may_have_more = true;
             after_unknown = true;
             continue;
         }
@@ -318,8 +318,8 @@ pub fn line(
             reading.note(word.outer, format!("-{option} has no value"));
             continue;
         };
-        line.kernel |= option == "kernel";
-        line.firmware |= matches!(option.as_str(), "bios" | "pflash");
+        line.has_kernel |= option == "kernel";
+        line.has_firmware |= matches!(option.as_str(), "bios" | "pflash");
         let Some(first) = first else {
             continue;
         };
@@ -346,7 +346,7 @@ pub fn line(
             options::read(&option, &value, whole, first)?
         };
         // Removing the option would remove a redirection between it and its value.
-        opt.open |= command.redirections.iter().any(|redirection| {
+        opt.may_have_more |= command.redirections.iter().any(|redirection| {
             redirection.source == whole.source
                 && whole.start <= redirection.start
                 && redirection.end <= whole.end
@@ -357,7 +357,7 @@ pub fn line(
                 "the option contains a shell variable, whose value is unknown",
             );
         }
-        line.firmware |= opt.value("if") == Some("pflash") || opt.get("pflash0").is_some();
+        line.has_firmware |= opt.value("if") == Some("pflash") || opt.get("pflash0").is_some();
         line.options.push(opt);
     }
     line.finish();
@@ -420,7 +420,7 @@ impl Line {
             let place = place(reading, source);
             self.options.extend(options::sections(&source.text, place));
         } else {
-            self.open = true;
+            self.may_have_more = true;
             reading.note(value.outer, format!("'{}' could not be read", value.text));
         }
     }
@@ -448,22 +448,22 @@ impl Line {
         } else {
             Index::new(&options)
         };
-        let any = sets.iter().any(|set| set.open);
-        self.open |= any;
+        let any = sets.iter().any(|set| set.may_have_more);
+        self.may_have_more |= any;
         for option in &mut options {
             let is_settable = matches!(option.syntax, Syntax::Pairs | Syntax::Section);
-            option.open |= any && is_settable && option.get("id").is_some();
+            option.may_have_more |= any && is_settable && option.get("id").is_some();
         }
         for set in sets {
             let named = set_pair(&set).and_then(|(group, id, pair)| {
                 Some((options.get_mut(index.find(group, id)?)?, pair))
             });
             match named {
-                Some((option, pair)) if option.syntax == Syntax::Pairs && !set.open => {
+                Some((option, pair)) if option.syntax == Syntax::Pairs && !set.may_have_more => {
                     option.pairs.push(pair);
                 }
                 Some((option, _)) => {
-                    option.open |= option.syntax == Syntax::Section;
+                    option.may_have_more |= option.syntax == Syntax::Section;
                     options.push(set);
                 }
                 None => options.push(set),

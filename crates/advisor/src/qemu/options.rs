@@ -1,4 +1,4 @@
-//! Options of QEMU in all their syntaxes, brought to one: keys with points, values, and where each stands.
+//! QEMU's options in all their syntaxes, converted to one form: dotted keys and values with their positions.
 
 use serde_json::Value as Json;
 
@@ -8,53 +8,53 @@ use crate::input::Mistake;
 use crate::text::Span;
 use crate::work;
 
-/// How an option is written, which says how it is changed.
+/// The syntax of an option, which determines how it is changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Syntax {
     /// `key=value,key=value`
     Pairs,
-    /// `{"key": "value"}`, and the quote that a shell has around it.
+    /// `{"key": "value"}`, and the shell's quote around it
     Json(Option<char>),
-    /// JSON of which parts stand in different quotes, as around a variable: it is read, and not changed.
+    /// JSON with parts in different quotes, such as around a variable: it is read, but not changed
     Patchwork,
-    /// A section of a file for `-readconfig`.
+    /// A section of a `-readconfig` file
     Section,
 }
 
 /// One option, such as `-device`.
 #[derive(Clone, Debug)]
 pub struct Opt {
-    /// `device`, `drive`, `blockdev`, …, without dashes.
+    /// `device`, `drive`, `blockdev`, …, without dashes
     pub group: String,
     /// Its pairs.
     pub pairs: Vec<Pair>,
     /// How it is written.
     pub syntax: Syntax,
-    /// Its value, from the first byte to the last, without quotes.
+    /// The value without quotes
     pub span: Span,
-    /// The same with the option itself before it.
+    /// The option and its value
     pub whole: Span,
-    /// Whether it may say more than is written here: a variable of the shell stands for some of its keys.
-    pub open: bool,
+    /// Whether a shell variable may contain more keys
+    pub may_have_more: bool,
 }
 
 /// A key with its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pair {
-    /// `cache.direct`, whatever the syntax.
+    /// Dotted in every syntax: `cache.direct`
     pub key: String,
-    /// Its value; flags of JSON are `on` and `off`.
+    /// JSON flags are `on` and `off`
     pub value: String,
-    /// Where both stand, for pairs `key=value`.
+    /// Key and value, for `key=value`
     pub span: Span,
-    /// Where the value stands, quotes of JSON included.
+    /// The value, including the quotes of JSON
     pub value_span: Span,
-    /// Whether only a running shell knows the value.
+    /// Whether the value contains a shell variable
     pub unknown: bool,
 }
 
 impl Opt {
-    /// The last value of a key, which is the one in force.
+    /// The last pair with this key, which is the effective one.
     pub fn get(&self, key: &str) -> Option<&Pair> {
         let mut pairs = self.pairs.iter().rev().inspect(|_| work::step());
         pairs.find(|pair| pair.key == key)
@@ -67,7 +67,7 @@ impl Opt {
 
     /// Whether only a running shell knows a part of it.
     pub fn is_unknown(&self) -> bool {
-        self.open || self.pairs.iter().any(|pair| pair.unknown)
+        self.may_have_more || self.pairs.iter().any(|pair| pair.unknown)
     }
 
     /// Whether a pair of it stands in it, and not in a `-set`.
@@ -87,13 +87,12 @@ impl Opt {
     }
 }
 
-/// Reads the value of an option. `first` is the key that the first part may leave out.
+/// Reads the value of an option. `first` is the key that the first part may omit.
 ///
-/// A value that is a variable is taken for one value: that it has a comma and another key in it is possible, and nothing that
-/// anybody writes.
+/// A variable in a value counts as a single value. It could contain a comma and another key, but nobody writes that.
 ///
 /// # Errors
-/// It is broken JSON.
+/// The JSON is invalid.
 pub fn read(group: &str, word: &Word, whole: Span, first: &str) -> Result<Opt, Mistake> {
     let is_json = word.text.trim_start().starts_with('{');
     let mut opt = Opt {
@@ -102,7 +101,7 @@ pub fn read(group: &str, word: &Word, whole: Span, first: &str) -> Result<Opt, M
         syntax: Syntax::Pairs,
         span: word.inner(),
         whole,
-        open: false,
+        may_have_more: false,
     };
     if is_json {
         opt.syntax = match word.mixed {
@@ -112,15 +111,15 @@ pub fn read(group: &str, word: &Word, whole: Span, first: &str) -> Result<Opt, M
         match json_pairs(word) {
             Ok(pairs) => opt.pairs = pairs,
             Err(mistake) if word.unknown.is_empty() => return Err(mistake),
-            Err(_) => opt.open = true,
+            Err(_) => opt.may_have_more = true,
         }
     } else {
-        (opt.pairs, opt.open) = pairs(word, first);
+        (opt.pairs, opt.may_have_more) = pairs(word, first);
     }
     Ok(opt)
 }
 
-/// An option of which the value is one name, commas and all.
+/// An option whose value is a single name, including commas.
 pub fn name(group: &str, word: &Word, whole: Span, key: &str) -> Opt {
     let span = word.inner();
     let pair = Pair {
@@ -140,11 +139,11 @@ pub fn name(group: &str, word: &Word, whole: Span, key: &str) -> Opt {
         syntax: Syntax::Pairs,
         span,
         whole,
-        open: false,
+        may_have_more: false,
     }
 }
 
-/// Splits at single commas; a doubled one is a comma in a value. Whether there may be more pairs than are written.
+/// Splits at single commas; a doubled comma is part of a value. Also returns whether a variable may contain more pairs.
 fn pairs(word: &Word, first: &str) -> (Vec<Pair>, bool) {
     let text = &word.text;
     let bytes = text.as_bytes();
@@ -163,13 +162,13 @@ fn pairs(word: &Word, first: &str) -> (Vec<Pair>, bool) {
         }
         let part = &text[start..end];
         let (key, value, value_start) = match part.split_once('=') {
-            // The value of `file=` may have an = in it, and a path without a key as well.
+            // The value of `file=` may contain =, and so may a path without a key.
             Some((key, value)) if start > 0 || is_key(key) => (key, value, start + key.len() + 1),
             _ if start == 0 => (first, part, start),
-            // As in `-drive file=a,snapshot`; a negation as in `nosnapshot` is of the past.
+            // As in `-drive file=a,snapshot`. The negation `nosnapshot` is obsolete.
             _ => (part, "on", end),
         };
-        // A variable where a key is due may be any number of pairs.
+        // A variable in place of a key may contain any number of pairs.
         let key_end = if value_start > start && value_start < end {
             value_start
         } else {
@@ -221,7 +220,7 @@ fn json_pairs(word: &Word) -> Result<Vec<Pair>, Mistake> {
     Ok(leaves.into_iter().map(pair).collect())
 }
 
-/// Reads a file for `-readconfig`: sections `[group "id"]` with lines `key = "value"`.
+/// Reads a `-readconfig` file: sections `[group "id"]` with lines `key = "value"`.
 pub fn sections(text: &str, source: u16) -> Vec<Opt> {
     let mut options: Vec<Opt> = Vec::new();
     let mut start = 0;
@@ -243,7 +242,7 @@ pub fn sections(text: &str, source: u16) -> Vec<Opt> {
                 syntax: Syntax::Section,
                 span,
                 whole: span,
-                open: false,
+                may_have_more: false,
             };
             if !id.is_empty() {
                 option.pairs.push(Pair {

@@ -1,13 +1,13 @@
-//! A shell's script, split as a shell splits it: into commands, and these into words.
+//! Splits a shell script into commands, and commands into words.
 //!
-//! Redirections, comments, here-documents and arrays are no words of a command. What only a running shell knows, as the
-//! value of a variable, is kept as it is written and marked. Of a script that a shell would refuse, or that is written for
-//! something else than a shell, nothing is used.
+//! Redirections, comments, here-documents and arrays are not words of a command. What only a running shell knows, such as
+//! the value of a variable, is kept as in the source and marked. Scripts that a shell would refuse, or that are for another
+//! interpreter, are refused.
 
 use super::words::Word;
 use crate::text::Span;
 
-/// Deepest nesting of quotes, braces and parentheses in a substitution.
+/// The maximum nesting of quotes, braces and parentheses in a substitution.
 const DEPTH_MAX: usize = 32;
 
 /// A script.
@@ -17,16 +17,16 @@ pub struct Script {
     pub commands: Vec<Simple>,
     /// Its comments.
     pub comments: Vec<(String, Span)>,
-    /// The byte from which on it is not understood, and why.
+    /// The first byte that is not understood, and the reason
     pub broken: Option<(usize, &'static str)>,
 }
 
 /// One command, up to the operator that ends it.
 #[derive(Debug, Default)]
 pub struct Simple {
-    /// Its words, redirections left out.
+    /// The words without redirections
     pub words: Vec<Word>,
-    /// Where its redirections stand.
+    /// The positions of redirections
     pub redirections: Vec<Span>,
 }
 
@@ -40,7 +40,7 @@ pub fn split(text: &str, source: u16) -> Script {
     lexer.script
 }
 
-/// Splits arguments that no shell sees, as those in Proxmox' `args:`: only quotes and backslashes mean something.
+/// Splits arguments without a shell, such as Proxmox's `args:`: only quotes and backslashes are special.
 pub fn arguments(text: &str, source: u16) -> Simple {
     let mut lexer = Lexer::new(text, source);
     while let Some(c) = lexer.peek() {
@@ -61,7 +61,7 @@ pub fn arguments(text: &str, source: u16) -> Simple {
     lexer.command
 }
 
-/// What the next word is for.
+/// The role of the next word.
 #[derive(Clone, Copy, Debug)]
 enum Target {
     File,
@@ -76,9 +76,9 @@ struct Lexer<'a> {
     at: usize,
     word: Option<Word>,
     command: Simple,
-    /// The redirection that the next word belongs to, and where it starts.
+    /// The redirection whose target is the next word, and its start
     target: Option<(Target, usize)>,
-    /// Here-documents that start after this line: the line that ends each, whether tabs before it count, its place.
+    /// Here-documents after this line: the delimiter, whether tabs before it are ignored, and the position
     documents: Vec<(String, bool, usize)>,
     script: Script,
 }
@@ -164,7 +164,7 @@ impl<'a> Lexer<'a> {
                     self.at += 2;
                     self.nested(')', 0)?;
                     if !self.take(")") {
-                        // Two parentheses that are no arithmetic: a subshell in a subshell.
+                        // Two parentheses without arithmetic: a subshell in a subshell.
                         self.at = start + 1;
                         self.end();
                     }
@@ -199,13 +199,13 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// The word that is being read.
+    /// The current word.
     fn word(&mut self, start: usize) -> &mut Word {
         let source = self.source;
         self.word.get_or_insert_with(|| Word::new(source, start))
     }
 
-    /// The next character, as it is.
+    /// Adds the next character without interpretation.
     fn plain(&mut self, quote: Option<char>) {
         let at = self.at;
         if let Some(c) = self.bump() {
@@ -213,7 +213,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// A backslash, and the character that it takes the meaning from.
+    /// A backslash and the character that it escapes.
     fn escape(&mut self) {
         let start = self.at;
         self.bump();
@@ -245,7 +245,7 @@ impl<'a> Lexer<'a> {
         Err((start, "this quote does not end"))
     }
 
-    /// What `skip` passes over is part of the word as it is written, and what it stands for is not known.
+    /// Adds what `skip` skips to the word as in the source, and marks it as unknown.
     fn substitution(
         &mut self,
         quote: Option<char>,
@@ -263,7 +263,7 @@ impl<'a> Lexer<'a> {
         Ok(())
     }
 
-    /// A `$`: a variable, a command, arithmetic, a quote of another kind, or itself.
+    /// A `$`: a variable, a command, arithmetic, a quote, or a literal dollar sign.
     fn dollar(&mut self, quote: Option<char>) -> Result<(), Broken> {
         let next = self.rest().chars().nth(1);
         match next {
@@ -273,7 +273,7 @@ impl<'a> Lexer<'a> {
                 lexer.at += 2;
                 lexer.until('\'', start)
             }),
-            // A text to translate: a quote like any other.
+            // A text for translation, which is quoted normally.
             Some('"') if quote.is_none() => {
                 let start = self.at;
                 self.bump();
@@ -301,7 +301,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Passes over `$(…)` or `${…}`.
+    /// Skips `$(…)` or `${…}`.
     fn expansion(&mut self, depth: usize) -> Result<(), Broken> {
         let close = if self.rest().starts_with("${") {
             '}'
@@ -312,7 +312,7 @@ impl<'a> Lexer<'a> {
         self.nested(close, depth)
     }
 
-    /// Passes over all up to and with `close`, whatever is nested in it.
+    /// Skips to the end of the matching `close`.
     fn nested(&mut self, close: char, depth: usize) -> Result<(), Broken> {
         let start = self.at;
         if depth == DEPTH_MAX {
@@ -372,7 +372,7 @@ impl<'a> Lexer<'a> {
         Err((start.saturating_sub(2), "this substitution does not end"))
     }
 
-    /// Passes over the rest of a text in double quotes.
+    /// Skips the rest of a text in double quotes.
     fn until_quote(&mut self, start: usize, depth: usize) -> Result<(), Broken> {
         if depth >= DEPTH_MAX {
             return Err((start, "nesting is too deep"));
@@ -399,14 +399,14 @@ impl<'a> Lexer<'a> {
         Err((start, "this quote does not end"))
     }
 
-    /// Passes over a command in backticks.
+    /// Skips a command in backticks.
     fn backticks(&mut self) -> Result<(), Broken> {
         let start = self.at;
         self.bump();
         self.until('`', start)
     }
 
-    /// Passes over all up to and with `close`, of which a backslash takes the meaning.
+    /// Skips to the end of the next `close` that is not escaped.
     fn until(&mut self, close: char, start: usize) -> Result<(), Broken> {
         while let Some(c) = self.bump() {
             match c {
@@ -420,7 +420,7 @@ impl<'a> Lexer<'a> {
         Err((start, "this quote does not end"))
     }
 
-    /// The end of `{a,b}` or `{1..4}`, which some shells make several words of.
+    /// The end of `{a,b}` or `{1..4}`, which some shells expand to several words.
     fn braces(&self) -> Option<usize> {
         let inner = self.rest().get(1..)?;
         let end = inner.find(|c: char| c.is_whitespace() || "}'\"\\".contains(c))?;
@@ -428,7 +428,7 @@ impl<'a> Lexer<'a> {
         (several && inner[end..].starts_with('}')).then_some(self.at + 1 + end + 1)
     }
 
-    /// Whether the word before a parenthesis is `NAME=`, so that an array follows.
+    /// Whether the word before a parenthesis is `NAME=`, which starts an array.
     fn is_array(&self) -> bool {
         self.word.as_ref().is_some_and(|word| {
             let name = word.text.strip_suffix('=').unwrap_or_default();
@@ -437,7 +437,7 @@ impl<'a> Lexer<'a> {
         })
     }
 
-    /// Where the line ends with a caret, with which a batch file goes on in the next one.
+    /// The position of a caret at the end of the line, which continues the line in a batch file.
     fn caret(&self) -> Option<usize> {
         let word = self.command.words.last()?;
         let is_caret = word.text == "^" && word.quote.is_none();
@@ -454,10 +454,10 @@ impl<'a> Lexer<'a> {
         self.script.comments.push((text, span));
     }
 
-    /// `>`, `2>&1`, `<<EOF` and the like: the word that follows is its target.
+    /// `>`, `2>&1`, `<<EOF` and so on: the next word is the target.
     fn redirection(&mut self) {
         let mut start = self.at;
-        // The descriptor's number, or the name of a variable for it.
+        // The number of a descriptor, or the name of its variable.
         let is_descriptor = |word: &Word| {
             let name = word
                 .text
@@ -491,7 +491,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Ends the word that is being read.
+    /// Ends the current word.
     fn finish(&mut self) {
         let Some(mut word) = self.word.take() else {
             return;
@@ -509,7 +509,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Ends the command that is being read.
+    /// Ends the current command.
     fn end(&mut self) {
         self.finish();
         let command = std::mem::take(&mut self.command);
@@ -518,7 +518,7 @@ impl<'a> Lexer<'a> {
         }
     }
 
-    /// Passes over the here-documents of the line before.
+    /// Skips the here-documents of the previous line.
     fn here_documents(&mut self) -> Result<(), Broken> {
         for (end, tabs, at) in std::mem::take(&mut self.documents) {
             loop {

@@ -1,4 +1,4 @@
-//! Commands that start QEMU: words with the place of each of their bytes.
+//! Commands that start QEMU, with the position of every byte of their words.
 
 use std::ops::Range;
 
@@ -8,24 +8,24 @@ use crate::text::Span;
 /// One word, without quotes and escapes.
 #[derive(Clone, Debug, Default)]
 pub struct Word {
-    /// What the shell makes of it; what only a running shell knows is as it is written.
+    /// After expansion by the shell; variables stay as in the source
     pub text: String,
-    /// Where each byte of it stands.
+    /// The position of each byte
     at: Vec<u32>,
-    /// Which text.
+    /// Index into the input's texts
     source: u16,
-    /// All of it as it stands there, quotes included.
+    /// The whole word in the source, including quotes
     pub outer: Span,
-    /// The quote that its last byte stands in.
+    /// The quote around its last byte
     pub quote: Option<char>,
-    /// Whether its bytes stand in different quotes.
+    /// Whether its bytes are in different quotes
     pub mixed: bool,
-    /// The bytes of `text` that are a variable, a command or a pattern, of which the value is not known here.
+    /// The bytes of `text` that are a variable, a command or a pattern, whose value is unknown
     pub unknown: Vec<Range<usize>>,
 }
 
 impl Word {
-    /// An empty word at that byte of a text.
+    /// An empty word at a byte of a text.
     pub fn new(source: u16, start: usize) -> Self {
         Self {
             source,
@@ -34,7 +34,7 @@ impl Word {
         }
     }
 
-    /// Adds a character that stands at the byte `at`, in a quote or in none.
+    /// Adds a character at the byte `at`, in a quote or in none.
     pub fn push(&mut self, c: char, at: usize, quote: Option<char>) {
         self.mixed |= !self.text.is_empty() && self.quote != quote;
         self.quote = quote;
@@ -43,7 +43,7 @@ impl Word {
             .extend((at..at + c.len_utf8()).map(|at| u32::try_from(at).unwrap_or(u32::MAX)));
     }
 
-    /// Whether the bytes `start..end` of it are known.
+    /// Whether the bytes `start..end` are known.
     pub fn knows(&self, start: usize, end: usize) -> bool {
         !self
             .unknown
@@ -51,7 +51,7 @@ impl Word {
             .any(|unknown| unknown.start < end && start < unknown.end)
     }
 
-    /// A word that stands in a text as it is.
+    /// A word without quotes or escapes.
     pub fn plain(text: &str, source: u16, start: usize) -> Self {
         Self {
             text: text.to_owned(),
@@ -62,7 +62,7 @@ impl Word {
         }
     }
 
-    /// Where the bytes `start..end` of it stand.
+    /// The position of the bytes `start..end`.
     pub fn span(&self, start: usize, end: usize) -> Span {
         let last = self.at.last().map_or(self.outer.start, |at| at + 1);
         let from = self.at.get(start).copied().unwrap_or(last);
@@ -77,7 +77,7 @@ impl Word {
         }
     }
 
-    /// All of it, without its quotes.
+    /// The position of the word without its quotes.
     pub fn inner(&self) -> Span {
         self.span(0, self.text.len())
     }
@@ -86,15 +86,15 @@ impl Word {
 /// A command that starts QEMU.
 #[derive(Clone, Debug, Default)]
 pub struct Command {
-    /// Variables that are set for it: name, value.
+    /// Names and values of variables that are set for the command
     pub variables: Vec<(String, Word)>,
-    /// Variables that were set before it and not exported.
+    /// Variables that were set before, but not exported
     pub not_exported: Vec<(String, Word)>,
-    /// The program.
+    /// The program
     pub program: Word,
-    /// What follows it.
+    /// The program's arguments
     pub arguments: Vec<Word>,
-    /// Where redirections stand among these.
+    /// The positions of redirections between the arguments
     pub redirections: Vec<Span>,
 }
 
@@ -113,23 +113,23 @@ impl Command {
 /// A comment.
 pub type Comment = (String, Span);
 
-/// What a script has of QEMU.
+/// A script's commands that start QEMU.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// The commands that start it.
+    /// The commands in their order
     pub commands: Vec<Command>,
     /// All comments.
     pub comments: Vec<Comment>,
-    /// The byte from which on the script is not understood, and why.
+    /// The first byte that is not understood, and the reason
     pub broken: Option<(usize, &'static str)>,
 }
 
-/// Words of a shell that stand before a command.
+/// Shell keywords before a command.
 const RESERVED: &[&str] = &[
     "if", "then", "elif", "else", "while", "until", "do", "!", "{", "time",
 ];
 
-/// Programs that start the command in their arguments.
+/// Programs that run the command in their arguments.
 const WRAPPERS: &[&str] = &[
     "builtin",
     "catchsegv",
@@ -168,7 +168,7 @@ const WRAPPERS: &[&str] = &[
     "valgrind",
 ];
 
-/// The commands in a text that start QEMU, and its comments.
+/// The commands of a text that start QEMU, and the comments.
 pub fn commands(text: &str, source: u16) -> Found {
     let script = script::split(text, source);
     let mut found = Found {
@@ -211,7 +211,7 @@ pub fn commands(text: &str, source: u16) -> Found {
         };
         let mut variables = exported.clone();
         variables.extend(own);
-        // What stands before it, as in `sudo nice -n 5 env A=b qemu-system-x86_64`, may set variables too.
+        // Words before it may also set variables, as in `sudo nice -n 5 env A=b qemu-system-x86_64`.
         variables.extend(words[..place].iter().filter_map(assignment));
         let mut words = words.into_iter().skip(place);
         found.commands.push(Command {
@@ -225,7 +225,7 @@ pub fn commands(text: &str, source: u16) -> Found {
     found
 }
 
-/// The options of QEMU that another configuration hands to it without a shell.
+/// QEMU's options in another configuration, which uses no shell.
 pub fn arguments(text: &str) -> Option<Command> {
     let mut words = script::arguments(text, 0).words.into_iter();
     Some(Command {
@@ -235,7 +235,7 @@ pub fn arguments(text: &str) -> Option<Command> {
     })
 }
 
-/// Which word of a command is the QEMU that it starts, by itself or through programs that start others.
+/// The index of the word that names QEMU, directly or as an argument of a program that runs it.
 fn program(words: &[Word]) -> Option<usize> {
     let name = |word: &Word| word.text.rsplit('/').next().unwrap_or_default().to_owned();
     let mut after_option = false;
@@ -243,7 +243,7 @@ fn program(words: &[Word]) -> Option<usize> {
     for (place, word) in words.iter().enumerate() {
         let is_option = word.text.starts_with('-');
         let starts_others = WRAPPERS.contains(&name(word).as_str());
-        // As in `sudo -u qemu qemu-system-x86_64`: what follows an option may be its value.
+        // The word after an option may be its value, as in `sudo -u qemu qemu-system-x86_64`.
         let is_whole = name(word).starts_with("qemu-system-");
         if is_qemu(&word.text) && (is_whole || !after_option) {
             return (!looks_up && word.unknown.is_empty()).then_some(place);
@@ -253,7 +253,7 @@ fn program(words: &[Word]) -> Option<usize> {
         if !passes || place == 0 && !starts_others {
             return None;
         }
-        // `command -v` only says where a program is.
+        // `command -v` only prints a program's path.
         looks_up |= place > 0
             && name(&words[0]) == "command"
             && is_option
@@ -264,7 +264,7 @@ fn program(words: &[Word]) -> Option<usize> {
     None
 }
 
-/// Whether a word is a program of QEMU that runs machines.
+/// Whether a word names a QEMU program that runs VMs.
 pub fn is_qemu(word: &str) -> bool {
     let name = word.rsplit('/').next().unwrap_or(word);
     name.strip_prefix("qemu-system-").is_some_and(|machine| {
@@ -293,7 +293,7 @@ fn assignment(word: &Word) -> Option<(String, Word)> {
     Some((name.to_owned(), part))
 }
 
-/// A command line as a shell takes it: an option and its value on each line.
+/// A command line in shell syntax, with one option and its value per line.
 pub fn shell(arguments: &[String]) -> String {
     let mut text = String::new();
     for (i, argument) in arguments.iter().enumerate() {
@@ -309,7 +309,7 @@ pub fn shell(arguments: &[String]) -> String {
     text
 }
 
-/// Quotes a word for a shell if it needs that.
+/// Quotes a word for a shell if necessary.
 pub fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=,./:+@%".contains(c);
     match !word.is_empty() && word.chars().all(plain) {

@@ -3,10 +3,10 @@
 use crate::fix::{Edits, Setting, Target};
 use crate::text::Edit;
 
-/// The changes for a setting.
+/// The edits for a setting.
 ///
 /// # Errors
-/// Why there are none.
+/// The reason why the setting cannot be made.
 pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
     let disk = target.disk()?;
     match setting {

@@ -1,4 +1,4 @@
-//! What must hold for any bytes: shared by the tests and by fuzzing.
+//! Properties that hold for any input, shared by the tests and by fuzzing.
 
 use advisor::check::{check, check_host};
 use advisor::convert::{Direction, convert};
@@ -12,8 +12,8 @@ use advisor::rules::Rules;
 use advisor::steps;
 use advisor::text::Source;
 
-/// A configuration is refused with a place in it, or read: every place is in the text, what is reported is whole, and
-/// what is fixed can be read again and stays fixed.
+/// A configuration is refused with a position, or read. Then every position is in the text, reports are complete, and a
+/// fixed configuration can be read again and needs no further fix.
 pub fn input(rules: &Rules, text: &str) {
     let storages = Source::new(
         "storage.cfg",
@@ -84,7 +84,7 @@ pub fn input(rules: &Rules, text: &str) {
     }
 }
 
-/// What a script does besides starting QEMU stays, byte for byte, and no disk comes or goes.
+/// A fix does not change other commands of a script, and neither adds nor removes disks.
 fn outside_of_commands(before: &Input, after: &Input) {
     if before.kind != Kind::Qemu || before.sources.len() > 1 {
         return;
@@ -112,7 +112,7 @@ fn outside_of_commands(before: &Input, after: &Input) {
     assert_eq!(files(before), files(after), "{old:?} became {new:?}");
 }
 
-/// A file of facts is refused, or joins any host's rules.
+/// A facts file is refused, or works with all rules.
 pub fn facts(rules: &Rules, text: &str) {
     if let Ok((facts, _)) = Facts::parse("facts", text) {
         let checked = check_host(&facts, Table::default(), rules, &[]);
@@ -126,7 +126,7 @@ pub fn facts(rules: &Rules, text: &str) {
     }
 }
 
-/// A file of results is refused, or joins any finding.
+/// A results file is refused, or works with all findings.
 pub fn measured(rules: &Rules, text: &str) {
     let mut measured = Measured::default();
     if measured.add("results", text, "fingerprint").is_ok() {

@@ -367,7 +367,7 @@ fn broken_by_move(before: &str, after: &str, config: &str) -> Vec<String> {
 }
 
 #[test]
-fn what_libvirt_accepts_it_accepts_afterwards() {
+fn libvirt_accepts_changed_domains() {
     let test = "what_libvirt_accepts_it_accepts_afterwards";
     let (files, mut virsh) = match (domains(), Virsh::new()) {
         (Ok(files), Ok(virsh)) => (files, virsh),
@@ -517,7 +517,7 @@ const DIFFERENT: &[(&str, &str, &str)] = &[
 ];
 
 #[test]
-fn findings_of_domains_and_of_their_arguments_agree() {
+fn findings_agree_for_domains_and_their_command_lines() {
     let files = match domains() {
         Ok(files) => files,
         Err(why) => {

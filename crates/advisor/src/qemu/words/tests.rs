@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn commands_are_found_with_their_places() {
+fn commands_are_found_with_their_positions() {
     let text = "# one\nLIB=/usr/local/lib\nLD_PRELOAD=\"/usr/lib/libtcmalloc.so\" sudo /usr/libexec/qemu-kvm \
                 -m 16 \\\n -drive 'file=a,,b c.raw,if=none' -x \"q\\\"q\"; echo qemu; qemu-system-x86_64";
     let Found {
@@ -40,7 +40,7 @@ fn commands_are_found_with_their_places() {
 }
 
 #[test]
-fn a_shell_reads_back_what_is_written() {
+fn quoted_command_lines_are_read_back() {
     let arguments: Vec<_> = [
         "qemu-system-x86_64",
         "-blockdev",
@@ -76,7 +76,7 @@ fn words_of(text: &str) -> Vec<Vec<String>> {
 
 /// What a shell hands to QEMU is what is read, byte for byte; the shell itself is asked.
 #[test]
-fn words_are_those_of_a_shell() {
+fn words_are_split_as_in_a_shell() {
     for script in [
         "kvm -drive file=a > /dev/null 2>&1",
         "kvm -m 1G 2>/dev/null -smp 2 </dev/null",
@@ -157,7 +157,7 @@ fn words_are_those_of_a_shell() {
 
 /// What only a running shell knows stays as it is written, and is marked.
 #[test]
-fn what_a_shell_fills_in_is_marked() {
+fn variables_are_marked_as_unknown() {
     for (script, words) in [
         (
             "kvm $OPTS -m 1",
@@ -200,7 +200,7 @@ fn what_a_shell_fills_in_is_marked() {
 }
 
 #[test]
-fn scripts_that_a_shell_would_refuse_are_refused() {
+fn invalid_scripts_are_refused() {
     for (script, at, why) in [
         ("kvm -a 'b", 7, "quote"),
         ("kvm -a \"b$(c\"", 12, "quote"),
@@ -219,7 +219,7 @@ fn scripts_that_a_shell_would_refuse_are_refused() {
 
 /// A name of QEMU in the arguments of another program starts nothing.
 #[test]
-fn only_what_starts_qemu_is_a_command() {
+fn only_commands_that_start_qemu_are_read() {
     for script in [
         "echo qemu-system-x86_64 -drive file=a",
         "which qemu-system-x86_64",

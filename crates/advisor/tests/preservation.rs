@@ -1,5 +1,4 @@
-//! What `--fix` must leave as it is: a machine that starts goes on to start, boots from the same disk, and its guest finds
-//! what it found before.
+//! What `--fix` preserves: a VM that starts still starts, boots from the same disk, and its guest sees what it saw before.
 
 use advisor::check::check;
 use advisor::fix::{Fixed, Wanted, fix};
@@ -28,7 +27,7 @@ fn findings(text: &str) -> Vec<String> {
     bad.map(|finding| finding.rule).collect()
 }
 
-/// A domain with these devices; `more` stands before them.
+/// A domain with these devices, after the elements `more`.
 fn domain(more: &str, devices: &str) -> String {
     format!(
         "<domain type='kvm'>\n  <name>vm</name>\n  <memory unit='GiB'>2</memory>\n  <vcpu>2</vcpu>\n  {more}\n  <devices>\n    \
@@ -36,9 +35,9 @@ fn domain(more: &str, devices: &str) -> String {
     )
 }
 
-/// A thread that a controller, a balloon or anything else names is in use.
+/// An I/O thread that a controller, a balloon or another device names is in use.
 #[test]
-fn threads_of_other_devices_stay() {
+fn iothreads_of_other_devices_are_kept() {
     let controller = domain(
         "<iothreads>2</iothreads>",
         "<controller type='scsi' index='0' model='virtio-scsi'>\n      <driver iothread='2'/>\n    </controller>",
@@ -60,7 +59,7 @@ fn threads_of_other_devices_stay() {
     assert_eq!(text(&self::fixed(&one)), balloon);
 }
 
-/// The disk that libvirt boots is the same afterwards; where its order changes, it is written down.
+/// libvirt boots the same disk: a fix that would change the order makes the old one explicit.
 #[test]
 fn libvirt_boots_the_same_disk() {
     let boot = "<os>\n    <type arch='x86_64' machine='pc'>hvm</type>\n    <boot dev='cdrom'/>\n    <boot dev='hd'/>\n  </os>";
@@ -101,7 +100,7 @@ fn libvirt_boots_the_same_disk() {
     assert_eq!(text(&self::fixed(&own)).matches("<boot order=").count(), 1);
 }
 
-/// Without a bootindex, QEMU's firmware takes the first disk of the first kind of controller.
+/// Without a bootindex, QEMU's firmware boots the first disk of the first kind of controller.
 #[test]
 fn qemu_boots_the_same_disk() {
     let line = |drives: &str| format!("qemu-system-x86_64 -accel kvm {drives}\n");
@@ -154,7 +153,7 @@ fn qemu_boots_the_same_disk() {
     assert!(text(&self::fixed(&index)).contains("-device virtio-blk-pci,drive=a,bootindex=1"));
 }
 
-/// So does Proxmox, which goes through the buses in an order of its own.
+/// Proxmox boots the first disk of the first bus in its own order of buses.
 #[test]
 fn proxmox_boots_the_same_disk() {
     let conf = |boot: &str| {
@@ -177,9 +176,9 @@ fn proxmox_boots_the_same_disk() {
     );
 }
 
-/// Disks that move at the same time keep their order, and get names of their own.
+/// Disks that move together keep their order, and get different names.
 #[test]
-fn disks_that_move_together_keep_their_order() {
+fn disks_moved_together_keep_their_order() {
     let disk = |name: &str, bus: &str| {
         format!(
             "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw' cache='none' io='native'/>\n      \
@@ -235,9 +234,9 @@ fn disks_that_move_together_keep_their_order() {
     );
 }
 
-/// Nodes of NUMA may have shared memory each.
+/// Each NUMA node may have shared memory.
 #[test]
-fn memory_of_numa_nodes_is_shared() {
+fn numa_node_memory_is_shared() {
     let line = |share: &str| {
         format!(
             "qemu-system-x86_64 -accel kvm -m 2G -object memory-backend-memfd,id=m0,size=1G{share} \
@@ -257,9 +256,9 @@ fn memory_of_numa_nodes_is_shared() {
     assert_eq!(findings(conf), Vec::<String>::new());
 }
 
-/// libvirt looks at the cache mode that is written, not at the one that is in force.
+/// libvirt checks the configured cache mode, not the effective one.
 #[test]
-fn native_needs_a_cache_mode_in_libvirt() {
+fn libvirt_needs_a_cache_mode_for_native() {
     let shareable = domain(
         "",
         "<disk type='block' device='disk'>\n      <driver name='qemu' type='raw'/>\n      <source dev='/dev/a'/>\n      \
@@ -280,9 +279,9 @@ fn native_needs_a_cache_mode_in_libvirt() {
     );
 }
 
-/// A disk that has what virtio-blk has not stays where it is.
+/// A disk with a property that virtio-blk lacks keeps its bus.
 #[test]
-fn what_names_a_disk_keeps_it_on_its_bus() {
+fn disk_with_an_identity_keeps_its_bus() {
     for (element, target) in [
         ("<wwn>5000c50015ea71ad</wwn>", ""),
         ("<vendor>SEAGATE</vendor>", ""),
@@ -317,9 +316,9 @@ fn what_names_a_disk_keeps_it_on_its_bus() {
     }
 }
 
-/// Advice for Linux is none where the host is another system.
+/// A host with another system gets no advice about Linux.
 #[test]
-fn other_hosts_have_no_linux() {
+fn other_host_systems_get_no_linux_advice() {
     for accel in [
         "-accel hvf",
         "-machine q35,accel=kvm:hvf:tcg",
@@ -340,9 +339,9 @@ fn other_hosts_have_no_linux() {
     assert_eq!(findings(&other), Vec::<String>::new());
 }
 
-/// A guest that may have no virtio driver keeps its bus, whatever rule would change it.
+/// No rule changes the bus of a guest that may have no virtio driver.
 #[test]
-fn guests_without_virtio_keep_their_bus() {
+fn guests_without_virtio_drivers_keep_their_bus() {
     for os in [
         "ostype: l24\n",
         "ostype: solaris\n",
@@ -391,9 +390,9 @@ fn guests_without_virtio_keep_their_bus() {
     assert_eq!(text(&fixed(&haiku)), haiku);
 }
 
-/// Only a controller that is a PCI device gives its place to virtio-scsi.
+/// virtio-scsi replaces only controllers that are PCI devices.
 #[test]
-fn controllers_of_other_buses_stay() {
+fn controllers_off_the_pci_bus_are_kept() {
     let scsi = |machine: &str, controller: &str| {
         domain(
             &format!("<os><type arch='ppc64' machine='{machine}'>hvm</type></os>"),
@@ -421,9 +420,9 @@ fn controllers_of_other_buses_stay() {
     assert!(text(&fixed(&lsi)).contains("model='virtio-scsi'"));
 }
 
-/// What an open descriptor is of, nobody says; and not all in `/dev` is a block device.
+/// A descriptor may be of any kind, and not everything in `/dev` is a block device.
 #[test]
-fn descriptors_are_no_block_devices() {
+fn descriptors_are_not_block_devices() {
     for node in [
         "-drive file=/dev/fdset/1,format=raw,if=none,id=a",
         "-blockdev driver=file,filename=/dev/fdset/1,node-name=f -blockdev driver=raw,file=f,node-name=a",
@@ -436,9 +435,9 @@ fn descriptors_are_no_block_devices() {
     }
 }
 
-/// Comments and values are no elements, however many there are.
+/// Comments and values do not count as elements.
 #[test]
-fn comments_are_no_elements() {
+fn comments_are_not_elements() {
     let many = "<!-- <disk> -->".repeat(300) + &"<![CDATA[<a><b>]]>".repeat(300);
     let xml = domain(&format!("<title>{many}</title>"), "");
     assert!(read(Source::new("x", xml.as_str()), Surroundings::default()).is_ok());
@@ -449,9 +448,9 @@ fn comments_are_no_elements() {
     assert!(error.problem.contains("nested more than"), "{error}");
 }
 
-/// Nothing in a file's name ends a cell of a table.
+/// No file name ends a cell of a table.
 #[test]
-fn tables_keep_their_cells() {
+fn markdown_cells_are_escaped() {
     let rules = Rules::built_in().unwrap();
     let mut input = read(
         Source::new("a|b`c\\|d.sh", "qemu-system-x86_64 -accel kvm -name 'x|y\\|`z' -drive file=/vms/a.img,format=raw,if=virtio"),
@@ -468,9 +467,9 @@ fn tables_keep_their_cells() {
     }
 }
 
-/// What another program keeps in a domain's metadata is no machine.
+/// A domain in the metadata of another program is not a VM.
 #[test]
-fn metadata_stays_as_it_is() {
+fn metadata_is_preserved() {
     let disk = "<disk type='file' device='disk'><source file='/vms/a.img'/><target dev='vda' bus='ide'/></disk>";
     let kept = format!(
         "<metadata><a:x xmlns:a='u'><domain><name>b</name><devices>{disk}</devices></domain></a:x></metadata>"
@@ -482,7 +481,7 @@ fn metadata_stays_as_it_is() {
     assert_ne!(text(&fixed), whole);
 }
 
-/// The domain of a snapshot belongs to a saved state, and has to fit it.
+/// The domain of a snapshot must match the saved state.
 #[test]
 fn domains_of_saved_states_are_refused() {
     let disk = "<disk type='file' device='disk'><source file='/vms/a.img'/><target dev='hda' bus='ide'/></disk>";
@@ -496,9 +495,9 @@ fn domains_of_saved_states_are_refused() {
     assert_eq!(input(&format!("<all>{one}{one}</all>")).vms.len(), 2);
 }
 
-/// What Proxmox sets at the next start may name the same disk, or take its new name.
+/// A change that Proxmox makes at the next start may affect the same disk, or use its new name.
 #[test]
-fn pending_changes_of_disks_stop_others() {
+fn pending_disk_changes_prevent_fixes() {
     let conf = "boot: order=sata0\nostype: l26\nsata0: local:107/vm-107-disk-0.raw,size=10G\n";
     for pending in [
         "scsi0: local:107/vm-107-disk-1.raw",
@@ -520,9 +519,9 @@ fn pending_changes_of_disks_stop_others() {
     assert!(text(&fixed(&other)).contains("scsi0: local:107"));
 }
 
-/// Disks that move together write the controller once.
+/// Disks that move together change the controller once.
 #[test]
-fn the_controller_is_written_once() {
+fn controller_is_written_once() {
     let conf = "boot: order=sata0\nostype: l26\nsata0: local:a\nsata1: local:b\nsata2: local:c\n";
     let fixed = self::fixed(conf);
     let now = text(&fixed);
@@ -532,9 +531,9 @@ fn the_controller_is_written_once() {
     }
 }
 
-/// Virtio devices are on PCI where it is known that they are.
+/// Only machine types that are known to have virtio on PCI get a PCI device.
 #[test]
-fn machines_without_pci_get_no_pci_device() {
+fn vms_without_pci_get_no_pci_device() {
     for program in ["qemu-system-s390x", "/usr/bin/qemu-system-m68k -M virt"] {
         let line = format!(
             "{program} -accel kvm -m 1G -drive file=/dev/vg0/a,if=virtio,format=raw,cache=none,aio=native,discard=unmap\n"
@@ -543,9 +542,9 @@ fn machines_without_pci_get_no_pci_device() {
     }
 }
 
-/// A disk that is added to the PCI bus may move the devices after it on the line; the question says so.
+/// A new disk on the PCI bus may move the devices after it; the message says so.
 #[test]
-fn a_new_place_on_the_pci_bus_is_told() {
+fn changed_pci_addresses_are_reported() {
     let line = "qemu-system-x86_64 -accel kvm -drive file=/dev/vg0/a,format=raw,if=none,id=a,cache=none,aio=native,discard=unmap \
                 -device ide-hd,drive=a -netdev user,id=n -device virtio-net-pci,netdev=n\n";
     let fixed = fixed(line);

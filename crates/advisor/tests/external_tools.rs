@@ -1,6 +1,6 @@
-//! What others say of what `--fix` writes: libvirt's schema of domains, and QEMU itself.
+//! Checks the output of `--fix` with libvirt's schema of domains, and with QEMU.
 //!
-//! Where these programs are not installed nothing is tested; `cargo xtask test` installs them.
+//! Without these programs nothing is tested; `cargo xtask test` installs them.
 
 use std::fs;
 use std::io::{ErrorKind, Write};
@@ -36,7 +36,7 @@ fn input(name: &str, text: &str) -> Input {
     read(Source::new(name, text), Surroundings::default()).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Whether libvirt's schema takes a domain; `None` without the program.
+/// Whether libvirt's schema accepts a domain; `None` without the program.
 fn is_valid(directory: &Path, text: &str) -> Option<Result<(), String>> {
     let file = directory.join("domain.xml");
     fs::write(&file, text).unwrap();
@@ -142,7 +142,7 @@ fn starts(command: &str) -> Option<Result<(), String>> {
 }
 
 #[test]
-fn qemu_starts_with_what_is_fixed() {
+fn qemu_starts_with_fixed_command_lines() {
     if Command::new("qemu-system-x86_64")
         .arg("--version")
         .output()
@@ -247,10 +247,9 @@ fn qemu_starts_with_what_is_fixed() {
     );
 }
 
-/// Discards get to the file through all nodes or not at all: a node inside the description of another passes them on by
-/// default, and a node with a name does not.
+/// Discards must pass through all nodes to the file. By default, a nested node passes them on, and a named node does not.
 #[test]
-fn discards_pass_the_nodes_that_are_said_to_pass_them() {
+fn discards_pass_nodes_as_modelled() {
     if Command::new("qemu-system-x86_64")
         .arg("--version")
         .output()
@@ -325,7 +324,7 @@ fn discards_pass_the_nodes_that_are_said_to_pass_them() {
     );
 }
 
-/// What a machine boots: the number that its disk's boot sector ends QEMU with.
+/// The disk that a VM boots: its boot sector ends QEMU with the disk's number.
 fn booted(command: &str) -> Option<i32> {
     let status = Command::new("sh")
         .args(["-c", command])
@@ -336,9 +335,9 @@ fn booted(command: &str) -> Option<i32> {
     status.code().map(|code| code >> 1)
 }
 
-/// QEMU's firmware boots the same disk before and after, and takes disks in the order that is assumed.
+/// QEMU's firmware boots the same disk before and after a fix, and tries disks in the assumed order.
 #[test]
-fn the_firmware_boots_the_same_disk() {
+fn firmware_boots_the_same_disk() {
     if Command::new("qemu-system-x86_64")
         .arg("--version")
         .output()
