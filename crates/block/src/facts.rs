@@ -124,7 +124,7 @@ mod tests {
     };
 
     #[test]
-    fn a_guest_may_be_shown_larger_blocks() {
+    fn guest_may_see_larger_blocks() {
         let facts = FACTS.with_blocks(Some(4096), None, 8192).unwrap();
         assert_eq!((facts.logical_block, facts.physical_block), (4096, 4096));
         assert_eq!(
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_that_cannot_be_are_refused() {
+    fn invalid_block_sizes_are_refused() {
         let native = DiskFacts {
             logical_block: 4096,
             physical_block: 4096,

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_limit_is_named_instead_of_another_step() {
+    fn exhausted_limit_is_named() {
         let text = |number| explain(&io::Error::from_raw_os_error(number), "look elsewhere");
         assert!(text(EMFILE).starts_with("Too many open files"));
         assert!(text(EMFILE).contains("RLIMIT_NOFILE") && !text(EMFILE).contains("elsewhere"));

@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_that_contradict_each_other_are_refused() {
+    fn contradictory_limits_are_refused() {
         let rate = |average, max, max_length| Rate {
             average,
             max,

@@ -113,14 +113,14 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_are_none_are_refused() {
+    fn invalid_sizes_are_refused() {
         for text in ["", "G", "-1", "1.5G", "12Q", "99999999P", "1 G"] {
             assert!(parse_size(text).is_err(), "{text}");
         }
     }
 
     #[test]
-    fn a_sector_beyond_64_bits_of_bytes_has_no_offset() {
+    fn sector_beyond_64_bits_has_no_offset() {
         assert_eq!(Sector(3).offset(), Some(DiskOffset(1536)));
         assert_eq!(Sector(u64::MAX / 512 + 1).offset(), None);
     }

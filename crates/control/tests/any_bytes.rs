@@ -25,7 +25,7 @@ fn seeds_hold() {
 }
 
 #[test]
-fn messages_past_a_limit_are_refused_and_what_follows_is_read() {
+fn oversized_messages_are_refused_and_skipped() {
     let mut long = vec![b' '; Limits::COMMAND.bytes + 1];
     long[0] = b'"';
     let deep = [b"[".repeat(65), b"]".repeat(65)].concat();

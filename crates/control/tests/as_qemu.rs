@@ -12,7 +12,7 @@ use serde_json::Value;
 const ASK: &str = r#"{"execute":"qmp_capabilities"}{"execute":"query-qmp-schema"}"#;
 
 #[test]
-fn commands_and_events_are_as_in_qemus_programs() {
+fn commands_and_events_match_qemu() {
     let storage_daemon: &[&str] = &[
         "qemu-storage-daemon",
         "--chardev",
@@ -35,13 +35,13 @@ fn commands_and_events_are_as_in_qemus_programs() {
     for program in [storage_daemon, emulator] {
         let Some(answers) = ask(program) else {
             let name = program[0];
-            return println!("skipped: commands_and_events_are_as_in_qemus_programs: no {name}");
+            return println!("skipped: commands_and_events_match_qemu: no {name}");
         };
         let greeting: Value = serde_json::from_str(answers.lines().next().unwrap()).unwrap();
         let major = &greeting["QMP"]["version"]["qemu"]["major"];
         if *major != 10 {
             return println!(
-                "skipped: commands_and_events_are_as_in_qemus_programs: QEMU {major}, not 10"
+                "skipped: commands_and_events_match_qemu: QEMU {major}, not 10"
             );
         }
         let theirs = Schema::of(answers);

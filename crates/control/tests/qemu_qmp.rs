@@ -7,11 +7,11 @@ use crate::support::Server;
 use serde_json::{Value, json};
 
 #[test]
-fn qemus_client_library_is_at_home() {
+fn qemu_client_library_works() {
     let python = match testkit::qmp::python() {
         Ok(python) => python,
         Err(missing) => {
-            return println!("skipped: qemus_client_library_is_at_home: {missing}");
+            return println!("skipped: qemu_client_library_works: {missing}");
         }
     };
     let server = Server::start();

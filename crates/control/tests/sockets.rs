@@ -19,7 +19,7 @@ use tempfile::TempDir;
 const PLENTY: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_client_asks_and_is_told() {
+fn client_gets_replies() {
     let server = Server::start();
     let mut client = Client::connect(server.path(), PLENTY).unwrap();
     let package = &client.greeting()["version"]["package"];
@@ -70,7 +70,7 @@ fn every_client_gets_every_event() {
 }
 
 #[test]
-fn what_was_held_back_comes_without_another_event() {
+fn delayed_events_are_delivered() {
     let server = Server::start();
     let mut client = Client::connect(server.path(), PLENTY).unwrap();
     for reason in ["first", "second", "third"] {
@@ -97,7 +97,7 @@ fn closing_the_hub_ends_the_sessions_after_their_last_event() {
 }
 
 #[test]
-fn a_client_that_goes_in_the_middle_of_a_message_leaves_nothing_behind() {
+fn client_disconnect_mid_message_leaves_nothing() {
     let server = Server::start();
     let mut stream = UnixStream::connect(server.path()).unwrap();
     stream.write_all(b"{\"execute\": \"qmp_cap").unwrap();
@@ -107,7 +107,7 @@ fn a_client_that_goes_in_the_middle_of_a_message_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_client_without_newlines_or_sense_gets_an_answer_to_everything() {
+fn malformed_commands_are_answered() {
     let server = Server::start();
     let mut stream = UnixStream::connect(server.path()).unwrap();
     let mut replies = BufReader::new(stream.try_clone().unwrap()).lines();
@@ -132,7 +132,7 @@ fn a_client_without_newlines_or_sense_gets_an_answer_to_everything() {
 }
 
 #[test]
-fn sockets_without_a_server_are_named_with_the_next_step() {
+fn missing_server_error_gives_next_step() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("control.sock");
     let says = |says: &str| {
@@ -162,7 +162,7 @@ fn sockets_without_a_server_are_named_with_the_next_step() {
 }
 
 #[test]
-fn a_server_that_says_nothing_runs_into_the_timeout() {
+fn silent_server_times_out() {
     let (path, _directory) = impostor(|mut stream| {
         // Until the client has gone.
         let _ = stream.read(&mut [0]);
@@ -173,7 +173,7 @@ fn a_server_that_says_nothing_runs_into_the_timeout() {
 }
 
 #[test]
-fn a_server_whose_queue_is_full_runs_into_the_timeout() {
+fn server_with_full_queue_times_out() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("full.sock");
     let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
@@ -191,7 +191,7 @@ fn a_server_whose_queue_is_full_runs_into_the_timeout() {
 }
 
 #[test]
-fn a_server_that_is_none_is_named_as_such() {
+fn non_qmp_server_is_reported() {
     for (greeting, says) in [
         ("SSH-2.0-x\r\n", "no QMP server"),
         ("{\"hello\": 1}", "it greets with {\"hello\":1}"),

@@ -14,8 +14,8 @@ fn negotiation() {
 }
 
 #[test]
-fn input_that_is_none() {
-    compare("input_that_is_none");
+fn invalid_input_is_refused() {
+    compare("invalid_input_is_refused");
 }
 
 #[test]

@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slow_file_is_given_back_and_tried_again_later() {
+    fn slow_file_is_given_up_and_retried() {
         let mut estimate = CostEstimate::default();
         for _ in 0..1000 {
             estimate.record(Duration::from_micros(5), true, 4096);
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_operation_may_take_longer() {
+    fn long_operation_has_larger_allowance() {
         let mut estimate = CostEstimate::default();
         for _ in 0..100 {
             estimate.record(Duration::from_micros(70), true, 128 << 10);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_loses_its_core_does_not_blame_the_file() {
+    fn preempted_thread_does_not_blame_the_file() {
         let mut estimate = CostEstimate::default();
         for _ in 0..1000 {
             estimate.record(Duration::from_millis(5), false, 4096);
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn sleeping_is_seen_and_working_is_not() {
+    fn only_sleeping_is_counted() {
         let timing = Timing::begin();
         std::thread::sleep(Duration::from_micros(100));
         assert!(timing.end().1);

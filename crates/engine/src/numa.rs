@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_has_a_node_and_nothing_has_none() {
+    fn only_mapped_memory_has_a_node() {
         let there = vec![1u8; 1 << 20];
         let node = node_of(there.as_ptr() as usize).unwrap();
         let path = format!("/sys/devices/system/node/node{node}");

@@ -508,7 +508,7 @@ mod tests {
     /// thread's.
     #[test]
     #[expect(unsafe_code, reason = "the contract of submit")]
-    fn workers_run_where_they_are_told_to() {
+    fn workers_run_on_given_cpus() {
         let flush = |cpu: usize| {
             let mut engine = Uring::new().unwrap();
             let file = Arc::new(tempfile::tempfile().unwrap().into());
@@ -579,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_used_is_refused() {
+    fn unused_ring_operations_are_refused() {
         let mut engine = Uring::new().unwrap();
         let mut done = Vec::with_capacity(4);
         let unused = [

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_signal_adds_one_and_a_full_counter_stays_full() {
+    fn notification_adds_one_unless_counter_is_full() {
         let notifier = AioNotifier::default();
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         let mut count = [0; 8];

@@ -333,7 +333,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn regions_that_cannot_be_are_refused() {
+    fn invalid_regions_are_refused() {
         let good = InflightLayout::new(2, 128, false);
         assert_eq!(good.len, 2 * (16 + 128 * 16 + 48));
         let file = Inflight::make(good, 2).unwrap();
@@ -381,7 +381,7 @@ mod tests {
 
     /// The length determines the layout, not the number of entries that a front-end sends.
     #[test]
-    fn a_queue_lies_where_the_length_says() {
+    fn queue_position_follows_from_length() {
         for packed in [false, true] {
             let answered = InflightLayout::for_request(3, 128, packed);
             assert_eq!(answered, InflightLayout::new(3, 1024, packed));
@@ -405,7 +405,7 @@ mod tests {
     /// Regions of any size that another program created for its own rings, with the ring size sent by a
     /// front-end.
     #[test]
-    fn a_region_has_the_entries_for_which_it_was_made() {
+    fn region_has_requested_entries() {
         for packed in [false, true] {
             for size in 1..=1024 {
                 let layout = InflightLayout::new(2, size, packed);
@@ -424,7 +424,7 @@ mod tests {
     /// A length that does not divide evenly (for example up to the middle of a page) is divided as the
     /// front-end says; queues that do not fit are absent.
     #[test]
-    fn a_length_that_does_not_divide_says_nothing() {
+    fn indivisible_length_gives_no_entries() {
         let layout = InflightLayout {
             len: 8192,
             ..InflightLayout::new(3, 128, false)

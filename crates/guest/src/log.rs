@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_that_cannot_be_are_refused() {
+    fn invalid_logs_are_refused() {
         let file = file(4096);
         let map = |layout| DirtyLog::map(layout, file.try_clone().unwrap(), None);
         assert!(map(layout(4096, 0)).is_ok());

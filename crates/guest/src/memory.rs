@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_found_only_where_memory_is() {
+    fn ranges_are_found_only_in_memory() {
         let file = file(0x4000);
         let memory = GuestMemory::default()
             .with_region(layout(0x1000, 0x2000), file.try_clone().unwrap())
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_cannot_map_without_end() {
+    fn mapped_memory_of_a_session_is_limited() {
         const TIB: u64 = 1 << 40;
         // No page of the file is touched, so it uses no memory.
         let file = file(9 * TIB);
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_that_cannot_be_are_refused() {
+    fn invalid_regions_are_refused() {
         let file = file(0x4000);
         let memory = GuestMemory::default()
             .with_region(layout(0x1000, 0x2000), file.try_clone().unwrap())

@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_are_no_requests_are_refused() {
+    fn non_request_headers_are_refused() {
         let header = |flags: u32, len: u32| {
             let mut bytes = [0; 12];
             bytes[0] = 1;
@@ -460,7 +460,7 @@ mod tests {
 
     /// Every request, with every payload length and up to nine descriptors, gets a result without a panic.
     #[test]
-    fn any_length_and_number_of_descriptors_is_answered() {
+    fn any_length_and_descriptor_count_is_answered() {
         for request in 0..=64 {
             for len in 0..=MAX_PAYLOAD {
                 for byte in [0u8, 1, 0xff] {
@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kick_without_a_descriptor_must_say_so() {
+    fn kick_without_descriptor_needs_flag() {
         let parse = |word: u64, fds| Message::parse(12, &word.to_ne_bytes(), fds);
         assert!(matches!(
             parse(0x102, vec![]),

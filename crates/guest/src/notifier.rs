@@ -196,7 +196,7 @@ mod tests {
 
     /// A full counter that blocks, a full one that does not, and one with room.
     #[test]
-    fn a_full_counter_holds_nobody_up() {
+    fn full_counter_does_not_block() {
         let full = |flags| {
             let event = eventfd(0, flags).unwrap();
             rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn it_reads_back_as_written() {
+    fn saved_session_round_trips() {
         let (saved, fds) = (saved(), || (0..8).map(|_| fd()));
         assert_eq!(saved.descriptors().len(), 8);
         let words = saved.words();
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn no_words_panic() {
+    fn invalid_words_do_not_panic() {
         let words = saved().words();
         for place in 0..words.len() {
             for to in [0, 1, 2, 257, 1 << 16, 1 << 40, u64::MAX] {

@@ -545,7 +545,7 @@ const STEPS: usize = 60;
 const RUNS: u64 = 3;
 
 #[test]
-fn a_split_ring_survives_a_kill_at_any_instruction() {
+fn split_ring_survives_kill_at_any_instruction() {
     let kills: usize = (0..RUNS)
         .map(|seed| kill_everywhere(Kind::Split, seed))
         .sum();
@@ -554,7 +554,7 @@ fn a_split_ring_survives_a_kill_at_any_instruction() {
 
 /// Without a region that it fits into: the used index says all.
 #[test]
-fn a_split_ring_in_order_survives_a_kill_at_any_instruction() {
+fn in_order_split_ring_survives_kill_at_any_instruction() {
     let kills: usize = (0..RUNS)
         .map(|seed| kill_everywhere(Kind::InOrder, seed))
         .sum();
@@ -562,7 +562,7 @@ fn a_split_ring_in_order_survives_a_kill_at_any_instruction() {
 }
 
 #[test]
-fn a_packed_ring_survives_a_kill_at_any_instruction() {
+fn packed_ring_survives_kill_at_any_instruction() {
     let kills: usize = (0..RUNS)
         .map(|seed| kill_everywhere(Kind::Packed, seed))
         .sum();

@@ -256,7 +256,7 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
 }
 
 #[test]
-fn every_change_of_guest_memory_is_marked_before_the_guest_sees_it() {
+fn changes_are_marked_before_the_guest_sees_them() {
     for seed in 0..6 {
         for kind in 0..8 {
             let [packed, event_idx, tracked] = [1, 2, 4].map(|bit| kind & bit != 0);
@@ -267,7 +267,7 @@ fn every_change_of_guest_memory_is_marked_before_the_guest_sees_it() {
 
 /// A request that was under way when its queue was given up, and wrote all the same.
 #[test]
-fn what_is_not_given_back_is_marked_too() {
+fn abandoned_requests_are_marked() {
     let mut bench = Bench::new(false, true);
     let layout = bench.layout();
     let queue = Virtqueue::new(bench.guest(), layout).unwrap();
@@ -300,7 +300,7 @@ fn what_is_not_given_back_is_marked_too() {
 }
 
 #[test]
-fn a_log_that_is_too_short_is_refused() {
+fn short_log_is_refused() {
     let bench = Bench::new(false, true);
     let layout = bench.layout();
     let logged = |bytes, used| {

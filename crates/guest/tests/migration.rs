@@ -76,7 +76,7 @@ fn serve_twice(socket: &UnixStream, hung: &Hung, stop: &OwnedFd, go_on: impl FnO
 /// The front-end gets its answer once storage has answered, and the disk is not left before; also if the process was to
 /// be replaced meanwhile. QEMU 7.2 resets the status first, later ones ask where the ring is.
 #[test]
-fn a_move_ends_when_storage_has_answered() {
+fn migration_waits_for_storage() {
     for status_first in [false, true] {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");

@@ -48,7 +48,7 @@ fn end_of(work: impl FnOnce()) -> WaitStatus {
 }
 
 #[test]
-fn memory_that_is_cut_short_reads_as_zeroes_and_can_be_written() {
+fn truncated_memory_reads_as_zeroes_and_is_writable() {
     let file = file();
     let (memory, at) = guest(&file);
     // SAFETY: mapped, whatever the file's length; nothing is borrowed.

@@ -262,22 +262,22 @@ const STRESS: u64 = 1_000_000;
 const LOST: Duration = Duration::from_secs(30);
 
 #[test]
-fn no_wakeup_is_lost_with_event_indices() {
+fn no_wakeup_lost_with_event_indices() {
     stress(Ring::new, true);
 }
 
 #[test]
-fn no_wakeup_is_lost_with_flags() {
+fn no_wakeup_lost_with_flags() {
     stress(Ring::new, false);
 }
 
 #[test]
-fn no_wakeup_is_lost_in_a_packed_ring_with_event_indices() {
+fn no_wakeup_lost_in_packed_ring_with_event_indices() {
     stress(Ring::packed, true);
 }
 
 #[test]
-fn no_wakeup_is_lost_in_a_packed_ring_with_flags() {
+fn no_wakeup_lost_in_packed_ring_with_flags() {
     stress(Ring::packed, false);
 }
 

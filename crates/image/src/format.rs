@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_name_or_the_kind_of_file_says_what_it_is() {
+    fn format_follows_from_name_or_kind() {
         let of = |name: &str, backing| Format::of(Path::new(name), backing);
         assert_eq!(of("a.raw", Backing::File), Ok(Format::Raw));
         assert_eq!(of("a.b.img", Backing::File), Ok(Format::Raw));

@@ -16,7 +16,7 @@ fn directory(target: &str) -> PathBuf {
 /// The files are what the code makes of them; `RINGDISK_WRITE_SEEDS=1` writes them. Files of other names
 /// are inputs that once found something, and stay.
 #[test]
-fn seeds_are_as_the_code_makes_them() {
+fn seeds_match_the_generator() {
     let write = std::env::var_os("RINGDISK_WRITE_SEEDS").is_some();
     let of = |target: &'static str, seeds: checks::Seeds| {
         seeds

@@ -301,8 +301,8 @@ impl Story {
 }
 
 #[test]
-fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
-    let test = "a_power_cut_leaves_a_sound_image_with_all_that_was_flushed";
+fn power_cut_keeps_image_consistent_and_flushed_data() {
+    let test = "power_cut_keeps_image_consistent_and_flushed_data";
     if !qemu::is_there(test) {
         return;
     }
@@ -328,8 +328,8 @@ fn a_power_cut_leaves_a_sound_image_with_all_that_was_flushed() {
 /// Writes and flushes fail, those included that the image does by itself for want of room: what was said to
 /// be durable is, and once the page cache has lost something, nothing is.
 #[test]
-fn after_a_failed_flush_nothing_counts_as_durable_that_is_not() {
-    if !qemu::is_there("after_a_failed_flush_nothing_counts_as_durable_that_is_not") {
+fn failed_flush_is_not_forgotten() {
+    if !qemu::is_there("failed_flush_is_not_forgotten") {
         return;
     }
     let mut lost = 0;
@@ -352,8 +352,8 @@ fn after_a_failed_flush_nothing_counts_as_durable_that_is_not() {
 
 /// A file that is nearly as long as its refcount table can say.
 #[test]
-fn a_power_cut_while_the_refcount_table_grows() {
-    let test = "a_power_cut_while_the_refcount_table_grows";
+fn power_cut_during_refcount_table_growth() {
+    let test = "power_cut_during_refcount_table_growth";
     if !qemu::is_there(test) {
         return;
     }

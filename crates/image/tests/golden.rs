@@ -32,9 +32,9 @@ fn assert_same(got: &[u8], want: &[u8], what: &str) {
 }
 
 #[test]
-fn every_kind_reads_as_qemu_img_reads_it() {
+fn golden_images_read_as_in_qemu_img() {
     for_all(
-        "every_kind_reads_as_qemu_img_reads_it",
+        "golden_images_read_as_in_qemu_img",
         |variant, directory| {
             let before = std::fs::read(directory.join("disk.qcow2")).unwrap();
             let want = qemu::content(directory, "disk.qcow2", "qcow2");
@@ -47,8 +47,8 @@ fn every_kind_reads_as_qemu_img_reads_it() {
 }
 
 #[test]
-fn every_kind_is_sound_after_writes() {
-    for_all("every_kind_is_sound_after_writes", |variant, directory| {
+fn golden_images_are_consistent_after_writes() {
+    for_all("golden_images_are_consistent_after_writes", |variant, directory| {
         let file = directory.join("disk.qcow2");
         let mut want = qemu::content(directory, "disk.qcow2", "qcow2");
         let mut random = Random(2);

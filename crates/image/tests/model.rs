@@ -26,8 +26,8 @@ fn open(memory: &Memory, directory: &std::path::Path, how: How) -> Disk {
 }
 
 #[test]
-fn threads_do_not_disturb_each_other() {
-    let test = "threads_do_not_disturb_each_other";
+fn concurrent_threads_keep_data_consistent() {
+    let test = "concurrent_threads_keep_data_consistent";
     if !qemu::is_there(test) {
         return;
     }
@@ -118,8 +118,8 @@ fn work(disk: &Disk, start: &[u8], thread: u64, threads: u64, seed: u64) -> Vec<
 }
 
 #[test]
-fn a_failing_file_costs_no_more_than_what_failed() {
-    let test = "a_failing_file_costs_no_more_than_what_failed";
+fn io_errors_affect_only_failed_requests() {
+    let test = "io_errors_affect_only_failed_requests";
     if !qemu::is_there(test) {
         return;
     }
@@ -181,8 +181,8 @@ fn a_failing_file_costs_no_more_than_what_failed() {
 }
 
 #[test]
-fn what_was_looked_up_is_not_reused() {
-    let test = "what_was_looked_up_is_not_reused";
+fn looked_up_clusters_are_not_reused_while_pinned() {
+    let test = "looked_up_clusters_are_not_reused_while_pinned";
     if !qemu::is_there(test) {
         return;
     }
@@ -219,8 +219,8 @@ fn what_was_looked_up_is_not_reused() {
 }
 
 #[test]
-fn two_writes_to_one_new_cluster_take_one_cluster() {
-    let test = "two_writes_to_one_new_cluster_take_one_cluster";
+fn concurrent_writes_share_a_new_cluster() {
+    let test = "concurrent_writes_share_a_new_cluster";
     if !qemu::is_there(test) {
         return;
     }

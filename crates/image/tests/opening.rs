@@ -46,8 +46,8 @@ macro_rules! needs_qemu {
 }
 
 #[test]
-fn a_dirty_image_is_repaired_before_it_is_written() {
-    needs_qemu!("a_dirty_image_is_repaired_before_it_is_written");
+fn dirty_image_is_repaired_before_first_write() {
+    needs_qemu!("dirty_image_is_repaired_before_first_write");
     for options in [
         "lazy_refcounts=on,cluster_size=512",
         "lazy_refcounts=on,cluster_size=4k,refcount_bits=1",
@@ -89,8 +89,8 @@ fn a_dirty_image_is_repaired_before_it_is_written() {
 }
 
 #[test]
-fn a_corrupt_image_is_at_most_read() {
-    needs_qemu!("a_corrupt_image_is_at_most_read");
+fn corrupt_image_opens_read_only_at_most() {
+    needs_qemu!("corrupt_image_opens_read_only_at_most");
     let directory = tempfile::tempdir().unwrap();
     let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
     qemu::img(directory, "create -q -f qcow2 disk.qcow2 4M");
@@ -118,8 +118,8 @@ fn a_corrupt_image_is_at_most_read() {
 }
 
 #[test]
-fn overlaps_stop_all_writing_and_are_written_down() {
-    needs_qemu!("overlaps_stop_all_writing_and_are_written_down");
+fn overlaps_stop_writes_and_set_corrupt_bit() {
+    needs_qemu!("overlaps_stop_writes_and_set_corrupt_bit");
     type Break = fn(&Path);
     let cases: [(&str, Break); 4] = [
         // Data at the place of the L1 table.
@@ -184,8 +184,8 @@ fn overlaps_stop_all_writing_and_are_written_down() {
 }
 
 #[test]
-fn bitmaps_are_marked_or_cleared_but_never_damaged() {
-    needs_qemu!("bitmaps_are_marked_or_cleared_but_never_damaged");
+fn bitmaps_are_marked_or_cleared() {
+    needs_qemu!("bitmaps_are_marked_or_cleared");
     let directory = tempfile::tempdir().unwrap();
     let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
     qemu::img(directory, "create -q -f qcow2 disk.qcow2 4M");
@@ -228,8 +228,8 @@ fn bitmaps_are_marked_or_cleared_but_never_damaged() {
 }
 
 #[test]
-fn what_cannot_be_opened_says_why_and_what_to_do() {
-    needs_qemu!("what_cannot_be_opened_says_why_and_what_to_do");
+fn open_errors_give_cause_and_next_step() {
+    needs_qemu!("open_errors_give_cause_and_next_step");
     let directory = tempfile::tempdir().unwrap();
     let (directory, disk) = (directory.path(), directory.path().join("disk.qcow2"));
     fs::create_dir(directory.join("other")).unwrap();
@@ -285,8 +285,8 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
 }
 
 #[test]
-fn long_chains_work_and_endless_ones_are_refused() {
-    needs_qemu!("long_chains_work_and_endless_ones_are_refused");
+fn long_chains_open_and_loops_are_refused() {
+    needs_qemu!("long_chains_open_and_loops_are_refused");
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
     qemu::img(directory, "create -q -f qcow2 0.qcow2 1M");
@@ -460,8 +460,8 @@ impl Storage for Counted {
 /// What an I/O thread asks for never reads the file, writes it, or makes it longer; after another thread has
 /// done that once, clusters are taken without.
 #[test]
-fn what_must_not_block_does_nothing_to_the_file() {
-    needs_qemu!("what_must_not_block_does_nothing_to_the_file");
+fn nonblocking_calls_do_not_touch_the_file() {
+    needs_qemu!("nonblocking_calls_do_not_touch_the_file");
     for options in [
         "cluster_size=4k",
         "cluster_size=16k,extended_l2=on",
@@ -514,7 +514,7 @@ fn what_must_not_block_does_nothing_to_the_file() {
 }
 
 #[test]
-fn a_raw_disk_is_a_chain_of_one() {
+fn raw_disk_is_a_single_layer() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.raw");
     fs::write(&path, vec![1; 8192]).unwrap();

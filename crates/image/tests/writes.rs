@@ -53,8 +53,8 @@ fn read(disk: &Disk, at: u64, len: usize) -> Vec<u8> {
 /// Between the look-up of a write and its turn, another write makes data of a subcluster at one of its edges, and
 /// a third one writes there in place, while what stands beside the first is on its way.
 #[test]
-fn what_is_written_in_place_is_not_copied_over() {
-    if !qemu::is_there("what_is_written_in_place_is_not_copied_over") {
+fn in_place_writes_survive_copy_on_write() {
+    if !qemu::is_there("in_place_writes_survive_copy_on_write") {
         return;
     }
     // Subclusters of 2 KiB.
@@ -115,8 +115,8 @@ fn what_is_written_in_place_is_not_copied_over() {
 
 /// Entries lead to counted clusters that the file does not reach to.
 #[test]
-fn a_write_behind_the_end_of_the_file_ends() {
-    if !qemu::is_there("a_write_behind_the_end_of_the_file_ends") {
+fn write_beyond_end_of_file_terminates() {
+    if !qemu::is_there("write_beyond_end_of_file_terminates") {
         return;
     }
     let (disk, memory) = made("cluster_size=4k", "1M");
@@ -171,8 +171,8 @@ fn a_write_behind_the_end_of_the_file_ends() {
 
 /// However long a request is, one look-up takes no longer than a few thousand entries do.
 #[test]
-fn a_look_up_is_bounded() {
-    if !qemu::is_there("a_look_up_is_bounded") {
+fn lookup_work_is_bounded() {
+    if !qemu::is_there("lookup_work_is_bounded") {
         return;
     }
     let (disk, _) = made("cluster_size=512", "6M");
@@ -197,8 +197,8 @@ fn a_look_up_is_bounded() {
 
 /// Who may not block does not look through all refcounts because space was given back near the start.
 #[test]
-fn a_search_for_clusters_is_bounded() {
-    if !qemu::is_there("a_search_for_clusters_is_bounded") {
+fn cluster_search_is_bounded() {
+    if !qemu::is_there("cluster_search_is_bounded") {
         return;
     }
     // A block counts 128 KiB of the file.
@@ -265,8 +265,8 @@ fn small_refcount_blocks_in_a_large_file() {
 /// An L1 table of many more clusters than a refcount block counts, squared: each of its refcount blocks has
 /// room, wherever the first one begins.
 #[test]
-fn a_table_of_very_many_clusters_is_counted() {
-    if !qemu::is_there("a_table_of_very_many_clusters_is_counted") {
+fn large_l1_table_is_counted() {
+    if !qemu::is_there("large_l1_table_is_counted") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -287,8 +287,8 @@ fn a_table_of_very_many_clusters_is_counted() {
 
 /// A table of few bytes must not keep a search busy with one block for ever.
 #[test]
-fn a_refcount_block_counts_once() {
-    if !qemu::is_there("a_refcount_block_counts_once") {
+fn refcount_block_is_counted_once() {
+    if !qemu::is_there("refcount_block_is_counted_once") {
         return;
     }
     let (disk, memory) = made("cluster_size=4k", "1M");

@@ -57,8 +57,8 @@ fn steps(seed: u64) -> Vec<Step> {
 
 /// The same steps by QEMU and by us: the same bytes, and the same of them data.
 #[test]
-fn zeroes_become_data_only_where_they_do_in_qemu() {
-    if !qemu::is_there("zeroes_become_data_only_where_they_do_in_qemu") {
+fn zeroes_become_data_only_where_qemu_writes_data() {
+    if !qemu::is_there("zeroes_become_data_only_where_qemu_writes_data") {
         return;
     }
     for (options, base) in [

@@ -168,7 +168,7 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn what_several_threads_finish_comes_once_and_wakes_a_sleeper() {
+    fn completions_arrive_once_and_wake_the_thread() {
         const EACH: usize = 2000;
         let inbox = Inbox::new().unwrap();
         let operations: Vec<_> = (0..4 * EACH)
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nudge_keeps_from_sleeping_once() {
+    fn notification_prevents_one_sleep() {
         let inbox = Inbox::new().unwrap();
         inbox.notify();
         assert!(!inbox.fall_asleep());
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_comes_first() {
+    fn oldest_completion_comes_first() {
         let inbox = Inbox::new().unwrap();
         let mut operations: Vec<_> = (0..3)
             .map(|index| Operation::new(inbox.clone(), index))

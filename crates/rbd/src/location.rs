@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_image_is_refused() {
+    fn invalid_names_are_refused() {
         for (text, says) in [
             ("", "is not POOL/IMAGE"),
             ("image", "is not POOL/IMAGE"),

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_speaks_last_is_right_and_the_others_are_named() {
+    fn last_source_wins_and_others_are_listed() {
         let mut it = Setting {
             name: "rbd_cache".into(),
             value: "true".into(),

@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_size_that_was_asked_before_a_change_is_not_taken() {
+    fn stale_size_is_discarded() {
         let tracker = SizeTracker::new();
         assert_eq!(tracker.known().size, Size::Unknown);
         tracker.record_size(&Ok(4096));

@@ -38,7 +38,7 @@ fn auto_takes_what_works_and_suits() {
 }
 
 #[test]
-fn what_is_asked_for_is_done_or_refused_with_the_next_step() {
+fn requested_method_is_used_or_refused_with_next_step() {
     for place in Place::all() {
         for aio in [Aio::IoUring, Aio::Threads] {
             assert_eq!(chosen(&place, aio, true).unwrap().aio, aio);
@@ -67,7 +67,7 @@ fn what_is_asked_for_is_done_or_refused_with_the_next_step() {
 
 /// In a container that filters system calls, all goes on without io_uring.
 #[test]
-fn a_filter_that_forbids_io_uring() {
+fn seccomp_filter_forbids_io_uring() {
     // The filter is for this thread alone, which ends with the test.
     forbid(libc::SYS_io_uring_setup);
     let support = Arc::new(Support::probe());

@@ -70,12 +70,12 @@ fn any_operations_on_all_files_at_once() {
 }
 
 #[test]
-fn as_many_in_flight_as_there_is_room_for() {
+fn room_limits_operations_in_flight() {
     everywhere(|engines, subject, _, _| conformance::runs_at_full_capacity(engines, subject));
 }
 
 #[test]
-fn descriptors_that_are_watched() {
+fn watched_descriptors_are_reported() {
     everywhere(|engines, subject, _, _| conformance::reports_watched_descriptors(engines, subject));
 }
 
@@ -118,7 +118,7 @@ fn at_most_1024_segments_are_moved_at_once() {
 }
 
 #[test]
-fn a_file_that_was_opened_to_be_read_is_not_written() {
+fn read_only_file_is_not_written() {
     for place in Place::all() {
         for way in WAYS.into_iter().filter(|way| way.serves(place.cache)) {
             let mut engines = way.engines();
@@ -155,7 +155,7 @@ fn a_file_that_was_opened_to_be_read_is_not_written() {
 
 /// What does not fit into a full file system fails with ENOSPC, and what fits has been written.
 #[test]
-fn a_full_file_system() {
+fn full_file_system_returns_enospc() {
     let Some(small) = SmallTmpfs::mount() else {
         return println!("skipped: only root can mount a small file system");
     };

@@ -37,7 +37,7 @@ impl Fixture {
 }
 
 #[test]
-fn names_lead_to_files_below_the_directories() {
+fn names_resolve_below_allowed_directories() {
     let place = Fixture::new();
     let own = ["images/vm"];
     assert_eq!(place.open(&own, "a").unwrap(), "images/vm/a");
@@ -74,7 +74,7 @@ fn names_lead_to_files_below_the_directories() {
 }
 
 #[test]
-fn nothing_leads_out() {
+fn paths_outside_are_refused() {
     let place = Fixture::new();
     symlink("../../secret", place.path("images/vm/relative")).unwrap();
     symlink(place.path("secret"), place.path("images/vm/absolute")).unwrap();
@@ -96,7 +96,7 @@ fn nothing_leads_out() {
 }
 
 #[test]
-fn only_files_are_opened() {
+fn only_files_and_devices_are_opened() {
     let place = Fixture::new();
     rustix::fs::mknodat(
         rustix::fs::CWD,

@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_data_is_left_alone() {
+    fn trailing_bytes_are_ignored() {
         let mut encoder =
             flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::default());
         encoder.write_all(&sample()).unwrap();

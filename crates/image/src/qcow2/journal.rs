@@ -636,7 +636,7 @@ mod tests {
     /// A kill between the two calls must not leave a slot that says that the records begin where the file has been
     /// punched: the records after that, appended while the flush was in progress, would be lost.
     #[test]
-    fn records_are_given_back_when_no_slot_needs_them() {
+    fn records_are_freed_after_the_slot_is_written() {
         let storage = Arc::new(Asked::default());
         let place = JournalFile {
             storage: storage.clone(),

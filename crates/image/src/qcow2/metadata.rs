@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_overlaps_is_found() {
+    fn overlaps_are_found() {
         let mut metadata = Metadata::default();
         let cluster = HostCluster::new;
         let run = |first, clusters| Run {

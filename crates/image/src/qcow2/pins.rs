@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mark_passes_when_those_before_it_have_gone() {
+    fn mark_passes_after_earlier_pins_end() {
         let pins = Pins::new();
         assert!(pins.passed(pins.mark()));
         let first = pins.pin(0);
@@ -179,7 +179,7 @@ mod tests {
     /// Marks pass although a thread's requests overlap without end, and no mark passes before the requests that
     /// were in progress when it was made have ended.
     #[test]
-    fn requests_that_share_a_count_hold_up_what_each_alone_would() {
+    fn shared_counts_delay_like_single_pins() {
         let (pins, mut thread) = (Pins::new(), ThreadPins::new(7));
         let counted = || {
             let lanes = pins.lanes.iter().flat_map(|lane| &lane.0);
@@ -219,7 +219,7 @@ mod tests {
 
     /// One thread unlinks and reuses places; others look them up and use them. No place in use is reused.
     #[test]
-    fn what_is_in_use_is_not_reused() {
+    fn pinned_clusters_are_not_reused() {
         use std::sync::atomic::AtomicBool;
         const PLACES: usize = 4;
         const ROUNDS: usize = if cfg!(miri) { 12 } else { 20_000 };

@@ -3,8 +3,8 @@
 use super::*;
 
 #[test]
-fn a_journal_is_of_no_image_that_was_written_elsewhere() {
-    if !qemu::is_there("a_journal_is_of_no_image_that_was_written_elsewhere") {
+fn journal_does_not_match_image_written_by_others() {
+    if !qemu::is_there("journal_does_not_match_image_written_by_others") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -55,8 +55,8 @@ fn a_journal_is_of_no_image_that_was_written_elsewhere() {
 
 /// A copy that was made earlier in the same life: two flushes are between.
 #[test]
-fn a_journal_is_of_no_older_state_of_its_image() {
-    if !qemu::is_there("a_journal_is_of_no_older_state_of_its_image") {
+fn journal_does_not_match_older_image_state() {
+    if !qemu::is_there("journal_does_not_match_older_image_state") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -84,8 +84,8 @@ fn a_journal_is_of_no_older_state_of_its_image() {
 /// A backup that was made while the disk was in use and all was flushed, or a moment after something that was not, is put
 /// back into the same file after a kill. Nothing that came after it may be done again there.
 #[test]
-fn a_journal_is_of_no_backup_that_was_made_in_its_time() {
-    if !qemu::is_there("a_journal_is_of_no_backup_that_was_made_in_its_time") {
+fn journal_does_not_match_backup_made_meanwhile() {
+    if !qemu::is_there("journal_does_not_match_backup_made_meanwhile") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -128,8 +128,8 @@ fn a_journal_is_of_no_backup_that_was_made_in_its_time() {
 /// A last record that is not whole, and any byte of the file that is another one: nothing that it says
 /// is done, or all of it.
 #[test]
-fn a_damaged_journal_is_cut_off() {
-    if !qemu::is_there("a_damaged_journal_is_cut_off") {
+fn damaged_journal_is_replayed_up_to_the_damage() {
+    if !qemu::is_there("damaged_journal_is_replayed_up_to_the_damage") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -198,8 +198,8 @@ fn opens(host: &Host, directory: &Path, journal: Vec<u8>) -> bool {
 
 /// More than a last record is missing, which no kill leaves: what was acknowledged would be lost without a word.
 #[test]
-fn a_journal_that_somebody_has_cut_off_is_not_passed_over() {
-    if !qemu::is_there("a_journal_that_somebody_has_cut_off_is_not_passed_over") {
+fn truncated_journal_prevents_opening() {
+    if !qemu::is_there("truncated_journal_prevents_opening") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -239,8 +239,8 @@ fn a_journal_that_somebody_has_cut_off_is_not_passed_over() {
 
 /// What says where its records are cannot be read: they are there all the same.
 #[test]
-fn a_journal_without_a_head_is_not_passed_over() {
-    if !qemu::is_there("a_journal_without_a_head_is_not_passed_over") {
+fn journal_without_valid_slot_prevents_opening() {
+    if !qemu::is_there("journal_without_valid_slot_prevents_opening") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -257,8 +257,8 @@ fn a_journal_without_a_head_is_not_passed_over() {
 
 /// An earlier process was killed when its journal had nothing. That is no answer to where a later one's is.
 #[test]
-fn an_old_journal_with_nothing_in_it_does_not_stand_for_another() {
-    if !qemu::is_there("an_old_journal_with_nothing_in_it_does_not_stand_for_another") {
+fn empty_old_journal_does_not_replace_another() {
+    if !qemu::is_there("empty_old_journal_does_not_replace_another") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -287,8 +287,8 @@ fn an_old_journal_with_nothing_in_it_does_not_stand_for_another() {
 
 /// The journal is not where it is looked for. Whoever is told, and looks where it is, has lost nothing.
 #[test]
-fn a_journal_that_is_elsewhere_is_missed() {
-    if !qemu::is_there("a_journal_that_is_elsewhere_is_missed") {
+fn missing_journal_is_reported() {
+    if !qemu::is_there("missing_journal_is_reported") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

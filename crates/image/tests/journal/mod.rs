@@ -302,8 +302,8 @@ fn lives(variant: &variants::Variant, seed: u64, rounds: u32) -> u64 {
 }
 
 #[test]
-fn what_was_acknowledged_survives_kills() {
-    if !qemu::is_there("what_was_acknowledged_survives_kills") {
+fn acknowledged_writes_survive_kills() {
+    if !qemu::is_there("acknowledged_writes_survive_kills") {
         return;
     }
     let mut replayed = 0;
@@ -320,8 +320,8 @@ fn what_was_acknowledged_survives_kills() {
 /// The new part of a disk is zeroed before the disk is so long: that, too, is done again. Its backing file
 /// has something there, which must never show.
 #[test]
-fn a_kill_while_the_disk_grows() {
-    if !qemu::is_there("a_kill_while_the_disk_grows") {
+fn kill_during_growth_keeps_data() {
+    if !qemu::is_there("kill_during_growth_keeps_data") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -377,8 +377,8 @@ fn killed(directory: &Path) -> Host {
 
 /// A larger L1 table is where the journal says that nothing is.
 #[test]
-fn a_kill_while_a_disk_grows_leaves_its_l1_table_counted() {
-    if !qemu::is_there("a_kill_while_a_disk_grows_leaves_its_l1_table_counted") {
+fn kill_during_growth_keeps_l1_table_counted() {
+    if !qemu::is_there("kill_during_growth_keeps_l1_table_counted") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

@@ -4,8 +4,8 @@ use super::*;
 
 /// No room for the journal: it goes on slowly, and loses nothing.
 #[test]
-fn without_room_for_a_journal_changes_are_flushed() {
-    if !qemu::is_there("without_room_for_a_journal_changes_are_flushed") {
+fn full_tmpfs_makes_changes_flush() {
+    if !qemu::is_there("full_tmpfs_makes_changes_flush") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -43,8 +43,8 @@ fn without_room_for_a_journal_changes_are_flushed() {
 
 /// Where there was no room once, there is none until what a flush has made unnecessary is given back.
 #[test]
-fn a_journal_without_room_gives_its_space_back() {
-    if !qemu::is_there("a_journal_without_room_gives_its_space_back") {
+fn full_journal_frees_its_space() {
+    if !qemu::is_there("full_journal_frees_its_space") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -65,8 +65,8 @@ fn a_journal_without_room_gives_its_space_back() {
 /// Neither the journal nor a flush can be written: the disk has what was committed all the same, and its clusters
 /// belong to nobody else.
 #[test]
-fn what_was_committed_and_not_kept_is_not_given_back() {
-    if !qemu::is_there("what_was_committed_and_not_kept_is_not_given_back") {
+fn failed_commit_keeps_recorded_clusters() {
+    if !qemu::is_there("failed_commit_keeps_recorded_clusters") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -112,8 +112,8 @@ fn what_was_committed_and_not_kept_is_not_given_back() {
 
 /// What the journal had no room for is in the image, and newer than what the journal has.
 #[test]
-fn a_journal_without_room_undoes_nothing() {
-    if !qemu::is_there("a_journal_without_room_undoes_nothing") {
+fn full_journal_undoes_nothing() {
+    if !qemu::is_there("full_journal_undoes_nothing") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -141,8 +141,8 @@ fn a_journal_without_room_undoes_nothing() {
 /// A kill in the midst of the flush of what the journal had no room for: the file is newer than the journal by any
 /// part of that. What the journal has of clusters that were free then takes none from whoever has it now.
 #[test]
-fn a_kill_while_a_flush_overtakes_the_journal_costs_nothing() {
-    if !qemu::is_there("a_kill_while_a_flush_overtakes_the_journal_costs_nothing") {
+fn kill_during_overtaking_flush_loses_nothing() {
+    if !qemu::is_there("kill_during_overtaking_flush_loses_nothing") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -182,8 +182,8 @@ fn a_kill_while_a_flush_overtakes_the_journal_costs_nothing() {
 
 /// Refcounts cannot be read for a while: what could not be freed then is freed later.
 #[test]
-fn what_cannot_be_freed_is_freed_later() {
-    if !qemu::is_there("what_cannot_be_freed_is_freed_later") {
+fn failed_free_is_retried() {
+    if !qemu::is_there("failed_free_is_retried") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -209,9 +209,9 @@ fn what_cannot_be_freed_is_freed_later() {
 
 /// The refcount table could not grow, and then could, with its new blocks elsewhere. A kill after that costs nothing.
 #[test]
-fn a_table_that_did_not_grow_is_not_in_the_journal() {
+fn failed_table_growth_is_not_recorded() {
     const COVERED: usize = 2 << 20;
-    if !qemu::is_there("a_table_that_did_not_grow_is_not_in_the_journal") {
+    if !qemu::is_there("failed_table_growth_is_not_recorded") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

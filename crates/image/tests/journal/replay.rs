@@ -47,8 +47,8 @@ fn look(host: &Host, disk: &Disk, tables: u64, sectors: u64) {
 /// A flush in the midst of a replay counted all changes as durable, and the rest was never written, though the log said
 /// that all was done again and the guest's flushes succeeded. With more tables, the replay never ended.
 #[test]
-fn a_replay_needs_no_cache() {
-    if !qemu::is_there("a_replay_needs_no_cache") {
+fn replay_works_without_cache() {
+    if !qemu::is_there("replay_works_without_cache") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -70,8 +70,8 @@ fn a_replay_needs_no_cache() {
 
 /// A replay is killed at every write that it makes, twice, and once more at the next one.
 #[test]
-fn a_kill_during_a_replay_costs_nothing() {
-    if !qemu::is_there("a_kill_during_a_replay_costs_nothing") {
+fn kill_during_replay_loses_nothing() {
+    if !qemu::is_there("kill_during_replay_loses_nothing") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -110,8 +110,8 @@ fn a_kill_during_a_replay_costs_nothing() {
 
 /// Nothing is lost for want of space while a journal is done again: nobody is told to go on without it.
 #[test]
-fn a_replay_without_space_keeps_the_journal() {
-    if !qemu::is_there("a_replay_without_space_keeps_the_journal") {
+fn replay_without_space_keeps_journal() {
+    if !qemu::is_there("replay_without_space_keeps_journal") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -132,8 +132,8 @@ fn a_replay_without_space_keeps_the_journal() {
 
 /// A process that is told to end does not wait for a replay. The next start goes on with it.
 #[test]
-fn a_replay_can_be_stopped() {
-    if !qemu::is_there("a_replay_can_be_stopped") {
+fn replay_can_be_stopped() {
+    if !qemu::is_there("replay_can_be_stopped") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

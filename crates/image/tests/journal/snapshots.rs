@@ -33,8 +33,8 @@ fn repair(directory: &Path, host: &Host) {
 
 /// At every moment a kill leaves all that was acknowledged, and an image that QEMU may repair.
 #[test]
-fn a_kill_puts_no_snapshot_at_risk() {
-    if !qemu::is_there("a_kill_puts_no_snapshot_at_risk") {
+fn kill_does_not_endanger_snapshots() {
+    if !qemu::is_there("kill_does_not_endanger_snapshots") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -86,8 +86,8 @@ fn left_by_an_earlier_version(directory: &Path) -> Host {
 }
 
 #[test]
-fn what_an_earlier_version_left_is_made_safe() {
-    if !qemu::is_there("what_an_earlier_version_left_is_made_safe") {
+fn journal_bits_of_earlier_version_are_removed() {
+    if !qemu::is_there("journal_bits_of_earlier_version_are_removed") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

@@ -42,7 +42,7 @@ fn is_awake(session: &Subscription) -> bool {
 }
 
 #[test]
-fn a_session_is_woken_for_what_waits_and_sleeps_otherwise() {
+fn session_wakes_only_for_pending_events() {
     let hub = EventHub::new();
     let session = hub.subscribe().unwrap();
     assert!(!is_awake(&session));
@@ -86,7 +86,7 @@ fn every_session_gets_every_event_in_order() {
 }
 
 #[test]
-fn errors_of_a_disk_come_once_a_second_and_the_last_of_them_is_not_lost() {
+fn disk_errors_are_limited_and_the_last_is_kept() {
     let hub = EventHub::new();
     let session = hub.subscribe().unwrap();
     let start = Instant::now();
@@ -111,7 +111,7 @@ fn errors_of_a_disk_come_once_a_second_and_the_last_of_them_is_not_lost() {
 }
 
 #[test]
-fn a_session_that_is_stuck_is_ended_and_the_others_are_not() {
+fn stuck_session_is_closed_alone() {
     let hub = EventHub::new();
     let (stuck, other) = (hub.subscribe().unwrap(), hub.subscribe().unwrap());
     for _ in 0..WAITING_MAX {
@@ -137,7 +137,7 @@ fn kinds_of_events_are_bounded() {
 }
 
 #[test]
-fn sessions_are_bounded_and_give_their_place_back() {
+fn session_count_is_limited() {
     let hub = EventHub::new();
     let mut sessions: Vec<_> = (0..SESSIONS_MAX)
         .map(|_| hub.subscribe().unwrap())

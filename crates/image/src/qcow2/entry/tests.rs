@@ -12,7 +12,7 @@ fn geometry(extended: bool, version: u32) -> Geometry {
 }
 
 #[test]
-fn what_an_entry_says_is_what_it_is_written_as() {
+fn entry_round_trips() {
     let g = geometry(false, 3);
     for word in [0, 1, 0x5_0000, COPIED | 0x5_0000, COPIED | 0x5_0001] {
         let entry = Entry::decode(&g, word, 0).unwrap();

@@ -24,7 +24,7 @@ fn extension(bytes: &mut [u8], at: usize, kind: u32, data: &[u8]) -> usize {
 }
 
 #[test]
-fn a_header_is_read_and_written() {
+fn header_round_trips() {
     let mut bytes = header();
     let end = extension(&mut bytes, 104, 0xe279_2aca, b"raw");
     put64(&mut bytes, 8, end as u64 + 8);
@@ -45,7 +45,7 @@ fn a_header_is_read_and_written() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_by_name() {
+fn invalid_headers_name_the_field() {
     type Change = fn(&mut Vec<u8>);
     let cases: [(&str, Change); 19] = [
         ("not a qcow2", |b| b[0] = 0),
@@ -86,7 +86,7 @@ fn what_cannot_be_is_refused_by_name() {
 }
 
 #[test]
-fn features_are_called_by_the_names_that_the_image_gives_them() {
+fn features_use_names_from_the_image() {
     let mut bytes = header();
     let mut table = vec![0; 48];
     table[1] = 40;
