@@ -6,8 +6,6 @@
 //!
 //! The crate is independent of the data path.
 
-#![expect(missing_docs, reason = "a name that says all needs no sentence")]
-
 pub mod check;
 pub mod convert;
 mod defaults;

@@ -2,6 +2,8 @@
 //!
 //! Nothing here does I/O. Every other crate uses these types.
 
+#![warn(missing_docs)]
+
 mod engine;
 mod facts;
 mod limits;

@@ -14,12 +14,12 @@ const EDQUOT: i32 = 122;
 pub fn explain(error: &io::Error, otherwise: &str) -> String {
     let step = match error.raw_os_error() {
         Some(EMFILE) => {
-            "this process may have no more files open; raise RLIMIT_NOFILE ('ulimit -n 65536' before the start, \
+            "this process has reached its limit of open files; raise RLIMIT_NOFILE ('ulimit -n 65536' before the start, \
              'prlimit --nofile=65536 --pid PID' for a process that runs, systemd: LimitNOFILE=65536)"
         }
-        Some(ENFILE) => "this host may have no more files open; raise fs.file-max",
+        Some(ENFILE) => "this host has reached its limit of open files; raise fs.file-max",
         Some(EFBIG) => {
-            "its file may not be so large; raise RLIMIT_FSIZE ('ulimit -f', systemd: LimitFSIZE=) if it is limited, or \
+            "the file would exceed the maximum size; raise RLIMIT_FSIZE ('ulimit -f', systemd: LimitFSIZE=) if it is limited, or \
              choose a file system that takes larger files"
         }
         _ => otherwise,
@@ -34,8 +34,8 @@ pub fn explain(error: &io::Error, otherwise: &str) -> String {
 pub fn explain_thread(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::WouldBlock => format!(
-            "{error}; there are as many threads as there may be (RLIMIT_NPROC, TasksMax= of systemd, pids.max), or \
-             there is no memory for one more"
+            "{error}; the limit of threads is reached (RLIMIT_NPROC, TasksMax= of systemd, pids.max), or there \
+             is no memory for another thread"
         ),
         _ => explain(error, ""),
     }

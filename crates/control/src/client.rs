@@ -36,23 +36,22 @@ pub struct Client {
 #[derive(Debug, Error)]
 pub enum ClientError {
     /// The socket does not exist.
-    #[error("there is no socket {path}; is `ringdisk serve` running, with --control {path}? If it is, and something has removed the socket, SIGHUP makes it again", path = .0.display())]
+    #[error("there is no socket {path}; check that `ringdisk serve` runs with --control {path}. If it does and \
+        the socket was removed, SIGHUP creates it again", path = .0.display())]
     NoSocket(PathBuf),
     /// No process listens on the socket.
     #[error(
-        "nobody listens on {path}: whoever made it has gone; start `ringdisk serve` with --control {path}",
+        "no process listens on {path}; start `ringdisk serve` with --control {path}",
         path = .0.display()
     )]
     NobodyListens(PathBuf),
     /// This user has no access to the socket.
-    #[error("{path} may not be used by this user; become the one that runs ringdisk, or ask for access", path = .0.display())]
+    #[error("this user has no access to {path}; become the user that runs ringdisk, or ask for access", path = .0.display())]
     Denied(PathBuf),
     /// Another system call failed.
     #[error("{path}: {what}: {source}", path = .path.display())]
     Io {
-        /// The socket's path.
         path: PathBuf,
-        /// The operation that failed.
         what: &'static str,
         /// The system's error.
         source: io::Error,
@@ -63,7 +62,6 @@ pub enum ClientError {
         path = .path.display(), seconds = .timeout.as_secs_f32()
     )]
     Timeout {
-        /// The socket's path.
         path: PathBuf,
         /// The time waited.
         timeout: Duration,
@@ -78,9 +76,8 @@ pub enum ClientError {
     #[error("{path}: the server cannot serve this client: {1}", path = .0.display())]
     NotServed(PathBuf, String),
     /// The other end does not speak QMP.
-    #[error("{path} is no QMP server: {problem}", path = .path.display())]
+    #[error("{path} is not a QMP server: {problem}", path = .path.display())]
     Protocol {
-        /// The socket's path.
         path: PathBuf,
         /// What was received instead.
         problem: String,
@@ -88,7 +85,6 @@ pub enum ClientError {
     /// The server has refused the command.
     #[error("{command}: {error}")]
     Refused {
-        /// The command's name.
         command: String,
         /// The server's error.
         error: CommandError,

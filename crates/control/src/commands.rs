@@ -202,7 +202,6 @@ words! {
 record! {
     /// An element of the reply to `query-commands`.
     CommandInfo {
-        /// The command's name.
         name: String = "name",
     }
 }

@@ -88,11 +88,8 @@ record! {
         /// The device's path in QEMU's object tree. ringdisk has no such tree; the member exists for clients that read
         /// it.
         qom_path: Option<String> = "qom-path",
-        /// The id of the export.
         device: String = "device",
-        /// The node's name.
         node_name: Option<String> = "node-name",
-        /// The operation that failed.
         operation: IoOperationType = "operation",
         /// What was done about the error.
         action: BlockErrorAction = "action",
@@ -106,9 +103,7 @@ record! {
 record! {
     /// Data of `BLOCK_IO_RESUMED`.
     BlockIoResumed {
-        /// The id of the export.
         device: String = "device",
-        /// The node's name.
         node_name: Option<String> = "node-name",
     }
 }
@@ -118,7 +113,6 @@ record! {
     BlockImageCorrupted {
         /// The id of the export; empty if the image is not exported.
         device: String = "device",
-        /// The node's name.
         node_name: Option<String> = "node-name",
         /// The message, for users.
         msg: String = "msg",

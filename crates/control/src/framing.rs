@@ -62,10 +62,10 @@ enum LexerState {
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum FramingError {
     /// The byte 0xFF, which is never part of a text.
-    #[error("byte 0xFF, which is no text: what came before it is forgotten")]
+    #[error("byte 0xFF is not text: everything received before it is discarded")]
     Reset,
     /// A closing bracket without a matching opening bracket.
-    #[error("'{0}' closes nothing that is open")]
+    #[error("'{0}' has no matching opening bracket")]
     Unbalanced(char),
     /// An unescaped control character in a string.
     #[error("control character {0:#04x} in a string; write it as an escape")]
@@ -74,7 +74,7 @@ pub enum FramingError {
     #[error("a message of more than {0} bytes")]
     TooLong(usize),
     /// The message is nested too deeply.
-    #[error("more than {DEPTH_MAX} objects and arrays in each other")]
+    #[error("objects and arrays nested more than {DEPTH_MAX} deep")]
     TooDeep,
     /// The message has too many values and names.
     #[error("more than {0} values and names")]

@@ -32,7 +32,6 @@ record! {
 record! {
     /// `BlockExportInfo`
     BlockExportInfo {
-        /// The export's id.
         id: String = "id",
         /// `vhost-user-blk`
         kind: ExportKind = "type",
@@ -67,9 +66,7 @@ record! {
     BlockNodeInfo {
         /// The path of the node's file.
         file: String = "file",
-        /// The node's name.
         node_name: Option<String> = "node-name",
-        /// Whether the node is read-only.
         ro: bool = "ro",
         /// The kind of node: the `driver` of `blockdev-add`.
         drv: String = "drv",
@@ -146,9 +143,7 @@ record! {
 record! {
     /// `BlockStats`
     BlockStats {
-        /// The export's id.
         device: Option<String> = "device",
-        /// The node's name.
         node_name: Option<String> = "node-name",
         /// The node's I/O statistics.
         stats: BlockDeviceStats = "stats",

@@ -89,7 +89,7 @@ fn send_events<S: Write>(
         }
         Pending::Closed => Ok(false),
         Pending::Overflow => Err(io::Error::other(
-            "the client has left too many events unread; it is cut off, so that it asks anew how things stand",
+            "the client left too many events unread; it is disconnected, and must query the state again",
         )),
     }
 }

@@ -40,9 +40,7 @@ fn commands_and_events_match_qemu() {
         let greeting: Value = serde_json::from_str(answers.lines().next().unwrap()).unwrap();
         let major = &greeting["QMP"]["version"]["qemu"]["major"];
         if *major != 10 {
-            return println!(
-                "skipped: commands_and_events_match_qemu: QEMU {major}, not 10"
-            );
+            return println!("skipped: commands_and_events_match_qemu: QEMU {major}, not 10");
         }
         let theirs = Schema::of(answers);
         for (name, entity) in &ours.0 {

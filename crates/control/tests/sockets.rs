@@ -140,12 +140,12 @@ fn missing_server_error_gives_next_step() {
         assert!(error.contains(path.to_str().unwrap()), "{error}");
         assert!(error.contains(says), "{error}");
     };
-    says("is `ringdisk serve` running, with --control");
+    says("check that `ringdisk serve` runs with --control");
     drop(UnixListener::bind(&path).unwrap());
-    says("nobody listens");
+    says("no process listens");
     fs::remove_file(&path).unwrap();
     fs::write(&path, "").unwrap();
-    says("nobody listens");
+    says("no process listens");
 
     let long = directory.path().join("x".repeat(200));
     let error = Client::connect(&long, PLENTY).err().unwrap();
@@ -193,10 +193,10 @@ fn server_with_full_queue_times_out() {
 #[test]
 fn non_qmp_server_is_reported() {
     for (greeting, says) in [
-        ("SSH-2.0-x\r\n", "no QMP server"),
+        ("SSH-2.0-x\r\n", "not a QMP server"),
         ("{\"hello\": 1}", "it greets with {\"hello\":1}"),
         ("[{\"QMP\": {}}]", "it greets with [{"),
-        ("}", "closes nothing"),
+        ("}", "no matching opening bracket"),
         ("", "has hung up"),
         ("{\"QMP\": {}} {\"id\": 99, \"return\": {}}", "is answered"),
         (

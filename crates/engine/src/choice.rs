@@ -62,23 +62,23 @@ pub struct Choice {
 #[derive(Debug, Error)]
 pub enum ChoiceError {
     /// io_uring is not available.
-    #[error("aio=io_uring: {0}; or use aio=auto, which does without")]
+    #[error("aio=io_uring: {0}; or use aio=auto, which does not need it")]
     IoUring(String),
     /// The test failed for lack of file descriptors.
     #[error("{0}")]
     Limit(String),
     /// Linux AIO is not available.
-    #[error("aio=native: {0}; or use aio=auto, which does without")]
+    #[error("aio=native: {0}; or use aio=auto, which does not need it")]
     Native(String),
     /// Linux AIO is not asynchronous through the page cache.
     #[error(
-        "aio=native needs cache=none or cache=directsync: through the page cache, io_submit blocks \
-        until the data is there, and with it every disk of the I/O thread; use one of these, or \
+        "aio=native needs cache=none or cache=directsync: through the page cache, io_submit blocks the I/O \
+        thread and all its disks until the data has arrived; use one of these, or \
         aio=io_uring or aio=threads"
     )]
     Buffered,
     /// The kernel does not report the file's flags.
-    #[error("cannot find out how the file was opened: {cause}", cause = block::explain(.0, ""))]
+    #[error("cannot read the flags of the open file: {cause}", cause = block::explain(.0, ""))]
     File(#[from] io::Error),
 }
 

@@ -78,15 +78,14 @@ pub enum Locking {
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// The file does not exist.
-    #[error("{0}: no such file; is the path right, and its file system mounted? For a disk that is to be new and empty, \
-        'qemu-img create -f {format} {0} 10G' makes one",
+    #[error("{0}: no such file; check the path, and that its file system is mounted. To create a new, empty \
+        disk, run 'qemu-img create -f {format} {0} 10G'",
         format = if .0.ends_with(".qcow2") { "qcow2" } else { "raw" })]
     Missing(String),
     /// ringdisk has no permission to open it.
-    #[error("{path}: permission denied{}; let this user read{} it, or run as one who may",
+    #[error("{path}: permission denied{}; let this user read{} it, or run ringdisk as a user who can",
         if *.write { " for writing" } else { "" }, if *.write { " and write" } else { "" })]
     Permission {
-        /// Path of the file.
         path: String,
         /// Whether it was opened for writing.
         write: bool,
@@ -111,13 +110,11 @@ pub enum OpenError {
     Locked(String),
     /// The size is not a multiple of the block size.
     #[error(
-        "{path}: size {size} is not a multiple of {unit} bytes; is it a disk at all? If so, \
-        'truncate -s %{unit} {path}' makes it longer{hint}"
+        "{path}: size {size} is not a multiple of {unit} bytes; check that it is a disk image. If so, \
+        'truncate -s %{unit} {path}' extends it{hint}"
     )]
     Size {
-        /// Path of the file.
         path: String,
-        /// Its size in bytes.
         size: u64,
         /// The unit that its size must be a multiple of.
         unit: u32,
@@ -126,12 +123,14 @@ pub enum OpenError {
     },
     /// The file is empty.
     #[error(
-        "{0}: is empty; has a copy or a restore not ended, or is it to be a new disk? Of that, 'truncate -s 10G {0}' \
-        sets the size"
+        "{0}: is empty; if it is being copied or restored, wait for that to end; for a new disk, set the size \
+        with 'truncate -s 10G {0}'"
     )]
     Empty(String),
     /// The block device has no size.
-    #[error("{0}: the block device has no size; is it set up, and its medium there?")]
+    #[error(
+        "{0}: the block device has no size; check that it is set up and its medium is inserted"
+    )]
     EmptyDevice(String),
     /// The file system does not support O_DIRECT.
     #[error(
@@ -243,15 +242,17 @@ impl DiskFile {
             Ok(true) => {}
             Ok(false) => return Err(OpenError::Locked(name)),
             // QEMU also continues without locks if a file system does not support them (some NFS mounts).
-            Err(e) => warn!("{name}: cannot be locked ({e}); nothing keeps a second writer away"),
+            Err(e) => {
+                warn!("{name}: cannot be locked ({e}); a second writer would not be detected")
+            }
         }
         let facts = match backing {
             Backing::File => regular_facts(&file, cache, read_only, locking),
             Backing::BlockDevice => device_facts(&file, cache, read_only),
         }
-        .map_err(|e| OpenError::Io(name.clone(), "find out its block size", e))?;
+        .map_err(|e| OpenError::Io(name.clone(), "read its block size", e))?;
         let identity = Identity::of_fd(&file);
-        let identity = identity.map_err(|e| OpenError::Io(name, "find out which it is", e))?;
+        let identity = identity.map_err(|e| OpenError::Io(name, "read its identity", e))?;
         Ok(Self {
             file: Arc::new(file.into()),
             backing,
@@ -314,7 +315,7 @@ impl DiskFile {
     pub fn raw_size(&self, path: &Path) -> Result<u64, OpenError> {
         let (name, facts) = (path.display().to_string(), self.facts);
         let size = self.size();
-        let size = size.map_err(|e| OpenError::Io(name.clone(), "find out its size", e))?;
+        let size = size.map_err(|e| OpenError::Io(name.clone(), "read its size", e))?;
         if size == 0 {
             return Err(match self.backing {
                 Backing::File => OpenError::Empty(name),
@@ -416,7 +417,7 @@ fn lock_patiently(file: &File, name: &str, writable: bool) -> io::Result<bool> {
 fn wait_for_release(name: &str, pause: u32) {
     if pause == 0 {
         let all = PAUSE * PAUSES;
-        info!("{name}: is in use; waiting {all:?} for whoever holds it to go");
+        info!("{name}: is in use; waiting up to {all:?} for its release");
     }
     thread::sleep(PAUSE);
 }

@@ -40,14 +40,14 @@ const WARN_EACH: Duration = Duration::from_secs(60);
 pub enum LinuxAioError {
     /// Other users have exhausted the machine's limit.
     #[error(
-        "Linux AIO has no room left (fs.aio-nr has reached fs.aio-max-nr); \
-        'sysctl -w fs.aio-max-nr=1048576' makes more"
+        "Linux AIO has no contexts left (fs.aio-nr has reached fs.aio-max-nr); raise the limit with 'sysctl -w \
+        fs.aio-max-nr=1048576'"
     )]
     Exhausted,
     /// A seccomp filter or a container runtime forbids it.
     #[error(
-        "Linux AIO is forbidden here ({0}); a container or service manager filters the system \
-        call io_setup, and must be told to let it pass"
+        "Linux AIO is forbidden here ({0}); a container or service manager filters the system call io_setup; \
+        configure it to allow the call"
     )]
     Forbidden(io::Error),
     /// The kernel was built without Linux AIO.
@@ -211,7 +211,7 @@ impl LinuxAio {
             return;
         };
         warn!(
-            "{}: io_submit blocked for {} ms, and with it every disk of this I/O thread; aio=native does \
+            "{}: io_submit blocked this I/O thread and all its disks for {} ms; aio=native does \
              so where space is not allocated yet or the device's queue is full: allocate the file \
              ('fallocate -l SIZE FILE'), or use aio=io_uring or aio=threads ({} more of these left out)",
             path_of(first.fd),

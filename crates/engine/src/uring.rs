@@ -51,12 +51,12 @@ pub enum UringError {
     Disabled(String),
     /// A seccomp filter or a container runtime forbids it.
     #[error(
-        "io_uring is forbidden here ({0}); a container or service manager filters the system \
-        call io_uring_setup, and must be told to let it pass"
+        "io_uring is forbidden here ({0}); a container or service manager filters the system call \
+        io_uring_setup; configure it to allow the call"
     )]
     Forbidden(io::Error),
     /// The kernel is older than 5.1 or was built without io_uring.
-    #[error("this kernel has no io_uring; Linux 5.19 or newer has what is needed")]
+    #[error("this kernel has no io_uring; use Linux 5.19 or newer")]
     Absent,
     /// Another error.
     #[error("io_uring cannot be set up: {cause}", cause = block::explain(.0, ""))]

@@ -65,13 +65,13 @@ pub struct InflightLayout {
 #[derive(Debug, Error)]
 pub enum InflightError {
     /// The number of queues is wrong, the region's offset is misaligned, or its length is out of range.
-    #[error("in-flight region {0:x?} is not that of a disk with {1} queues")]
+    #[error("in-flight region {0:x?} does not match a disk with {1} queues")]
     Malformed(InflightLayout, u16),
     /// The region cannot be mapped.
     #[error("in-flight region: {0}")]
     Memory(#[from] MemoryError),
     /// The region's file cannot be created.
-    #[error("cannot make memory for an in-flight region: {0}")]
+    #[error("cannot allocate an in-flight region: {0}")]
     Make(io::Error),
 }
 

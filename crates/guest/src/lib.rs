@@ -4,6 +4,8 @@
 //! Such bytes are untrusted. They are copied once, checked and converted to types; code outside this crate
 //! never reads them again.
 
+#![warn(missing_docs)]
+
 mod aio_notifier;
 pub mod blk;
 mod inflight;

@@ -41,7 +41,7 @@ pub struct LogLayout {
 #[derive(Debug, Error)]
 pub enum LogError {
     /// The log is empty or longer than any guest needs.
-    #[error("dirty log {0:x?} has not from 1 to {LOG_BYTES_MAX} bytes")]
+    #[error("dirty log {0:x?} is empty or larger than {LOG_BYTES_MAX} bytes")]
     Malformed(LogLayout),
     /// The log cannot be mapped.
     #[error("dirty log: {0}")]

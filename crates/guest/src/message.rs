@@ -47,13 +47,13 @@ pub enum MessageError {
     #[error("message {0} has {1} bytes of payload, more than {MAX_PAYLOAD}")]
     TooLong(u32, u32),
     /// The payload has the wrong length.
-    #[error("message {0} has {1} bytes of payload, which is not what it needs")]
+    #[error("message {0} has {1} bytes of payload, which does not match its type")]
     Length(u32, usize),
     /// The message has the wrong number of descriptors.
-    #[error("message {0} came with {1} file descriptors, which is not what it needs")]
+    #[error("message {0} has {1} file descriptors, which does not match its type")]
     Descriptors(u32, usize),
     /// The message has more descriptors than any message needs.
-    #[error("a message came with more than {MAX_FDS} file descriptors, which none needs")]
+    #[error("a message has more than {MAX_FDS} file descriptors, the maximum of any type")]
     TooManyDescriptors,
     /// A field has an invalid value.
     #[error("message {0}: {1}")]

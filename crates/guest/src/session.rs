@@ -153,15 +153,15 @@ pub enum SessionError {
     #[error("ring {0} does not exist, the disk has {1} queues")]
     NoRing(u32, u16),
     /// The front-end accepted features that were not offered.
-    #[error("features {0:#x} were accepted that were not offered")]
+    #[error("the front-end accepted features {0:#x}, which include some that were not offered")]
     Features(u64),
     /// The front-end added more memory regions than ringdisk accepts.
     #[error("more than {MAX_MEM_SLOTS} memory regions")]
     MemorySlots,
     /// Guest memory was truncated, or a thread that served a ring failed.
     #[error(
-        "its guest's memory was cut short while it was mapped, or an I/O thread failed (see above); \
-         it may connect again"
+        "the guest's memory file was truncated while mapped, or an I/O thread failed (see above); the \
+         front-end may reconnect"
     )]
     Aborted,
     /// The front-end asked for something that this back-end does not support.
@@ -459,7 +459,7 @@ impl Session<'_> {
             }
             Message::SetVringKick { ring, fd } => {
                 let fd = event(fd)?.ok_or(SessionError::Refused(
-                    "a ring without an eventfd for kicks would have to be polled for ever",
+                    "a ring without an eventfd for kicks is not supported",
                 ))?;
                 self.ring(ring)?;
                 self.stop(ring as u16);
@@ -612,7 +612,7 @@ impl Session<'_> {
             && saved.protocol & !PROTOCOL_FEATURES == 0;
         if !fits {
             return Err(SessionError::Refused(
-                "the disk is another than that with which the session began; it may connect again",
+                "the disk differs from the one with which the session began; the front-end may reconnect",
             ));
         }
         self.owned = true;
@@ -674,7 +674,7 @@ impl Session<'_> {
     fn negotiated(&self, protocol: u64) -> Result<(), SessionError> {
         match self.protocol() & protocol {
             0 => Err(SessionError::Refused(
-                "a message came of a protocol feature that was not negotiated",
+                "a message belongs to a protocol feature that was not negotiated",
             )),
             _ => Ok(()),
         }
@@ -730,7 +730,7 @@ impl Session<'_> {
         let migrating = self.migrating();
         if migrating && self.rings.iter().any(|r| r.unfinished && !r.requeued) {
             return Err(SessionError::Refused(
-                "the guest cannot move while its storage does not answer requests in flight",
+                "the guest cannot migrate while its storage does not answer requests in flight",
             ));
         }
         match self.rings.iter().any(|r| r.running) {

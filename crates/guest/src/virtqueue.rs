@@ -132,7 +132,7 @@ pub enum RingError {
         limit: u32,
     },
     /// A chain that was available is no longer available.
-    #[error("descriptor {0} was available and was taken back")]
+    #[error("the driver withdrew descriptor {0} after making it available")]
     TakenBack(u16),
     /// The buffer id of a packed chain is beyond the ring size, which no driver needs.
     #[error("buffer id {id} of chain {at} is beyond a queue of {size}")]
@@ -157,8 +157,8 @@ pub enum RingError {
     Inflight(&'static str),
     /// The requests in flight are unknown.
     #[error(
-        "its in-flight region was too small, and the process that served it was killed, so that nobody knows which \
-         requests it had in flight; reset the guest"
+        "its in-flight region was too small and the process that served it was killed, so its requests in \
+         flight are unknown; reset the guest"
     )]
     Untracked,
     /// A buffer is not in guest memory.

@@ -48,41 +48,28 @@ pub enum AllowedError {
     /// The file is in none of the allowed directories.
     #[error(
         "it names '{name}', which is in none of the directories that its images may be in \
-        ({allowed}); --allow-backing DIR allows another one, if you trust whoever made the image"
+        ({allowed}); --allow-backing DIR allows another one, if you trust the creator of the image"
     )]
-    Outside {
-        /// The name in the image.
-        name: String,
-        /// The allowed directories.
-        allowed: String,
-    },
+    Outside { name: String, allowed: String },
     /// The file is a symbolic link that leads out of the allowed directories.
     #[error(
         "it names '{name}', a symbolic link to '{target}', which is in none of the directories that its images may be in \
-        ({allowed}); --allow-backing DIR allows another one, if you trust whoever made the image"
+        ({allowed}); --allow-backing DIR allows another one, if you trust the creator of the image"
     )]
     Link {
-        /// The name in the image.
         name: String,
-        /// The target of the link.
         target: String,
-        /// The allowed directories.
         allowed: String,
     },
     /// The file does not exist.
     #[error(
-        "it names '{0}', and there is no such file; put it back where it was: the image needs what is in it, which is not in \
-        a new and empty one"
+        "it names '{0}', and there is no such file; restore the file: the image needs its content, and a new, \
+        empty file would not have it"
     )]
     Missing(String),
     /// The kernel does not open the file.
     #[error("it names '{name}', which cannot be opened: {source}")]
-    Open {
-        /// The name in the image.
-        name: String,
-        /// The error from the kernel.
-        source: io::Error,
-    },
+    Open { name: String, source: io::Error },
     /// The file is neither a regular file nor a block device.
     #[error("it names '{0}', which is neither a file nor a block device")]
     Kind(String),

@@ -58,27 +58,18 @@ enum LayerImage {
 pub enum ReadLocation {
     /// In a file, contiguous.
     Data {
-        /// The file.
         file: FileIndex,
-        /// The offset in the file.
         at: FileOffset,
-        /// The length in bytes.
         len: u64,
     },
     /// In no file: it reads as zeroes.
-    Zero {
-        /// The length in bytes.
-        len: u64,
-    },
+    Zero { len: u64 },
     /// In a compressed cluster.
     Compressed(Compressed),
     /// Unknown until a thread that may block has called [`Chain::load`]. Then look the range up again.
     Load(MissingMetadata),
     /// The table entry is invalid: reading it is an error.
-    Damaged {
-        /// The length in bytes.
-        len: u64,
-    },
+    Damaged { len: u64 },
 }
 
 /// Where to write a piece of a disk.
@@ -86,25 +77,16 @@ pub enum ReadLocation {
 pub enum WriteLocation {
     /// To a file, contiguous.
     InPlace {
-        /// The file.
         file: FileIndex,
-        /// The offset in the file.
         at: FileOffset,
-        /// The length in bytes.
         len: u64,
     },
     /// To clusters that [`Chain::prepare_write`] allocates for it.
-    Allocate {
-        /// The length in bytes.
-        len: u64,
-    },
+    Allocate { len: u64 },
     /// As with [`ReadLocation::Load`].
     Load(MissingMetadata),
     /// The table entry is invalid: writing it is an error.
-    Damaged {
-        /// The length in bytes.
-        len: u64,
-    },
+    Damaged { len: u64 },
 }
 
 /// A piece of a compressed cluster. To read it, read `bytes` from the file at `at` (fewer if the file ends before),
@@ -112,7 +94,6 @@ pub enum WriteLocation {
 /// `skip` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Compressed {
-    /// The file.
     pub file: FileIndex,
     /// The offset in the file, not aligned to anything.
     pub at: FileOffset,

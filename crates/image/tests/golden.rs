@@ -33,68 +33,69 @@ fn assert_same(got: &[u8], want: &[u8], what: &str) {
 
 #[test]
 fn golden_images_read_as_in_qemu_img() {
-    for_all(
-        "golden_images_read_as_in_qemu_img",
-        |variant, directory| {
-            let before = std::fs::read(directory.join("disk.qcow2")).unwrap();
-            let want = qemu::content(directory, "disk.qcow2", "qcow2");
-            let disk = Disk::open(&directory.join("disk.qcow2"), READ).unwrap();
-            assert_same(&disk.content().unwrap(), &want, variant.name);
-            let after = std::fs::read(directory.join("disk.qcow2")).unwrap();
-            assert!(before == after, "{}: reading has changed it", variant.name);
-        },
-    );
+    for_all("golden_images_read_as_in_qemu_img", |variant, directory| {
+        let before = std::fs::read(directory.join("disk.qcow2")).unwrap();
+        let want = qemu::content(directory, "disk.qcow2", "qcow2");
+        let disk = Disk::open(&directory.join("disk.qcow2"), READ).unwrap();
+        assert_same(&disk.content().unwrap(), &want, variant.name);
+        let after = std::fs::read(directory.join("disk.qcow2")).unwrap();
+        assert!(before == after, "{}: reading has changed it", variant.name);
+    });
 }
 
 #[test]
 fn golden_images_are_consistent_after_writes() {
-    for_all("golden_images_are_consistent_after_writes", |variant, directory| {
-        let file = directory.join("disk.qcow2");
-        let mut want = qemu::content(directory, "disk.qcow2", "qcow2");
-        let mut random = Random(2);
-        for round in 0..3 {
-            let disk = Disk::open(&file, WRITE).unwrap();
-            for number in 0..150_u64 {
-                let size = want.len() as u64;
-                let (at, len) = random.range(size, disk.chain.image().unwrap().cluster_bytes());
-                let range = at as usize..(at + len) as usize;
-                match random.below(8) {
-                    0 => {
-                        let unmap = random.one_in(2);
-                        disk.zero(at, len, ZeroMode::Zeroes { unmap }).unwrap();
-                        want[range].fill(0);
-                    }
-                    1 => {
-                        disk.zero(at, len, ZeroMode::Discard).unwrap();
-                        // Zeroes or as before.
-                        disk.read(at, &mut want[range]).unwrap();
-                    }
-                    2 => disk.flush().unwrap(),
-                    _ => {
-                        let data: Vec<u8> = (0..len).map(|i| (i / 512 + number) as u8).collect();
-                        disk.write(at, &data).unwrap();
-                        want[range].copy_from_slice(&data);
+    for_all(
+        "golden_images_are_consistent_after_writes",
+        |variant, directory| {
+            let file = directory.join("disk.qcow2");
+            let mut want = qemu::content(directory, "disk.qcow2", "qcow2");
+            let mut random = Random(2);
+            for round in 0..3 {
+                let disk = Disk::open(&file, WRITE).unwrap();
+                for number in 0..150_u64 {
+                    let size = want.len() as u64;
+                    let (at, len) = random.range(size, disk.chain.image().unwrap().cluster_bytes());
+                    let range = at as usize..(at + len) as usize;
+                    match random.below(8) {
+                        0 => {
+                            let unmap = random.one_in(2);
+                            disk.zero(at, len, ZeroMode::Zeroes { unmap }).unwrap();
+                            want[range].fill(0);
+                        }
+                        1 => {
+                            disk.zero(at, len, ZeroMode::Discard).unwrap();
+                            // Zeroes or as before.
+                            disk.read(at, &mut want[range]).unwrap();
+                        }
+                        2 => disk.flush().unwrap(),
+                        _ => {
+                            let data: Vec<u8> =
+                                (0..len).map(|i| (i / 512 + number) as u8).collect();
+                            disk.write(at, &data).unwrap();
+                            want[range].copy_from_slice(&data);
+                        }
                     }
                 }
-            }
-            assert_same(&disk.content().unwrap(), &want, variant.name);
-            if round == 1 && variant.grows() {
-                let size = want.len() + (300 << 10);
-                disk.grow(size as u64).unwrap();
-                want.resize(size, 0);
                 assert_same(&disk.content().unwrap(), &want, variant.name);
+                if round == 1 && variant.grows() {
+                    let size = want.len() + (300 << 10);
+                    disk.grow(size as u64).unwrap();
+                    want.resize(size, 0);
+                    assert_same(&disk.content().unwrap(), &want, variant.name);
+                }
+                disk.chain.close().unwrap();
+                qemu::check(directory, "disk.qcow2", false);
+                let got = qemu::content(directory, "disk.qcow2", "qcow2");
+                assert_same(&got, &want, variant.name);
+                if variant.has_raw_data_file() {
+                    // The data file is the disk, byte for byte, whoever reads it.
+                    let data = std::fs::read(directory.join("data")).unwrap();
+                    assert_same(&data, &want, variant.name);
+                }
             }
-            disk.chain.close().unwrap();
-            qemu::check(directory, "disk.qcow2", false);
-            let got = qemu::content(directory, "disk.qcow2", "qcow2");
-            assert_same(&got, &want, variant.name);
-            if variant.has_raw_data_file() {
-                // The data file is the disk, byte for byte, whoever reads it.
-                let data = std::fs::read(directory.join("data")).unwrap();
-                assert_same(&data, &want, variant.name);
-            }
-        }
-    });
+        },
+    );
 }
 
 #[test]

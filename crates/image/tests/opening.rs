@@ -263,12 +263,12 @@ fn open_errors_give_cause_and_next_step() {
     make("-u -b nbd://localhost/disk -F raw");
     refused(&["not a file"]);
     make("-u -b base.vmdk -F vmdk");
-    refused(&["vmdk", "raw and qcow2"]);
+    refused(&["vmdk", "use raw or qcow2"]);
     symlink("disk.qcow2", directory.join("itself")).unwrap();
     make("-u -b itself -F qcow2");
     refused(&["its own backing file"]);
     make("-u -b gone.raw -F raw");
-    refused(&["gone.raw", "put it back"]);
+    refused(&["gone.raw", "restore the file"]);
     let secret = "--object secret,id=s,data=abc -o encrypt.format=luks,encrypt.key-secret=s";
     let secret = format!("{secret},encrypt.iter-time=10");
     make(&secret);

@@ -12,36 +12,27 @@ pub enum RbdError {
     Library(String, LibraryError),
     /// The configuration file cannot be read.
     #[error(
-        "{image}: Ceph's configuration {file} cannot be read: {error}; conf=PATH names another"
+        "{image}: cannot read Ceph's configuration {file}: {error}; conf=PATH selects another file"
     )]
     Conf {
-        /// The image's name.
         image: String,
-        /// The configuration file's path.
         file: String,
-        /// The error that the library reported.
         error: io::Error,
     },
     /// The library does not accept an option.
     #[error("{image}: librados refuses {key}={value}: {error}")]
     Option {
-        /// The image's name.
         image: String,
-        /// The option's name.
         key: String,
-        /// The value that was refused.
         value: String,
-        /// The error that the library reported.
         error: io::Error,
     },
     /// The cluster does not admit this user, or does not answer.
     #[error("{image}: cannot connect to the cluster as client.{id}: {error}; {hint}")]
     Connect {
-        /// The image's name.
         image: String,
         /// The user, without `client.`.
         id: String,
-        /// The error that the library reported.
         error: io::Error,
         /// What to check next.
         hint: &'static str,
@@ -53,7 +44,8 @@ pub enum RbdError {
     Pool(String, String),
     /// The image or snapshot does not exist.
     #[error(
-        "{0}: there is no such image or snapshot; `rbd ls` and `rbd snap ls` list them, and `rbd create` makes one"
+        "{0}: there is no such image or snapshot; `rbd ls` and `rbd snap ls` list them, and `rbd create` \
+            creates an image"
     )]
     Missing(String),
     /// This user may not open the image.
@@ -63,22 +55,18 @@ pub enum RbdError {
     )]
     Permission(String),
     /// The image's size is zero or not a multiple of 512 bytes.
-    #[error(
-        "{0}: its size, {1} bytes, is not a multiple of 512, or nothing; `rbd resize` makes it longer"
-    )]
+    #[error("{0}: its size of {1} bytes is zero or not a multiple of 512; `rbd resize` extends it")]
     Size(String, u64),
     /// The image's own settings enable the cache, although each write must be durable.
     #[error(
-        "{image}: {origin} switches rbd_cache on, which goes before what ringdisk says, and with cache={cache} each \
-         write must be durable when it is done; `rbd config image rm {image} rbd_cache` (or `rbd config pool rm`) \
+        "{image}: {origin} enables rbd_cache and overrides ringdisk, but with cache={cache} each write must be \
+         durable on completion; `rbd config image rm {image} rbd_cache` (or `rbd config pool rm`) \
          removes it, or use cache=writeback"
     )]
     Cached {
-        /// The image's name.
         image: String,
         /// Where the cache is enabled.
         origin: String,
-        /// The disk's cache mode.
         cache: String,
     },
     /// Any other operation failed: the image, the operation and the error.

@@ -131,7 +131,7 @@ impl RbdImage {
         }
         let size = this.size();
         this.tracker.record_size(&size);
-        let size = size.map_err(|e| this.io("find out its size", e))?;
+        let size = size.map_err(|e| this.io("read its size", e))?;
         if size == 0 || !size.is_multiple_of(512) {
             return Err(RbdError::Size(name, size));
         }
@@ -330,10 +330,10 @@ impl RbdImage {
         self.connection.set_blocklisted();
         if !self.blocklist_reported.swap(true, Ordering::Relaxed) {
             error!(
-                "{}: this client (client.{}) is on the cluster's blocklist (RBD_BLOCKLISTED): another one has taken its \
-                 lock over, or an administrator put it there. Nothing more is read or written, so that nothing is \
-                 overwritten; make sure that no other VM uses the image, and serve it anew ('ringdisk detach', \
-                 'ringdisk attach'), which makes a new client",
+                "{}: this client (client.{}) is on the cluster's blocklist (RBD_BLOCKLISTED): another client took \
+                 over its lock, or an administrator added it. ringdisk stops reading and writing the image to \
+                 avoid overwriting data; make sure that no other VM uses the image, then attach it again \
+                 ('ringdisk detach', 'ringdisk attach'), which creates a new client",
                 self.location,
                 self.connection.client()
             );

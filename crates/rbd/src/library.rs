@@ -24,7 +24,6 @@ pub enum LibraryError {
          and RHEL"
     )]
     Missing {
-        /// Its soname.
         name: &'static str,
         /// The package that contains it.
         package: &'static str,
@@ -32,11 +31,9 @@ pub enum LibraryError {
         why: String,
     },
     /// A library lacks a function.
-    #[error("{name} has no {function}, so it is older than Ceph 14; a newer one is needed")]
+    #[error("{name} has no {function}, so it is older than Ceph 14; install a newer one")]
     Old {
-        /// The library's soname.
         name: &'static str,
-        /// The missing function.
         function: &'static str,
     },
 }

@@ -17,9 +17,7 @@ const OPTIONS_MAX: usize = 64;
 pub struct Location {
     /// The pool that contains the image.
     pub pool: String,
-    /// The pool's namespace.
     pub namespace: Option<String>,
-    /// The image's name.
     pub image: String,
     /// The snapshot to open, read-only; the image itself if absent.
     pub snapshot: Option<String>,

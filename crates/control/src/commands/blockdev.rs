@@ -15,7 +15,6 @@ union! {
         discard: Option<Discard> = "discard",
         /// The cache mode.
         cache: Option<BlockdevCacheOptions> = "cache",
-        /// Whether the node is read-only.
         read_only: Option<bool> = "read-only",
         /// Whether the node may be opened read-only if it cannot be written.
         auto_read_only: Option<bool> = "auto-read-only",
@@ -98,9 +97,7 @@ record! {
     BlockdevOptionsRbd {
         /// The pool that contains the image.
         pool: String = "pool",
-        /// The pool's namespace.
         namespace: Option<String> = "namespace",
-        /// The image's name.
         image: String = "image",
         /// Ceph's configuration file.
         conf: Option<String> = "conf",
@@ -214,7 +211,6 @@ words_of! { DetectZeroes as BlockdevDetectZeroesOptions { Off = "off", On = "on"
 record! {
     /// Arguments of `blockdev-del`.
     BlockdevDel {
-        /// The node's name.
         node_name: String = "node-name",
     }
 }

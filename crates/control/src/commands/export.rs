@@ -8,7 +8,6 @@ use crate::qapi::{ArgumentPath, Id, Qapi, Schema};
 union! {
     /// `BlockExportOptions`: how to export a block node.
     BlockExportOptions {
-        /// The export's id.
         id: Id = "id",
         /// The node to export.
         node_name: String = "node-name",
@@ -122,7 +121,6 @@ impl Qapi for SocketPath {
 record! {
     /// Arguments of `block-export-del`.
     BlockExportDel {
-        /// The export's id.
         id: String = "id",
         /// Whether a connected front-end may be disconnected; `safe` if absent.
         mode: Option<BlockExportRemoveMode> = "mode",

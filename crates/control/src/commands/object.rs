@@ -5,7 +5,6 @@ use super::throttle::ThrottleGroupProperties;
 union! {
     /// `ObjectOptions`: an object to be created.
     ObjectOptions {
-        /// The object's id.
         id: Id = "id",
     }
     /// `ObjectType`
@@ -29,7 +28,6 @@ record! {
 record! {
     /// Arguments of `object-del`.
     ObjectDel {
-        /// The object's id.
         id: String = "id",
     }
 }

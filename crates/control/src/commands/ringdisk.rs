@@ -15,7 +15,6 @@ record! {
 record! {
     /// Arguments of `x-ringdisk-resize`.
     RingdiskResize {
-        /// The disk's name.
         id: String = "id",
         /// The new size in bytes, never less than the current size; the size of its file if absent.
         size: Option<u64> = "size",
@@ -33,7 +32,6 @@ record! {
 record! {
     /// Arguments of `x-ringdisk-detach`.
     RingdiskDetach {
-        /// The disk's name.
         id: String = "id",
         /// Whether a connected front-end is disconnected; otherwise the disk stays. False if absent.
         force: Option<bool> = "force",
@@ -43,7 +41,6 @@ record! {
 record! {
     /// Arguments of `x-ringdisk-replace`.
     RingdiskReplace {
-        /// The disk's name.
         id: String = "id",
         /// The file that contains the disk from now on.
         file: FilePath = "file",
@@ -66,7 +63,6 @@ words! {
 record! {
     /// Arguments of `x-ringdisk-resume`.
     RingdiskResume {
-        /// The disk's name.
         id: String = "id",
         /// Whether the errors are reported to the guest; otherwise the requests are retried. False if absent.
         report: Option<bool> = "report",

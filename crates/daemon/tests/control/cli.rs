@@ -241,9 +241,9 @@ fn missing_control_socket_is_explained() {
                 .arg(ringdisk.path(control)),
         )
     };
-    list("absent.qmp").assert_fails(1, &["absent.qmp", "is `ringdisk serve` running"]);
+    list("absent.qmp").assert_fails(1, &["absent.qmp", "check that `ringdisk serve` runs"]);
     drop(std::os::unix::net::UnixListener::bind(ringdisk.path("dead.qmp")).unwrap());
-    list("dead.qmp").assert_fails(1, &["dead.qmp", "nobody listens", "ringdisk serve"]);
+    list("dead.qmp").assert_fails(1, &["dead.qmp", "no process listens", "ringdisk serve"]);
     let mode = fs::metadata(&ringdisk.control)
         .unwrap()
         .permissions()
@@ -282,7 +282,10 @@ fn default_control_socket() {
         as_user(command.args(arguments));
         CommandOutput::of(&mut command)
     };
-    ringdisk(&["list"]).assert_fails(1, &["ringdisk/control.qmp", "is `ringdisk serve` running"]);
+    ringdisk(&["list"]).assert_fails(
+        1,
+        &["ringdisk/control.qmp", "check that `ringdisk serve` runs"],
+    );
     let mut first = Server::ringdisk_command(serve()).unwrap();
     assert_eq!(first.socket(), run.join("null.sock"));
     let listed = ringdisk(&["list", "--json"]);

@@ -37,7 +37,12 @@ fn unusable_files_are_refused() {
         ("empty.raw", &["is empty", "truncate -s"]),
         (
             "odd.raw",
-            &["1000000", "multiple of", "is it a disk", "truncate -s %"],
+            &[
+                "1000000",
+                "multiple of",
+                "check that it is a disk image",
+                "truncate -s %",
+            ],
         ),
         ("odd.raw,cache=writeback", &["1000000", "multiple of 512"]),
         (
@@ -170,7 +175,7 @@ fn invalid_options_are_usage_errors() {
         ("queue-size=2048", &["power of two", "1024"]),
         ("readonly=yes", &["neither on nor off"]),
         ("fixed-buffers=1", &["neither on nor off"]),
-        ("format=vmdk", &["raw and qcow2"]),
+        ("format=vmdk", &["use raw or qcow2"]),
         ("name=9", &["not a letter"]),
         ("serial=a-serial-that-is-too-long", &["20 ASCII"]),
         ("socket=/else", &["socket is given twice"]),

@@ -113,7 +113,7 @@ impl Session<'_> {
                 if let Some(error) = &state.error
                     && let Err(e) = self.notifier.notify(error)
                 {
-                    debug!("the front-end is not told of the ring that was given up: {e}");
+                    debug!("cannot notify the front-end of a failed ring: {e}");
                 }
                 return Ok(());
             }

@@ -113,7 +113,7 @@ fn only_files_and_devices_are_opened() {
         ("", "not a file"),
         ("pipe", "neither a file"),
         (".", "none of the directories"),
-        ("missing", "put it back"),
+        ("missing", "restore the file"),
     ] {
         let error = place.open(&["images/vm"], name).unwrap_err();
         assert!(error.contains(says), "{name}: {error}");

@@ -44,7 +44,7 @@ impl Chain {
                     compressed.len
                 }
                 ReadLocation::Damaged { .. } => {
-                    let what = "a part of the disk is nowhere that could be; offset of the disk";
+                    let what = "a table entry of the disk is invalid; offset of the disk";
                     return Err(ImageError::Damaged(Damage { what, at: at.0 }));
                 }
             };

@@ -45,7 +45,7 @@ impl FromStr for LayerFormat {
             "raw" | "file" | "host_device" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
             _ => Err(format!(
-                "'{text}' is not a format that is known here; raw and qcow2 are"
+                "'{text}' is not a supported format; use raw or qcow2"
             )),
         }
     }
@@ -136,13 +136,15 @@ enum LayerError {
     #[error(transparent)]
     Io(#[from] io::Error),
     #[error(
-        "it does not say which format its backing file '{0}' has, and the content is not to be \
-        trusted; 'qemu-img rebase -u -F FORMAT -b {0}' writes it down, with raw or qcow2 for FORMAT"
+        "it does not name the format of its backing file '{0}', which cannot be guessed safely; set it with \
+        'qemu-img rebase -u -F FORMAT -b {0}', where FORMAT is raw or qcow2"
     )]
     FormatMissing(String),
-    #[error("its backing file '{0}': {1}; 'qemu-img convert' makes one of the other")]
+    #[error("its backing file '{0}': {1}; 'qemu-img convert' changes the format")]
     Format(String, String),
-    #[error("it is its own backing file, by way of others; 'qemu-img rebase' changes that")]
+    #[error(
+        "it is directly or indirectly its own backing file; 'qemu-img rebase' changes the backing file"
+    )]
     Loop,
     #[error(
         "it is the {DEPTH_MAX}th backing file in a row and has another; 'qemu-img rebase' of the first image \
@@ -150,8 +152,8 @@ enum LayerError {
     )]
     Depth,
     #[error(
-        "its data is in another file that it does not name; 'qemu-img amend -o data_file=NAME' \
-        writes it down"
+        "its data is in an external file that it does not name; set the name with 'qemu-img amend -o \
+        data_file=NAME'"
     )]
     DataFileUnnamed,
     #[error("the tables of the chain need more than {} MiB", L1_BYTES_MAX >> 20)]

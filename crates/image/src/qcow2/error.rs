@@ -9,24 +9,18 @@ pub enum ImageError {
     /// A table could not be read or written. The caller may retry the change.
     #[error("{doing} at byte {at}: {source}")]
     Io {
-        /// The operation that failed.
         doing: &'static str,
-        /// The offset in the file.
         at: u64,
-        /// The error from the kernel.
         source: io::Error,
     },
     /// The kernel could not write data from the page cache, and has dropped it. Nothing that was written since the
     /// last flush, or is written from now on, counts as durable.
     #[error(
-        "an fdatasync of the image failed ({source}), and what the page cache had to write then is lost for \
-        good; no flush succeeds until it is served anew: repair the storage, check the guest's file \
+        "an fdatasync of the image failed ({source}), and the page cache dropped the data that it had to \
+        write; every flush fails until the disk is served again: repair the storage, check the guest's file \
         systems, and restart"
     )]
-    Lost {
-        /// The error from the kernel.
-        source: io::Error,
-    },
+    Lost { source: io::Error },
     /// The image contradicts itself. Nothing more is written to it.
     #[error("{0}; nothing more is written to it; run 'qemu-img check' on it")]
     Damaged(Damage),

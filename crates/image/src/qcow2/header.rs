@@ -74,12 +74,14 @@ pub(crate) struct BitmapsExtension {
 pub enum HeaderError {
     /// The first bytes are not those of the format.
     #[error(
-        "it is not a qcow2 image, or its beginning is damaged; say format=raw only if a guest has used it as a raw disk: \
-        whatever else it is would be overwritten"
+        "it is not a qcow2 image, or its header is damaged; use format=raw only if a guest has used it as a \
+        raw disk: any other content would be overwritten"
     )]
     Magic,
     /// The version is neither 2 nor 3.
-    #[error("version {0} of qcow2 is not known; 'qemu-img convert -O qcow2' makes one that is")]
+    #[error(
+        "version {0} of qcow2 is not supported; 'qemu-img convert -O qcow2' creates a supported one"
+    )]
     Version(u32),
     /// The guest's data cannot be read without a key.
     #[error(
@@ -89,8 +91,7 @@ pub enum HeaderError {
     Encrypted(&'static str),
     /// The image needs a feature that is not supported.
     #[error(
-        "it uses what is not known here: {0}; 'qemu-img convert -O qcow2' makes an image \
-        without it"
+        "it uses unsupported features: {0}; 'qemu-img convert -O qcow2' creates an image without them"
     )]
     Feature(String),
     /// A field has an invalid value.
@@ -98,7 +99,6 @@ pub enum HeaderError {
     Field {
         /// The name of the field in the specification.
         field: &'static str,
-        /// The value in the header.
         value: u64,
         /// What is wrong with the value.
         why: &'static str,

@@ -72,8 +72,8 @@ pub enum Qcow2Error {
     Image(ImageError),
     /// The image is marked as corrupt.
     #[error(
-        "it is marked as corrupt; repair a copy of it with 'qemu-img check -r all', or open it \
-        read-only if what can still be read is wanted"
+        "it is marked as corrupt; repair a copy of it with 'qemu-img check -r all', or open it read-only to \
+        read what is still readable"
     )]
     Corrupt,
     /// The clusters are smaller than the unit in which the file can be written.
@@ -82,7 +82,6 @@ pub enum Qcow2Error {
         in; 'qemu-img convert -o cluster_size=64k' makes an image with larger ones"
     )]
     Block {
-        /// The size of a cluster in bytes.
         cluster: u64,
         /// The unit of writes to the file in bytes.
         block: u32,
@@ -94,26 +93,26 @@ pub enum Qcow2Error {
     )]
     TooMuchToRepair,
     /// The caller has stopped a repair or a replay.
-    #[error(
-        "stopped while it was being opened; nothing is lost, and the next start goes on with it"
-    )]
+    #[error("stopped while it was being opened; nothing is lost, and the next start continues")]
     Stopped,
     /// The journal cannot be read.
     #[error(
-        "the journal of what a killed process had acknowledged cannot be read: {0}; leave it there, and start again \
-        when that is mended; only if it cannot be, move it away, which loses writes that the guest had not flushed"
+        "the journal of a killed process cannot be read: {0}; leave it in place, and start again when the \
+        problem is fixed; move it away only if it cannot be fixed, because writes that the guest had not \
+        flushed are then lost"
     )]
     Journal(#[source] std::io::Error),
     /// The journal belongs to the image, but cannot be replayed.
     #[error(
-        "what a killed process had acknowledged cannot be done again: {0}; {advice}",
+        "the journal of a killed process cannot be replayed: {0}; {advice}",
         advice = match .0 {
             ImageError::Damaged(_) | ImageError::Unsupported(_) => {
-                "keep a copy of the image and of the journal; without the journal, which can be moved away, writes that the \
-                 guest had not flushed are lost"
+                "keep copies of the image and the journal; moving the journal away lets the image open, but \
+                 loses writes that the guest had not flushed"
             }
             _ => {
-                "nothing is lost: leave the journal there, and start again when there is space, or the storage works"
+                "nothing is lost: leave the journal in place, and start again when there is space and the \
+                    storage works"
             }
         }
     )]
@@ -301,7 +300,7 @@ fn read_refcounts(
     blocks.sort_unstable();
     match blocks.windows(2).find(|two| two[0] == two[1]) {
         Some(two) => Err(ImageError::damaged(
-            "its refcount table leads to one block more than once",
+            "its refcount table refers to a block more than once",
             two[0].bytes(),
         )),
         None => Ok(refcounts),

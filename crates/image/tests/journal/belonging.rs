@@ -189,7 +189,7 @@ fn opens(host: &Host, directory: &Path, journal: Vec<u8>) -> bool {
     };
     let said = e.to_string();
     assert!(
-        e.is_journal_error() && said.contains("leave it there"),
+        e.is_journal_error() && said.contains("leave it in place"),
         "{said}"
     );
     assert_eq!(host.image.bytes(), image);

@@ -120,9 +120,9 @@ fn replay_without_space_keeps_journal() {
     host.fill_up(true, false);
     let error = host.open(directory).err().unwrap().to_string();
     println!("{error}");
-    assert!(error.contains("leave the journal there"), "{error}");
+    assert!(error.contains("leave the journal in place"), "{error}");
     assert!(
-        !error.contains("remove") && !error.contains("moved away"),
+        !error.contains("remove") && !error.contains("moving the journal away"),
         "{error}"
     );
     host.fill_up(false, false);

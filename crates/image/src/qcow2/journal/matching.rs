@@ -47,7 +47,7 @@ pub(in crate::qcow2) fn read(place: &JournalFile, image: JournalBits) -> io::Res
     let contents = match Contents::read(&*place.storage)? {
         Ok(contents) => contents,
         Err(NoSlot::Damaged) if marked => {
-            let problem = "nothing can be made of its first bytes, which say what is in it";
+            let problem = "its first bytes, which describe its content, are damaged";
             return Err(io::Error::other(problem));
         }
         Err(NoSlot::Damaged) => return Ok(Found::Outdated),
@@ -61,7 +61,7 @@ pub(in crate::qcow2) fn read(place: &JournalFile, image: JournalBits) -> io::Res
             all: image.bits & OVERTAKEN == 0,
         }),
         (JournalMatch::Truncated, _) => Err(io::Error::other(
-            "its end is missing, or damaged, and with it what had been acknowledged",
+            "its end is missing or damaged, so acknowledged changes are lost",
         )),
         // The image does not mean this old journal, whose changes have all been applied.
         (JournalMatch::None, true) if marked => Ok(Found::Missing),
