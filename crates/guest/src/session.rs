@@ -2,6 +2,7 @@
 //! the connection (QEMU's `docs/interop/vhost-user.rst`).
 
 mod rings;
+mod saving;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,7 +19,7 @@ use crate::inflight::{Inflight, InflightError, InflightLayout};
 use crate::log::{DirtyLog, LogError};
 use crate::memory::{GuestMemory, MemoryError};
 use crate::message::{self, Config, Header, MAX_MEM_SLOTS, Message, MessageError};
-use crate::saved::{SavedRing, SavedSession};
+use crate::saved::SavedSession;
 use crate::sigbus::SessionAbort;
 use crate::socket::{self, FrontendChannel, NoMessage};
 use crate::virtqueue::{RingBase, RingError, Virtqueue};
@@ -576,89 +577,6 @@ impl Session<'_> {
         let channel = FrontendChannel::new(fd.clone());
         self.channel = Some(fd);
         self.device.set_frontend(Some(channel));
-    }
-
-    /// The state that another process needs to continue the session. All rings have stopped.
-    fn save(&self) -> SavedSession {
-        let ring = |ring: &Ring| SavedRing {
-            size: ring.size,
-            addr: ring.addr,
-            base: ring.base.or(ring.base_at_reset),
-            kick: ring.kick.clone(),
-            call: ring.call.clone(),
-            error: ring.error.clone(),
-            enabled: ring.enabled,
-            unfinished: ring.unfinished,
-        };
-        SavedSession {
-            features: self.features,
-            protocol: self.protocol(),
-            status: self.status,
-            memory: self.memory.regions().collect(),
-            inflight: (self.inflight.as_ref()).map(|i| i.region(self.packed())),
-            log: self.log.as_ref().map(|log| log.region()),
-            log_event: self.log_event.clone(),
-            channel: self.channel.clone(),
-            rings: self.rings.iter().map(ring).collect(),
-            deferred: self.deferred,
-            abort: Some(self.abort.clone()),
-        }
-    }
-
-    /// Continues a saved session.
-    fn restore(&mut self, saved: SavedSession) -> Result<(), SessionError> {
-        let fits = saved.rings.len() == self.rings.len()
-            && self.acceptable(saved.features)
-            && saved.protocol & !PROTOCOL_FEATURES == 0;
-        if !fits {
-            return Err(SessionError::Refused(
-                "the disk differs from the one with which the session began; the front-end may reconnect",
-            ));
-        }
-        self.owned = true;
-        (self.features, self.protocol, self.status) =
-            (saved.features, Some(saved.protocol), saved.status);
-        if saved.features != 0 {
-            self.device.set_features(saved.features & !F_LOG_ALL);
-        }
-        let mut memory = GuestMemory::watched(self.abort.clone());
-        for (layout, file) in saved.memory {
-            memory = memory.with_region(layout, file)?;
-        }
-        self.memory = Arc::new(memory);
-        if let Some((layout, file)) = saved.inflight {
-            let (queues, abort) = (self.device.queues(), Some(self.abort.clone()));
-            self.inflight = Some(Inflight::map_watched(layout, file, queues, abort)?);
-        }
-        if let Some((layout, file)) = saved.log {
-            let log = DirtyLog::map(layout, file, Some(self.abort.clone()))?;
-            self.log = Some(Arc::new(log));
-        }
-        self.log_event = saved.log_event;
-        self.deferred = saved.deferred;
-        if let Some(channel) = saved.channel {
-            self.open_channel(channel);
-        }
-        for (ring, saved) in self.rings.iter_mut().zip(saved.rings) {
-            *ring = Ring {
-                size: saved.size,
-                addr: saved.addr,
-                base: saved.base,
-                kick: saved.kick,
-                call: saved.call,
-                error: saved.error,
-                enabled: saved.enabled,
-                unfinished: saved.unfinished,
-                // If there is a region, the requests were put back when the ring stopped.
-                requeued: saved.unfinished && self.inflight.is_some(),
-                ..Ring::default()
-            };
-        }
-        match self.deferred {
-            None => self.start_again((0..self.device.queues()).collect()),
-            // The front-end is stopping all rings.
-            Some(_) => Ok(()),
-        }
     }
 
     /// The protocol features. If the back-end was restarted while the VM was paused, QEMU 7.2 does not ask
