@@ -1,4 +1,5 @@
-//! What every measurement and test from outside needs: guests and their kernels, QMP, latencies, random numbers.
+//! What measurements and tests from outside have in common: guests and their kernels, background programs, QMP,
+//! latencies, random numbers, charts.
 //!
 //! Used by the lab, which ships, and by testkit and xtask, which do not. It depends on nothing of the data path, and on
 //! nothing that only tests need.
@@ -10,3 +11,4 @@ pub mod process;
 pub mod qemu;
 pub mod qmp;
 pub mod random;
+pub mod svg;

@@ -4,7 +4,6 @@ mod advice;
 mod charts;
 mod html;
 mod ratios;
-mod svg;
 mod tables;
 
 use std::fmt::Write as _;

@@ -303,7 +303,7 @@ fn libvirt(settings: &Settings) -> String {
         }
         _ => ("file", format!("<source file='{}'/>", disk_of(settings))),
     };
-    let source = super::svg::escape(&source)
+    let source = harness::svg::escape(&source)
         .replace("&lt;", "<")
         .replace("&gt;", ">")
         .replace("&#39;", "'");

@@ -1,8 +1,8 @@
 //! The charts of a report.
 
 use harness::histogram::Histogram;
+use harness::svg::{Anchor, Svg, short, ticks, width};
 
-use super::svg::{Anchor, Svg, short, ticks, width};
 use crate::analysis::{Analysis, Question};
 use crate::plan::workload::KEYS;
 use crate::stats::Verdict;

@@ -3,11 +3,11 @@
 use std::fmt::Write as _;
 
 use harness::histogram::Histogram;
+use harness::svg::{escape, short};
 
 use super::advice::advice;
 use super::charts::{self, Grid, Series, latency, percent};
 use super::ratios;
-use super::svg::{escape, short};
 use crate::analysis::{Analysis, Outcome, Question};
 use crate::plan::words::Against;
 

@@ -3,9 +3,9 @@
 
 use std::fmt::Write as _;
 
+use harness::svg::{escape, short};
 use serde_json::{Value, json};
 
-use super::svg::{escape, short};
 use crate::analysis::{Analysis, Ratio};
 use crate::journal::Sample;
 

@@ -1,29 +1,33 @@
 //! The picture for the README: 4k random reads, a row per backing, IOPS on the left and CPU per I/O on the right.
 
-use std::fmt::Write;
 use std::path::Path;
 
 use anyhow::Context;
+use harness::svg::{Anchor, Svg};
 
 use super::plan::{Backing, Client, Server};
 use super::report::{CellResult, Report, short};
 use super::stats::Spread;
 use lab::client::Sample;
 
-const WIDTH: usize = 960;
-const MARGIN: usize = 24;
-const HEADER: usize = 104;
-const ROW: usize = 190;
-const PLOT: usize = 112;
-const PANEL: usize = (WIDTH - 3 * MARGIN) / 2;
-const BAR: usize = 30;
+pub const WIDTH: f64 = 960.0;
+pub const MARGIN: f64 = 24.0;
+pub const HEADER: f64 = 104.0;
+/// The width of each of two columns.
+pub const PANEL: f64 = (WIDTH - 3.0 * MARGIN) / 2.0;
+const ROW: f64 = 190.0;
+const PLOT: f64 = 112.0;
+const BAR: f64 = 30.0;
 
-const SERVERS: [(Server, &str, &str); 4] = [
+const SERVERS: [Contestant; 4] = [
     (Server::Ringdisk, "#0b7285", "ringdisk"),
     (Server::RingdiskFixed, "#66b2c1", "fixed-buffers=on"),
     (Server::Qsd, "#f08c00", "qemu-storage-daemon, io_uring"),
     (Server::Host, "#adb5bd", "fio on the host, no virtual disk"),
 ];
+
+/// A server with its colour and its name in the legend.
+pub type Contestant = (Server, &'static str, &'static str);
 
 /// One of the two columns.
 struct Figure {
@@ -47,19 +51,17 @@ const FIGURES: [Figure; 2] = [
 
 /// Draws `report` as SVG.
 pub fn write(report: &Report, path: &Path) -> anyhow::Result<()> {
-    let mut svg = String::new();
-    draw(&mut svg, report).expect("writing to a String does not fail");
-    std::fs::write(path, svg).with_context(|| format!("writing {}", path.display()))
+    std::fs::write(path, draw(report)).with_context(|| format!("writing {}", path.display()))
 }
 
-fn draw(out: &mut String, report: &Report) -> std::fmt::Result {
+fn draw(report: &Report) -> String {
     let cells = || {
         report
             .cells
             .iter()
             .filter(|it| !it.cell.workload.write && !it.cell.workload.sequential)
     };
-    // Of several settings, the first.
+    // If a backing has several settings, the first one.
     let setting_of = |backing| Some(cells().find(|it| it.cell.backing == backing)?.cell.setting);
     let rows: Vec<Vec<&CellResult>> = [Backing::Null, Backing::Cache, Backing::Zram, Backing::Disk]
         .into_iter()
@@ -71,126 +73,102 @@ fn draw(out: &mut String, report: &Report) -> std::fmt::Result {
         })
         .filter(|row: &Vec<_>| !row.is_empty())
         .collect();
-    let height = HEADER + rows.len() * ROW + MARGIN / 2;
-    writeln!(
-        out,
-        r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">"#
-    )?;
-    writeln!(
-        out,
-        r##"<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>"##
-    )?;
-    header(out, report)?;
+    let mut svg = Svg::new(WIDTH, HEADER + rows.len() as f64 * ROW + MARGIN / 2.0);
+    let title = "4k random reads, one core for the server";
+    header(&mut svg, report, title, &SERVERS);
     for (i, row) in rows.iter().enumerate() {
-        let top = HEADER + i * ROW;
+        let top = HEADER + i as f64 * ROW;
         for (column, figure) in FIGURES.iter().enumerate() {
-            panel(out, row, figure, MARGIN + column * (PANEL + MARGIN), top)?;
+            let left = MARGIN + column as f64 * (PANEL + MARGIN);
+            panel(&mut svg, row, figure, left, top);
         }
     }
-    writeln!(out, "</svg>")
+    svg.standalone(title, &style(&SERVERS))
 }
 
-fn header(out: &mut String, report: &Report) -> std::fmt::Result {
+/// The title, the conditions of the run, and the legend.
+pub fn header(svg: &mut Svg, report: &Report, title: &str, legend: &[Contestant]) {
     let machine = &report.machine;
-    text(
-        out,
-        MARGIN,
-        34,
-        20,
-        "bold",
-        "start",
-        "4k random reads, one core for the server",
-    )?;
-    let how = format!(
+    let conditions = format!(
         "medians of {} interleaved rounds, whiskers: least and most; {}, Linux {}, {}, {}",
         report.rounds, machine.cpu, machine.kernel, machine.qemu_storage_daemon, machine.fio
     );
-    text(out, MARGIN, 56, 12, "normal", "start", &how)?;
+    svg.text((MARGIN, 34.0), Anchor::Start, "title", title);
+    svg.text((MARGIN, 56.0), Anchor::Start, "text", &conditions);
     let mut x = MARGIN;
-    for (_, colour, name) in SERVERS {
-        writeln!(
-            out,
-            r#"<rect x="{x}" y="72" width="14" height="14" fill="{colour}"/>"#
-        )?;
-        text(out, x + 20, 84, 13, "normal", "start", name)?;
-        x += 60 + name.len() * 7;
+    for (server, _, name) in legend {
+        svg.rect((x, 72.0), (14.0, 14.0), &server.to_string(), "", "");
+        svg.text((x + 20.0, 84.0), Anchor::Start, "legend", name);
+        x += 44.0 + name.len() as f64 * 7.0;
     }
-    Ok(())
+}
+
+/// The style sheet. Each server's colour has the server's name as its class.
+pub fn style(contestants: &[Contestant]) -> String {
+    let mut style = String::from(
+        "text{fill:#212529;font-size:12px}.title{font-size:20px;font-weight:bold}\
+         .panel{font-size:13px;font-weight:bold}.legend{font-size:13px}.value{font-size:10px}.tick{font-size:11px}\
+         .axis{stroke:#868e96}.grid{stroke:#dee2e6}.whisker{stroke:#343a40}polyline{fill:none}polyline.curve{stroke-width:2}",
+    );
+    for (server, colour, _) in contestants {
+        style += &format!(
+            "polyline.{server}{{stroke:{colour}}}rect.{server},circle.{server}{{fill:{colour}}}"
+        );
+    }
+    style
 }
 
 /// The bars of one backing and one figure, in groups by depth.
-fn panel(
-    out: &mut String,
-    row: &[&CellResult],
-    figure: &Figure,
-    left: usize,
-    top: usize,
-) -> std::fmt::Result {
+fn panel(svg: &mut Svg, row: &[&CellResult], figure: &Figure, left: f64, top: f64) {
     let client = client(row);
-    let bars: Vec<Vec<(&str, Option<Spread>)>> = row
+    let groups: Vec<Vec<(Server, Spread)>> = row
         .iter()
         .map(|cell| {
-            let bar =
-                |(server, colour, _)| (colour, cell.side(server, client).spread(figure.metric));
-            SERVERS.into_iter().map(bar).collect()
+            let bar = |(server, ..): Contestant| {
+                Some((server, cell.side(server, client).spread(figure.metric)?))
+            };
+            SERVERS.into_iter().filter_map(bar).collect()
         })
         .collect();
-    let highest = bars
+    let highest = groups
         .iter()
         .flatten()
-        .filter_map(|(_, spread)| spread.map(|s| s.max))
+        .map(|(_, spread)| spread.max)
         .fold(0.0, f64::max);
-    let base = top + 28 + PLOT;
+    // The label above a bar needs some of the height.
+    let scale = |value: f64| value / highest * (PLOT - 14.0);
+    let base = top + 28.0 + PLOT;
     let mut what = label(row[0].cell.backing, client);
     if !row[0].cell.setting.is_default() {
         what = format!("{what}, {}", row[0].cell.setting);
     }
     let title = format!("{what}: {}", figure.title);
-    text(out, left, top + 10, 13, "bold", "start", &title)?;
+    svg.text((left, top + 10.0), Anchor::Start, "panel", &title);
 
-    let group_width = PANEL / bars.len().max(1);
-    for (i, group) in bars.iter().enumerate() {
-        let present: Vec<_> = group
-            .iter()
-            .filter_map(|(colour, spread)| Some((colour, (*spread)?)))
-            .collect();
-        let middle = left + i * group_width + group_width / 2;
-        let first = middle - present.len() * BAR / 2;
-        for (j, (colour, spread)) in present.into_iter().enumerate() {
-            // The label above a bar needs some of the height.
-            let scale = |value: f64| value / highest * (PLOT - 14) as f64;
-            let (x, y) = (first + j * BAR, base as f64 - scale(spread.median));
-            let (centre, end) = (x + BAR / 2, base as f64 - scale(spread.max));
-            writeln!(
-                out,
-                r#"<rect x="{}" y="{y:.1}" width="{}" height="{:.1}" fill="{colour}"/>"#,
-                x + 2,
-                BAR - 4,
-                scale(spread.median)
-            )?;
-            writeln!(
-                out,
-                r##"<path d="M{centre} {end:.1}V{:.1}" stroke="#343a40" stroke-width="1"/>"##,
-                base as f64 - scale(spread.min)
-            )?;
-            text(
-                out,
-                centre,
-                end as usize - 3,
-                10,
-                "normal",
-                "middle",
-                &(figure.text)(spread.median),
-            )?;
+    let group_width = PANEL / groups.len().max(1) as f64;
+    for (i, group) in groups.iter().enumerate() {
+        let middle = left + (i as f64 + 0.5) * group_width;
+        let first = middle - group.len() as f64 * BAR / 2.0;
+        for (j, (server, spread)) in group.iter().enumerate() {
+            let x = first + j as f64 * BAR;
+            let (height, centre) = (scale(spread.median), x + BAR / 2.0);
+            let (least, most) = (base - scale(spread.min), base - scale(spread.max));
+            let class = server.to_string();
+            svg.rect(
+                (x + 2.0, base - height),
+                (BAR - 4.0, height),
+                &class,
+                "",
+                "",
+            );
+            svg.line(&[(centre, most), (centre, least)], "whisker");
+            let text = (figure.text)(spread.median);
+            svg.text((centre, most - 3.0), Anchor::Middle, "value", &text);
         }
         let depth = format!("depth {}", row[i].cell.workload.depth);
-        text(out, middle, base + 16, 12, "normal", "middle", &depth)?;
+        svg.text((middle, base + 16.0), Anchor::Middle, "text", &depth);
     }
-    writeln!(
-        out,
-        r##"<path d="M{left} {base}H{}" stroke="#868e96" stroke-width="1"/>"##,
-        left + PANEL
-    )
+    svg.line(&[(left, base), (left + PANEL, base)], "axis");
 }
 
 /// The client of a row: polling on the null disk, where a sleeping one would be what is measured.
@@ -219,22 +197,6 @@ fn label(backing: Backing, client: Client) -> String {
     } else {
         format!("{backing}, polling client")
     }
-}
-
-pub fn text(
-    out: &mut String,
-    x: usize,
-    y: usize,
-    size: usize,
-    weight: &str,
-    anchor: &str,
-    text: &str,
-) -> std::fmt::Result {
-    let text = text.replace('&', "&amp;").replace('<', "&lt;");
-    writeln!(
-        out,
-        r##"<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="#212529">{text}</text>"##
-    )
 }
 
 /// 9.70k, 131k, 1.41M.

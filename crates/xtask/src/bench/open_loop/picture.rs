@@ -1,27 +1,23 @@
 //! The picture of an open loop: CPU per I/O against offered load, a row per backing, reads left and writes right.
 
-use std::fmt::Write;
 use std::path::Path;
 
 use anyhow::Context;
+use harness::svg::{Anchor, Svg};
 
 use super::report::{Row, rows};
 use super::{Load, Measured};
-use crate::bench::picture::text;
+use crate::bench::picture::{Contestant, HEADER, MARGIN, PANEL, WIDTH, header, style};
 use crate::bench::plan::{Backing, Server};
 use crate::bench::report::{Report, short};
 use crate::bench::stats::Spread;
 
-const WIDTH: usize = 960;
-const MARGIN: usize = 24;
-const HEADER: usize = 104;
-const ROW: usize = 260;
-const PLOT: usize = 180;
-/// Room for the numbers of the upright axis.
-const AXIS: usize = 40;
-const PANEL: usize = (WIDTH - 3 * MARGIN) / 2;
+const ROW: f64 = 260.0;
+const PLOT: f64 = 180.0;
+/// The width of the numbers on the vertical axis.
+const AXIS: f64 = 40.0;
 
-const SERVERS: [(Server, &str, &str); 5] = [
+const SERVERS: [Contestant; 5] = [
     (Server::Ringdisk, "#0b7285", "ringdisk"),
     (Server::RingdiskNoPolling, "#66b2c1", "--poll-max-us 0"),
     (Server::Baseline, "#868e96", "baseline"),
@@ -29,63 +25,43 @@ const SERVERS: [(Server, &str, &str); 5] = [
     (Server::Qsd, "#f08c00", "qemu-storage-daemon, io_uring"),
 ];
 
-/// Draws the rates of `report` as SVG; nothing if there are none.
+/// Draws the rates of `report` as SVG; does nothing if there are none.
 pub fn write(report: &Report, path: &Path) -> anyhow::Result<()> {
     let is_rate = |it: &&Measured| matches!(it.cell.load, Load::Rates { .. });
     let samples: Vec<Measured> = report.open_loop.iter().filter(is_rate).cloned().collect();
     if samples.is_empty() {
         return Ok(());
     }
-    let mut svg = String::new();
-    draw(&mut svg, report, &rows(&samples)).expect("writing to a String does not fail");
+    let svg = draw(report, &rows(&samples));
     std::fs::write(path, svg).with_context(|| format!("writing {}", path.display()))
 }
 
-fn draw(out: &mut String, report: &Report, rows: &[Row]) -> std::fmt::Result {
+fn draw(report: &Report, rows: &[Row]) -> String {
     let mut backings: Vec<Backing> = rows.iter().map(|row| row.cell.backing).collect();
     backings.sort();
     backings.dedup();
     backings.reverse();
-    let height = HEADER + backings.len() * ROW;
-    writeln!(
-        out,
-        r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">"#
-    )?;
-    writeln!(
-        out,
-        r##"<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>"##
-    )?;
+    let mut svg = Svg::new(WIDTH, HEADER + backings.len() as f64 * ROW);
     let title = "Server CPU per 4k request, µs, against offered requests per second";
-    text(out, MARGIN, 34, 20, "bold", "start", title)?;
-    let machine = &report.machine;
-    let how = format!(
-        "medians of {} interleaved rounds, whiskers: least and most; {}, Linux {}, {}",
-        report.rounds, machine.cpu, machine.kernel, machine.qemu_storage_daemon
-    );
-    text(out, MARGIN, 56, 12, "normal", "start", &how)?;
-    let mut x = MARGIN;
     let took_part = |server| rows.iter().any(|row| row.spread(server, cpu_us).is_some());
-    for (_, colour, name) in SERVERS.into_iter().filter(|(it, ..)| took_part(*it)) {
-        writeln!(
-            out,
-            r#"<rect x="{x}" y="72" width="14" height="14" fill="{colour}"/>"#
-        )?;
-        text(out, x + 20, 84, 13, "normal", "start", name)?;
-        x += 44 + name.len() * 7;
-    }
+    let legend: Vec<Contestant> = SERVERS
+        .into_iter()
+        .filter(|(server, ..)| took_part(*server))
+        .collect();
+    header(&mut svg, report, title, &legend);
     for (i, backing) in backings.iter().enumerate() {
         for (column, write) in [false, true].into_iter().enumerate() {
             let its: Vec<&Row> = rows
                 .iter()
                 .filter(|row| row.cell.backing == *backing && row.cell.write == write)
                 .collect();
-            let left = MARGIN + column * (PANEL + MARGIN);
+            let left = MARGIN + column as f64 * (PANEL + MARGIN);
             if !its.is_empty() {
-                panel(out, &its, left, HEADER + i * ROW)?;
+                panel(&mut svg, &its, left, HEADER + i as f64 * ROW);
             }
         }
     }
-    writeln!(out, "</svg>")
+    svg.standalone(title, &style(&SERVERS))
 }
 
 fn cpu_us(sample: &lab::client::Sample) -> f64 {
@@ -100,7 +76,7 @@ fn offered(row: &Row) -> f64 {
 }
 
 /// A line for each server; both axes are logarithmic.
-fn panel(out: &mut String, rows: &[&Row], left: usize, top: usize) -> std::fmt::Result {
+fn panel(svg: &mut Svg, rows: &[&Row], left: f64, top: f64) {
     let all: Vec<Spread> = rows
         .iter()
         .flat_map(|row| SERVERS.map(|(server, ..)| row.spread(server, cpu_us)))
@@ -114,30 +90,20 @@ fn panel(out: &mut String, rows: &[&Row], left: usize, top: usize) -> std::fmt::
         Backing::Zram => "zram",
         Backing::Disk => "Real disk, O_DIRECT",
     };
-    let title = format!(
-        "{backing}: random {}",
-        if cell.write { "writes" } else { "reads" }
-    );
-    text(out, left, top + 12, 13, "bold", "start", &title)?;
-    let y = Scale::new(
-        all.iter().flat_map(|it| [it.min, it.max]),
-        (top + 28 + PLOT) as f64,
-        (top + 28) as f64,
-    )
-    .rounded();
+    let direction = if cell.write { "writes" } else { "reads" };
+    let title = format!("{backing}: random {direction}");
+    svg.text((left, top + 12.0), Anchor::Start, "panel", &title);
+    let bottom = top + 28.0 + PLOT;
+    let values = all.iter().flat_map(|it| [it.min, it.max]);
+    let y = Scale::new(values, bottom, top + 28.0).rounded();
     let x = Scale::new(
         rows.iter().map(|row| offered(row)),
-        (left + AXIS + 20) as f64,
-        (left + PANEL - 20) as f64,
+        left + AXIS + 20.0,
+        left + PANEL - 20.0,
     );
     for value in y.ticks() {
         let at = y.place(value);
-        writeln!(
-            out,
-            r##"<path d="M{} {at:.1}H{}" stroke="#dee2e6" stroke-width="1"/>"##,
-            left + AXIS,
-            left + PANEL
-        )?;
+        svg.line(&[(left + AXIS, at), (left + PANEL, at)], "grid");
         let label = short(value);
         let label = label.trim_end_matches('0').trim_end_matches('.');
         let label = if value >= 10.0 {
@@ -145,30 +111,14 @@ fn panel(out: &mut String, rows: &[&Row], left: usize, top: usize) -> std::fmt::
         } else {
             label.into()
         };
-        text(
-            out,
-            left + AXIS - 6,
-            at as usize + 4,
-            11,
-            "normal",
-            "end",
-            &label,
-        )?;
+        let place = (left + AXIS - 6.0, at + 4.0);
+        svg.text(place, Anchor::End, "tick", &label);
     }
     for row in rows {
-        let at = x.place(offered(row)) as usize;
-        let label = format!("{}", offered(row));
-        text(
-            out,
-            at,
-            top + 28 + PLOT + 18,
-            12,
-            "normal",
-            "middle",
-            &label,
-        )?;
+        let place = (x.place(offered(row)), bottom + 18.0);
+        svg.text(place, Anchor::Middle, "text", &offered(row).to_string());
     }
-    for (server, colour, _) in SERVERS {
+    for (server, ..) in SERVERS {
         let points: Vec<(f64, Spread)> = rows
             .iter()
             .filter_map(|row| Some((x.place(offered(row)), row.spread(server, cpu_us)?)))
@@ -177,30 +127,17 @@ fn panel(out: &mut String, rows: &[&Row], left: usize, top: usize) -> std::fmt::
         if points.is_empty() {
             continue;
         }
-        let path: Vec<String> = points
+        let class = server.to_string();
+        let medians: Vec<(f64, f64)> = points
             .iter()
-            .map(|(x, it)| format!("{x:.1},{:.1}", y.place(it.median)))
+            .map(|(x, it)| (*x, y.place(it.median)))
             .collect();
-        writeln!(
-            out,
-            r#"<polyline points="{}" fill="none" stroke="{colour}" stroke-width="2"/>"#,
-            path.join(" ")
-        )?;
-        for (x, it) in &points {
-            writeln!(
-                out,
-                r#"<path d="M{x:.1} {:.1}V{:.1}" stroke="{colour}" stroke-width="1"/>"#,
-                y.place(it.min),
-                y.place(it.max)
-            )?;
-            writeln!(
-                out,
-                r#"<circle cx="{x:.1}" cy="{:.1}" r="3.5" fill="{colour}"/>"#,
-                y.place(it.median)
-            )?;
+        svg.line(&medians, &format!("curve {class}"));
+        for ((x, it), median) in points.iter().zip(&medians) {
+            svg.line(&[(*x, y.place(it.min)), (*x, y.place(it.max))], &class);
+            svg.dot(*median, &class, "");
         }
     }
-    Ok(())
 }
 
 /// A logarithmic axis.

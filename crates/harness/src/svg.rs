@@ -1,9 +1,9 @@
-//! Charts as SVG that stands in a page: no script, no font, no network. Colours are the page's, so that they follow
-//! its light or dark theme.
+//! Charts as SVG, without scripts, fonts or references to a network. Shapes have classes; their colours come from the
+//! style of the page, or of the drawing if it is a file of its own.
 
 use std::fmt::Write as _;
 
-/// Width of a character of the charts' 12 px font, at most: what a text needs is known before it is drawn.
+/// The largest width of a character in the charts' 12 px font, so that a text's width is known before it is drawn.
 const CHARACTER: f64 = 7.0;
 
 /// A drawing.
@@ -13,23 +13,23 @@ pub struct Svg {
     height: f64,
 }
 
-/// Where a text is held.
+/// Which point of a text its position refers to.
 #[derive(Clone, Copy)]
 pub enum Anchor {
-    /// At its start.
+    /// Its start.
     Start,
-    /// At its middle.
+    /// Its middle.
     Middle,
-    /// At its end.
+    /// Its end.
     End,
 }
 
-/// How wide a text is, at most.
+/// The largest width of a text.
 pub fn width(text: &str) -> f64 {
     text.chars().count() as f64 * CHARACTER
 }
 
-/// A text in markup.
+/// Escapes a text for markup.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -82,7 +82,7 @@ impl Svg {
         );
     }
 
-    /// A rectangle, with what a pointer over it says.
+    /// A rectangle with a tooltip; an empty `title` means none.
     pub fn rect(
         &mut self,
         (x, y): (f64, f64),
@@ -98,19 +98,19 @@ impl Svg {
         };
         let _ = writeln!(
             self.body,
-            r#"<rect class="{class}"{style} x="{x:.1}" y="{y:.1}" width="{:.1}" height="{:.1}"><title>{}</title></rect>"#,
+            r#"<rect class="{class}"{style} x="{x:.1}" y="{y:.1}" width="{:.1}" height="{:.1}">{}</rect>"#,
             width.max(0.0),
             height.max(0.0),
-            escape(title)
+            tooltip(title)
         );
     }
 
-    /// A point, with what a pointer over it says.
+    /// A point with a tooltip; an empty `title` means none.
     pub fn dot(&mut self, (x, y): (f64, f64), class: &str, title: &str) {
         let _ = writeln!(
             self.body,
-            r#"<circle class="{class}" cx="{x:.1}" cy="{y:.1}" r="3.5"><title>{}</title></circle>"#,
-            escape(title)
+            r#"<circle class="{class}" cx="{x:.1}" cy="{y:.1}" r="3.5">{}</circle>"#,
+            tooltip(title)
         );
     }
 
@@ -128,7 +128,22 @@ impl Svg {
         );
     }
 
-    /// The drawing, with a name for those who do not see it.
+    /// The drawing as a file, on white, with a style sheet for its classes. Screen readers read `name`.
+    pub fn standalone(self, name: &str, style: &str) -> String {
+        let Svg {
+            body,
+            width,
+            height,
+        } = self;
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" aria-label=\"{}\" viewBox=\"0 0 {width:.0} {height:.0}\" \
+             width=\"{width:.0}\" height=\"{height:.0}\" font-family=\"Helvetica, Arial, DejaVu Sans, sans-serif\">\n\
+             <style>{style}</style>\n<rect width=\"{width:.0}\" height=\"{height:.0}\" fill=\"#ffffff\"/>\n{body}</svg>\n",
+            escape(name)
+        )
+    }
+
+    /// The drawing as an element of a page. Screen readers read `name`.
     pub fn finish(self, name: &str) -> String {
         let Svg {
             body,
@@ -142,7 +157,15 @@ impl Svg {
     }
 }
 
-/// Round numbers for an axis from 0 to at least `most`: up to five.
+/// A tooltip, if there is a text.
+fn tooltip(title: &str) -> String {
+    match title {
+        "" => String::new(),
+        title => format!("<title>{}</title>", escape(title)),
+    }
+}
+
+/// Up to six round numbers for an axis from 0 to at least `most`.
 pub fn ticks(most: f64) -> Vec<f64> {
     if !(most.is_finite() && most > 0.0) {
         return vec![0.0, 1.0];
