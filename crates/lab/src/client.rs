@@ -18,7 +18,7 @@ use crate::plan::words::Client;
 use drivers::{BlkioDriver, RingDriver};
 
 pub use crate::plan::sockets::RING_QUEUE_SIZE;
-pub use job::{Access, Job, Sample, mix, noise};
+pub use job::{Access, Job, Sample, noise};
 
 /// Runs a [`Job`] in JSON and prints its [`Sample`] as one line of JSON.
 ///

@@ -5,10 +5,11 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use harness::random::mix;
 use hdrhistogram::Histogram as Recorder;
 
 use super::drivers::Driver;
-use super::job::{Access, Job, mix, new_recorder};
+use super::job::{Access, Job, new_recorder};
 use super::window::Lap;
 use crate::process;
 

@@ -3,12 +3,13 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use harness::histogram::Histogram;
+use harness::random::mix;
 use hdrhistogram::Histogram as Recorder;
 use serde::{Deserialize, Serialize};
 
 use super::pace::Pace;
 use crate::plan::words::Client;
-use harness::histogram::Histogram;
 
 /// What one client process is asked to do; travels as JSON on its command line.
 #[derive(Clone, Serialize, Deserialize)]
@@ -135,13 +136,6 @@ pub struct Sample {
     /// The latencies.
     #[serde(default, skip_serializing_if = "Histogram::is_empty")]
     pub latencies: Histogram,
-}
-
-/// The output function of `SplitMix64`: a counter in, uniform bits out.
-pub fn mix(x: u64) -> u64 {
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 /// Records latencies in nanoseconds, 1 ns to 60 s, to 3 digits.

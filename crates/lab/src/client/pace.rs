@@ -1,8 +1,8 @@
 //! When each request is sent: a schedule that does not wait for answers, think times, bursts. No I/O and no clock here.
 
+use harness::random::mix;
 use serde::{Deserialize, Serialize};
 
-use super::job::mix;
 use crate::plan::words::Arrival;
 
 /// How a client decides when to send the next request.

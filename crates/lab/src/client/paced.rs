@@ -9,10 +9,11 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use harness::random::mix;
 use hdrhistogram::Histogram as Recorder;
 
 use super::drivers::{BlkioDriver, Driver, RingDriver};
-use super::job::{Job, Sample, mix, new_recorder};
+use super::job::{Job, Sample, new_recorder};
 use super::pace::{Pace, Schedule};
 use super::window::{self, Lap};
 use crate::plan::words::Client;

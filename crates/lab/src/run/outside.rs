@@ -6,9 +6,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use harness::random::mix;
 
 use crate::client::pace::Pace;
-use crate::client::{self, Access, Job, RING_QUEUE_SIZE, mix};
+use crate::client::{self, Access, Job, RING_QUEUE_SIZE};
 use crate::guest::Stop;
 use crate::host::Cost;
 use crate::journal::Sample;

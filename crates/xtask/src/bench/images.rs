@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use harness::random::mix;
 use serde::{Deserialize, Serialize};
 use testkit::server::Server as Process;
 
@@ -24,7 +25,7 @@ use super::plan::{Backing, Client, Limit, Workload};
 use super::report::{Report, short};
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
 use super::stats::Spread;
-use lab::client::{Job, Sample, mix};
+use lab::client::{Job, Sample};
 use lab::process;
 
 const DEPTH: usize = 32;

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
+use harness::random::mix;
 use serde::{Deserialize, Serialize};
 
 use super::instructions::{self, Instructions};
@@ -24,7 +25,7 @@ use super::report::{Report, short};
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
 use super::setting::Setting;
 use super::stats::Spread;
-use lab::client::{Job, Sample, mix};
+use lab::client::{Job, Sample};
 use lab::process;
 
 /// Disks beside each other, and the queues of each.
