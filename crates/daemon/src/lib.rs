@@ -5,6 +5,7 @@ mod cli;
 mod client;
 mod config;
 mod credentials;
+mod inherited;
 mod lab;
 mod log;
 mod manual;

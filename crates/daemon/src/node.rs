@@ -28,10 +28,10 @@ use thiserror::Error;
 use tracing::{info, warn};
 
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
+use crate::inherited::FileIdentity;
 use crate::node::journal::JournalError;
 use crate::node::progress::Progress;
 use crate::node::storage::{OpenContext, Opener};
-use crate::upgrade::protocol::FileIdentity;
 
 pub use paths::FileUse;
 use paths::warn_if_renamed;
@@ -57,7 +57,7 @@ pub struct Node {
 struct SharedNode {
     /// Held by whoever lengthens, closes or opens files, until all of that is done: one after the other, so that nothing
     /// is written to a file whose lock has been given up. That waits for storage: it is not taken by anybody who holds
-    /// what all disks need, which is above all [`Server`](crate::server::Server)'s state.
+    /// what all disks need, which is above all the server's state.
     changes: Mutex<()>,
     /// Held by whoever asks storage what is to be shown of the files.
     refreshing: Mutex<()>,

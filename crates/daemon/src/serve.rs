@@ -19,6 +19,7 @@ use crate::config::cpus::Cpus;
 use crate::config::spec::{DiskSpec, SpecError};
 use crate::config::{self, Config, ConfigError, POLL_CPU, POLL_MAX_US_MAX, SandboxMode};
 use crate::credentials::{self, UserAccount};
+use crate::inherited::Inherited;
 use crate::log;
 use crate::monitor::explain;
 use crate::monitor::metrics;
@@ -35,8 +36,8 @@ use crate::server::{Server, ServerError};
 use crate::socket::{Socket, SocketError};
 use crate::state::Overrides;
 use crate::state::store::{self, Configured, StateError, StateStore};
-use crate::upgrade::donor::UpgradeSocket;
-use crate::upgrade::successor::{self, Inherited};
+use crate::upgrade::socket::UpgradeSocket;
+use crate::upgrade::successor::{self, Predecessor};
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -285,12 +286,10 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         engine::Support::here();
         threads.all()
     });
-    let inherited = match args.take_over {
-        true => {
-            Inherited::receive().map_err(|e| ServeError::System("nothing was handed over", e))?
-        }
-        false => Inherited::default(),
-    };
+    let received = args.take_over.then(Predecessor::receive).transpose();
+    let received = received.map_err(|e| ServeError::System("nothing was handed over", e))?;
+    let (predecessor, inherited) = received.unzip();
+    let inherited = inherited.unwrap_or_default();
     let inherited = Arc::new(inherited);
     upgrade_socket = upgrade_socket.or_else(|| UpgradeSocket::adopt(&inherited, &control_path));
     if args.take_over && upgrade_socket.is_none() {
@@ -340,9 +339,11 @@ fn serve(args: &Args) -> Result<(), ServeError> {
         let metrics = metrics.map(start).transpose()?;
         let socket = bind_control(control.as_deref(), &inherited)?;
         sandbox.seal()?;
-        inherited
-            .commit()
-            .map_err(|e| ServeError::System("the process that serves does not let go", e))?;
+        if let Some(predecessor) = predecessor {
+            predecessor
+                .commit(&inherited)
+                .map_err(|e| ServeError::System("the old process continues to serve", e))?;
+        }
         if let Some(upgrade_socket) = &mut upgrade_socket {
             upgrade_socket.own();
             let asked = upgrade_socket.serve(&server);
@@ -460,7 +461,7 @@ fn start(
         server.add_group(name, limits)?;
     }
     // Who serves knows better than a file that may not have been written.
-    let (ready, absent) = match (server.context.inherited.changed(), kept) {
+    let (ready, absent) = match (server.context.inherited.overrides(), kept) {
         (Some(changed), _) => {
             let written = without_detached(written, &changed);
             store::start(server, &written, &changed)?

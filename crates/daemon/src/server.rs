@@ -4,10 +4,10 @@
 pub mod connection_info;
 pub mod device;
 pub mod export;
+pub mod handover;
 pub mod iothreads;
 pub mod reload;
 
-mod handover;
 mod numa;
 mod persist;
 mod prepare;
@@ -40,8 +40,8 @@ use crate::server::export::{Export, ExportContext, ExportError, ExportSpec};
 use crate::server::iothreads::{IoThreadError, IoThreads};
 use crate::socket::Socket;
 use crate::state::store::{Configured, StateStore};
-use crate::upgrade::donor::HandoverState;
 
+use handover::HandoverState;
 pub use prepare::{PreparedDisk, TargetState};
 pub use replace::Move;
 use shutdown::{SHUTDOWN_TIMEOUT, stop, sync, with_deadline};
@@ -432,7 +432,7 @@ impl Server {
         drop(state);
         match entry {
             // Closing an image writes to it, and another process goes on with this one.
-            Some(_) if self.context.inherited.is_only_asked_for() => Ok(()),
+            Some(_) if self.context.inherited.is_uncommitted() => Ok(()),
             Some(entry) => {
                 let files = entry.node.files();
                 let ended = with_deadline(name, Instant::now() + wait, move || sync(&entry.node));

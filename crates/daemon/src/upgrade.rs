@@ -4,4 +4,5 @@ pub mod client;
 pub mod donor;
 pub mod launcher;
 pub mod protocol;
+pub mod socket;
 pub mod successor;

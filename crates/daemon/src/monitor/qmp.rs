@@ -32,12 +32,12 @@ use crate::monitor::explain;
 use crate::monitor::stats;
 use crate::server::connection_info;
 use crate::server::export::ExportSpec;
+use crate::server::handover::{HandoverInProgress, locked};
 use crate::server::iothreads::IoThreadError;
 use crate::server::reload::Reloader;
 use crate::server::{DiskView, Removal, Server, ServerError};
 use crate::socket::accept::{Acceptor, Backoff};
 use crate::socket::{self, Socket};
-use crate::upgrade::donor::{HandoverInProgress, locked};
 
 /// Executes commands on a host.
 pub struct Qmp {

@@ -14,8 +14,8 @@ use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
 use tracing::warn;
 
+use crate::inherited::Inherited;
 use crate::node::journal::Journals;
-use crate::upgrade::successor::Inherited;
 
 /// Where files may be that an image names: backing files and data files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

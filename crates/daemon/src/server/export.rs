@@ -18,13 +18,13 @@ use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::config::spec::{DiskSpec, SocketAccess};
+use crate::inherited::{Gate, InheritedExport};
 use crate::node::Node;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::device::{BlockDevice, ServedDisk};
 use crate::server::iothreads::NamedThread;
 use crate::socket::accept::Backoff;
 use crate::socket::{self, PathStatus, Socket, SocketError};
-use crate::upgrade::successor::{Gate, InheritedExport};
 
 /// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
 /// and the socket goes away.

@@ -1,19 +1,175 @@
-//! What another process is given when it takes over: see [`hand`](crate::upgrade::protocol).
+//! What an upgrade needs of a server: pausing its disks, and keeping changes and handovers apart.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::time::Instant;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Receiver;
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    TryLockError,
+};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use image::Format;
+use rustix::event::{EventfdFlags, eventfd};
+use thiserror::Error;
 
 use super::shutdown::with_deadline;
 use super::{NodeEntry, Server, ServerError};
+use crate::inherited::{FileIdentity, InheritedDisk};
 use crate::node::Node;
+use crate::server::device::ServedDisk;
+use crate::server::export::Paused;
+use crate::socket::{BoundPath, PathStatus};
 use crate::state::Overrides;
-use crate::upgrade::donor::PendingPause;
-use crate::upgrade::protocol::HandoverDisk;
+
+/// The sockets that are handed over besides those of disks, and whether a handover may begin.
+#[derive(Default)]
+pub struct HandoverState {
+    pub control: Mutex<Option<OwnedFd>>,
+    pub upgrade: Mutex<Option<OwnedFd>>,
+    pub metrics: OnceLock<OwnedFd>,
+    /// Paths of the control and upgrade sockets, each with an event descriptor that asks its thread to check the path.
+    socket_watches: Mutex<Vec<(Arc<BoundPath>, Arc<OwnedFd>)>>,
+    /// Whether everything has been handed over. Commands hold it for reading, a handover for writing.
+    handed_over: RwLock<bool>,
+    /// This process has been told to stop.
+    stopping: AtomicBool,
+    /// The new process has been told to serve, and accepts clients from now on.
+    leaving: AtomicBool,
+}
+
+/// Locks a mutex, also after a panic: its content is replaced as a whole.
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// While it exists, nothing is handed over.
+pub type HandoverInhibitor<'a> = RwLockReadGuard<'a, bool>;
+
+/// Nothing can be changed during a handover.
+#[derive(Debug, Error)]
+#[error("another ringdisk is taking over from this one; try again in a moment")]
+pub struct HandoverInProgress;
+
+impl HandoverState {
+    /// Registers a socket. Returns a descriptor that becomes readable when the file of the socket may have been removed and
+    /// has to be made again.
+    ///
+    /// # Errors
+    /// No event descriptor is available.
+    pub fn socket_watch(&self, path: &Arc<BoundPath>) -> io::Result<Arc<OwnedFd>> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let watch = Arc::new(eventfd(0, flags)?);
+        locked(&self.socket_watches).push((path.clone(), watch.clone()));
+        Ok(watch)
+    }
+
+    /// Whether new clients are the new process's: this one may exit at any time.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::Acquire)
+    }
+
+    pub fn set_leaving(&self, leaving: bool) {
+        self.leaving.store(leaving, Ordering::Release);
+    }
+
+    /// Has removed sockets made again. Returns a sentence for each socket in whose place something else is.
+    pub fn recreate_sockets(&self) -> Vec<String> {
+        let mut taken = Vec::new();
+        for (path, watch) in &*locked(&self.socket_watches) {
+            let _ = rustix::io::write(watch, &1u64.to_ne_bytes());
+            if let PathStatus::Other(what) = path.look() {
+                taken.push(format!(
+                    "no command gets to {path} any more: {what} is there by now, which is left alone; move it away, and SIGHUP \
+                     makes the socket again",
+                    path = path.path().display()
+                ));
+            }
+        }
+        taken
+    }
+
+    /// The files of all registered sockets.
+    pub fn socket_files(&self) -> Vec<(PathBuf, FileIdentity)> {
+        let watches = locked(&self.socket_watches);
+        let files = watches.iter().map(|(path, _)| path);
+        files.filter_map(socket_file).collect()
+    }
+
+    /// Prevents handovers while the returned guard exists.
+    ///
+    /// # Errors
+    /// A handover is under way or has succeeded.
+    pub fn inhibit(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
+        let handed_over = match self.handed_over.try_read() {
+            Ok(handed_over) => handed_over,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(HandoverInProgress),
+        };
+        if *handed_over {
+            return Err(HandoverInProgress);
+        }
+        Ok(handed_over)
+    }
+
+    /// Like [`inhibit`](Self::inhibit), but waits for a handover that is under way.
+    ///
+    /// # Errors
+    /// It has succeeded.
+    pub fn wait_and_inhibit(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
+        let handed_over = self.handed_over.read().unwrap_or_else(|e| e.into_inner());
+        if *handed_over {
+            return Err(HandoverInProgress);
+        }
+        Ok(handed_over)
+    }
+
+    /// This process has been told to stop: cancels a handover if that is still possible.
+    ///
+    /// # Errors
+    /// The other process has taken over.
+    pub fn stop(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
+        self.stopping.store(true, Ordering::Release);
+        self.wait_and_inhibit()
+    }
+
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// For a handover: waits until no command is under way, and keeps others from starting. The handover sets the content
+    /// to true once it has succeeded. `None` if a command still runs at the deadline.
+    pub fn begin(&self, deadline: Instant) -> Option<RwLockWriteGuard<'_, bool>> {
+        loop {
+            match self.handed_over.try_write() {
+                Ok(handed_over) => return Some(handed_over),
+                Err(TryLockError::Poisoned(e)) => return Some(e.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() > deadline => return None,
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+}
+
+/// The file at the path of a socket, if it is the one that was made there.
+pub fn socket_file(path: &Arc<BoundPath>) -> Option<(PathBuf, FileIdentity)> {
+    Some((path.path().into(), path.made()?.into()))
+}
+
+/// An export that has been asked to pause.
+pub struct PendingPause {
+    pub id: String,
+    pub socket: Arc<BoundPath>,
+    pub node: Arc<Node>,
+    pub device: Arc<ServedDisk>,
+    /// Requests were waiting for its storage to work again before it was asked.
+    pub waits: bool,
+    pub paused: Receiver<io::Result<Paused>>,
+}
 
 impl Server {
     /// Writes what images have only in memory, so that another process finds all of it.
@@ -64,7 +220,7 @@ impl Server {
         let state = self.state();
         let pausing = state.exports.values().map(|export| PendingPause {
             id: export.id.clone(),
-            place: export.place.clone(),
+            socket: export.place.clone(),
             node: export.node.clone(),
             device: export.device.clone(),
             waits: export.disk.stalled() > 0,
@@ -88,37 +244,33 @@ impl Server {
         Ok(files)
     }
 
-    /// All disks, as they are and as they are written down.
-    pub fn handover_disks(&self) -> Vec<HandoverDisk> {
+    /// All disks, as they are and as they are configured.
+    pub fn handover_disks(&self) -> Vec<InheritedDisk> {
         let state = self.state();
-        let written = state
-            .written
-            .disks
-            .iter()
-            .map(|disk| (disk.name.as_str(), disk));
-        let written: BTreeMap<_, _> = written.collect();
-        let spec = |entry: &NodeEntry| HandoverDisk {
-            disk: entry.spec().to_string(),
-            written: written.get(entry.node.name()).map(ToString::to_string),
+        let configured = state.written.disks.iter();
+        let configured: BTreeMap<_, _> = configured.map(|d| (d.name.as_str(), d)).collect();
+        let disk = |entry: &NodeEntry| InheritedDisk {
+            spec: entry.spec(),
+            configured: configured.get(entry.node.name()).copied().cloned(),
             file: entry.node.identity(),
         };
-        state.nodes.values().map(spec).collect()
+        state.nodes.values().map(disk).collect()
     }
 
-    /// How what is served differs from what is written down, be that kept or not.
-    pub fn changed(&self) -> Overrides {
+    /// How what is served differs from the configuration, persisted or not.
+    pub fn overrides(&self) -> Overrides {
         match self.store.get() {
-            Some(store) => store.changed(self),
+            Some(store) => store.overrides(|| self.inventory()),
             None => self.inventory().difference(&Overrides::default()),
         }
     }
 
-    /// Names of disks that are left to other hosts for now.
-    pub fn away(&self) -> Vec<String> {
+    /// Names of disks that other hosts may have locked.
+    pub fn released(&self) -> Vec<String> {
         let state = self.state();
         let nodes = state.nodes.values().map(|entry| &entry.node);
-        let away = nodes.filter(|node| !node.is_acquired());
-        away.map(|node| node.name().to_owned()).collect()
+        let released = nodes.filter(|node| !node.is_acquired());
+        released.map(|node| node.name().to_owned()).collect()
     }
 
     /// The lock on the directory in which state is kept.

@@ -27,7 +27,7 @@ impl Server {
     /// Keeps how things are now, so that they are so after a restart.
     pub fn persist(&self) {
         if let Some(store) = self.store.get()
-            && let Err(e) = store.save(self)
+            && let Err(e) = store.save(|| self.inventory())
         {
             error!("what was changed is in force, and will be forgotten at a restart: {e}");
         }

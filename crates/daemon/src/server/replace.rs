@@ -293,7 +293,7 @@ impl Server {
     ) -> Result<(), ServerError> {
         // A restart must find the disk where the guest has written since.
         let keep = || match self.store.get() {
-            Some(store) => store.save_move(self, &new.spec),
+            Some(store) => store.save_move(|| self.inventory(), &new.spec),
             None => Ok(()),
         };
         let same = before.shares_file(new);

@@ -10,7 +10,7 @@ use tracing::error;
 use super::{Server, ServerError, ServerState};
 use crate::node::Node;
 use crate::server::export::Export;
-use crate::upgrade::donor::HandoverInhibitor;
+use crate::server::handover::HandoverInhibitor;
 
 /// How long the end of a disk, or of all, may take: what is under way, and to make it durable. Less than the 90 s
 /// after which systemd kills.

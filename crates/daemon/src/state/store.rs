@@ -140,11 +140,11 @@ impl StateStore {
     ///
     /// # Errors
     /// It could not be written; what was kept before is still there.
-    pub fn save(&self, server: &Server) -> io::Result<()> {
+    pub fn save(&self, inventory: impl FnOnce() -> Inventory) -> io::Result<()> {
         let mut inner = self.inner();
         match inner.ended {
             true => Ok(()),
-            false => self.write(&mut inner, server),
+            false => self.write(&mut inner, inventory()),
         }
     }
 
@@ -153,13 +153,17 @@ impl StateStore {
     ///
     /// # Errors
     /// It could not be written, or the process ends: what was kept before is still there, and the disk is where it was.
-    pub fn save_move(&self, server: &Server, moved: &DiskSpec) -> io::Result<()> {
+    pub fn save_move(
+        &self,
+        inventory: impl FnOnce() -> Inventory,
+        moved: &DiskSpec,
+    ) -> io::Result<()> {
         let mut inner = self.inner();
         if inner.ended {
             return Err(io::Error::other("ringdisk is stopping"));
         }
         inner.moved.push(moved.clone());
-        let kept = self.write(&mut inner, server);
+        let kept = self.write(&mut inner, inventory());
         kept.inspect_err(|_| inner.moved.retain(|other| other.name != moved.name))
     }
 
@@ -169,8 +173,8 @@ impl StateStore {
     }
 
     /// The lock is held over all of it, so that the newest is written last.
-    fn write(&self, inner: &mut Inner, server: &Server) -> io::Result<()> {
-        let text = inner.difference(server).text();
+    fn write(&self, inner: &mut Inner, inventory: Inventory) -> io::Result<()> {
+        let text = inner.difference(inventory).text();
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }
@@ -208,8 +212,8 @@ impl StateStore {
     }
 
     /// How a host differs from what is written down.
-    pub fn changed(&self, server: &Server) -> Overrides {
-        self.inner().difference(server)
+    pub fn overrides(&self, inventory: impl FnOnce() -> Inventory) -> Overrides {
+        self.inner().difference(inventory())
     }
 
     /// What could not be served when this process started.
@@ -219,103 +223,10 @@ impl StateStore {
 }
 
 impl Inner {
-    fn difference(&self, server: &Server) -> Overrides {
-        let mut inventory = server.inventory();
+    fn difference(&self, mut inventory: Inventory) -> Overrides {
         self.moved.iter().for_each(|moved| inventory.move_to(moved));
         inventory.difference(&self.absent)
     }
-}
-
-/// Serves what is written down, as it was changed, and what was added. Only what is written down must work;
-/// returns also what of the rest could not be served.
-///
-/// # Errors
-/// A disk that is written down cannot be served.
-pub fn start(
-    server: &Server,
-    written: &Configured,
-    changed: &Overrides,
-) -> Result<(Vec<ConnectionInfo>, Overrides), ServerError> {
-    let start = changed.apply(&written.disks);
-    for name in &start.outdated {
-        info!("disk {name}: is served as it is written down by now, not as it was changed before");
-    }
-    let gone = |name: &str| changed.gone.iter().any(|gone| gone.name == name);
-    for DiskSpec { name, file, .. } in start.disks.iter().filter(|disk| gone(&disk.name)) {
-        warn!(
-            "disk {name}: was detached by command, and is served again, from {file}: something else has been written down of \
-             it since; 'ringdisk detach {name}' ends that"
-        );
-    }
-    let mut absent = Overrides::default();
-    // What guests are served must be taken over, or stay where it is.
-    let must = |name: &str| server.context.inherited.has_disk(name);
-    let missing = |what: &str, name: &str, e: &ServerError| {
-        error!("{what} {name}, which was added while the last process ran, cannot be: {e}");
-    };
-    for (id, thread) in &changed.threads {
-        if !written.threads.iter().any(|(other, _)| other == id)
-            && let Err(e) = server.threads.add(id, thread.clone())
-        {
-            missing("I/O thread", id, &e.into());
-            absent.threads.push((id.clone(), thread.clone()));
-        }
-    }
-    for (name, limits) in &changed.groups {
-        if !written.groups.iter().any(|(other, _)| other == name)
-            && let Err(e) = server.add_group(name, limits)
-        {
-            missing("throttle group", name, &e);
-            absent.groups.push((name.clone(), *limits));
-        }
-    }
-    server.remember_left(changed);
-    server.remember_write_caches(&changed.write_caches);
-    let ready = start
-        .disks
-        .into_iter()
-        .map(|spec| server.attach_at_start(spec));
-    let mut ready: Vec<ConnectionInfo> = ready.collect::<Result<_, _>>()?;
-    for disk in start.more {
-        match server.attach(disk.clone()) {
-            Ok(attached) => ready.push(attached),
-            Err(e) if must(&disk.name) => {
-                return Err(e.of_disk(&disk.name));
-            }
-            Err(e) => {
-                missing("disk", &disk.name, &e);
-                absent.disks.push(DiskOverride {
-                    disk,
-                    instead_of: None,
-                });
-            }
-        }
-    }
-    // Each lies on one before it.
-    for node in &changed.nodes {
-        let added = match &node.over {
-            None => server.add_node(node.disk.clone()),
-            Some(child) => server.add_node_over(child, node.disk.clone()),
-        };
-        if let Err(e) = added {
-            if must(&node.disk.name) {
-                return Err(e);
-            }
-            missing("node", &node.disk.name, &e);
-            absent.nodes.push(node.clone());
-        }
-    }
-    for export in &changed.exports {
-        match server.add_export(&export.node, &export_spec(export)) {
-            Ok(exported) => ready.push(exported),
-            Err(e) if must(&export.node) => return Err(e),
-            Err(e) => {
-                missing("export", &export.id, &e);
-                absent.exports.push(export.clone());
-            }
-        }
-    }
-    Ok((ready, absent))
 }
 
 impl Inventory {

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::client::{CommandLineError, CommandResult, Connection};
 use crate::monitor::qmp;
-use crate::upgrade::launcher::{Launch, beside};
+use crate::upgrade::launcher::{Launch, path_of};
 use crate::upgrade::protocol::{
     Channel, Launched, Outcome, ReplyOrFailure, UpgradeReply, UpgradeRequest, program,
 };
@@ -65,7 +65,7 @@ fn take_over(
     let here = |what| move |e: io::Error| CommandLineError::Here(what, e);
     let control = connection.control.clone().unwrap_or_else(qmp::default_path);
     let deadline = Instant::now() + TIMEOUT;
-    let socket = beside(&control, "upgrade");
+    let socket = path_of(&control, "upgrade");
     let server = match connect_to(&socket) {
         // An older one does not know how, or none runs at all, which a reload says.
         Err(e) if ask.unless_running.is_some() && e.kind() == io::ErrorKind::NotFound => {
@@ -169,7 +169,7 @@ fn launch(
         None => std::env::current_exe()?,
     };
     let launch = Launch::read(control)?;
-    if launch.is_managed() && !is_beside(&channel) {
+    if launch.is_managed() && !shares_cgroup(&channel) {
         return Err(io::Error::other(
             "it is a service, whose manager would lose sight of a process that is started from elsewhere; 'systemctl \
              reload ringdisk' has the program that is installed take over",
@@ -197,7 +197,7 @@ fn launch(
 
 /// Whether this process is in the same control group as the one that has made the channel: systemd takes no other for the
 /// service's.
-fn is_beside(channel: &OwnedFd) -> bool {
+fn shares_cgroup(channel: &OwnedFd) -> bool {
     let group = |process: String| std::fs::read(format!("/proc/{process}/cgroup")).ok();
     let server = socket_peercred(channel).map(|server| server.pid.as_raw_nonzero());
     match server.map(|pid| group(pid.to_string())) {

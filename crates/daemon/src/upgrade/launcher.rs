@@ -154,11 +154,11 @@ impl Launch {
 
 /// Where it is written down.
 pub fn path(control: &Path) -> PathBuf {
-    beside(control, "start")
+    path_of(control, "start")
 }
 
 /// A file beside a control socket.
-pub fn beside(control: &Path, what: &str) -> PathBuf {
+pub fn path_of(control: &Path, what: &str) -> PathBuf {
     let mut path = control.as_os_str().to_owned();
     path.push(".");
     path.push(what);

@@ -27,7 +27,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use engine::Identity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -37,6 +36,9 @@ use rustix::net::{
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+
+use crate::config::spec::SpecError;
+use crate::inherited::{FileIdentity, InheritedDisk};
 
 /// Of the messages below. Version 1 did not say what disks are on.
 pub const PROTOCOL: u32 = 2;
@@ -132,6 +134,28 @@ pub struct HandoverDisk {
     pub file: Option<FileIdentity>,
 }
 
+impl TryFrom<&HandoverDisk> for InheritedDisk {
+    type Error = SpecError;
+
+    fn try_from(handover: &HandoverDisk) -> Result<Self, SpecError> {
+        Ok(Self {
+            spec: handover.disk.parse()?,
+            configured: handover.written.as_deref().map(str::parse).transpose()?,
+            file: handover.file,
+        })
+    }
+}
+
+impl From<&InheritedDisk> for HandoverDisk {
+    fn from(disk: &InheritedDisk) -> Self {
+        Self {
+            disk: disk.spec.to_string(),
+            written: disk.configured.as_ref().map(ToString::to_string),
+            file: disk.file,
+        }
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 pub struct HandoverExport {
     pub socket: PathBuf,
@@ -149,22 +173,6 @@ pub struct HandoverExport {
 pub struct HandoverSession {
     pub words: Vec<u64>,
     pub descriptors: usize,
-}
-
-/// An [`Identity`], as it is handed over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileIdentity(u64, u64);
-
-impl From<Identity> for FileIdentity {
-    fn from(file: Identity) -> Self {
-        Self(file.device, file.inode)
-    }
-}
-
-impl From<FileIdentity> for Identity {
-    fn from(FileIdentity(device, inode): FileIdentity) -> Self {
-        Self { device, inode }
-    }
 }
 
 /// The messages that say nothing else.
