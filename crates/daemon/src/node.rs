@@ -1,40 +1,37 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
 
+pub mod context;
 pub mod journal;
 pub mod progress;
 pub mod storage;
 
+mod chain;
 mod close;
+mod open;
 mod paths;
 mod released;
 mod snapshot;
 
 use std::cmp::Ordering;
 use std::io;
-use std::ops::ControlFlow;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use block::{Aio, Backing, BlockSizeError, CacheMode, Discard, DiskFacts, format_size};
+use block::{Aio, Backing, BlockSizeError, CacheMode, DiskFacts, format_size};
 use datapath::{Disk, Options, Replacement, Storage};
-use engine::{Choice, ChoiceError, DiskFile, Identity, Locking, OpenError, Support, choose};
-use image::{
-    Chain, ChainError, ChainOptions, Damage, Format, Image, LayerFormat, TopFile, UnknownFormat,
-};
+use engine::{Choice, ChoiceError, DiskFile, Identity, OpenError};
+use image::{ChainError, Damage, Format, Image, UnknownFormat};
 use rbd::{RbdError, RbdImage};
 use thiserror::Error;
 use tracing::{info, warn};
 
-use crate::config::spec::{DiskSpec, FileSpec, Lock};
+use crate::config::spec::DiskSpec;
 use crate::inherited::FileIdentity;
+use crate::node::context::OpenContext;
 use crate::node::journal::JournalError;
-use crate::node::progress::Progress;
-use crate::node::storage::{OpenContext, Opener};
 
 pub use paths::FileUse;
-use paths::warn_if_renamed;
 
 /// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::release).
 pub struct Node {
@@ -136,134 +133,6 @@ pub enum NodeError {
 }
 
 impl Node {
-    /// Opens and locks what a disk is on. It may build on files that are `ours`: those that the disk
-    /// [writes to](Self::written) as long as it is on another node.
-    ///
-    /// # Errors
-    /// It cannot be served as asked; the error says why and what to do.
-    pub fn open(
-        spec: DiskSpec,
-        context: &OpenContext,
-        ours: &[Identity],
-    ) -> Result<Self, NodeError> {
-        let mut files = Vec::new();
-        let mut journal = None;
-        let mut format = Format::Raw;
-        let mut rbd = None;
-        // Readers do each other no harm.
-        let mut locking = match spec.lock {
-            Lock::Running if !spec.read_only => Locking::None,
-            _ if context.inherited.is_released(&spec.name) => Locking::None,
-            _ => Locking::Now,
-        };
-        let (image, file, facts, size, filename) = match &spec.file {
-            FileSpec::Null(size) => {
-                warn!(
-                    "disk {}: null:{} STORES NOTHING: writes are thrown away and reads leave \
-                     memory as it is; it is there to measure with",
-                    spec.name,
-                    format_size(*size)
-                );
-                let filename = format!("null:{}", format_size(*size));
-                let facts = null_facts(spec.read_only);
-                (Image::Null, None, facts, *size, filename)
-            }
-            FileSpec::Rbd(location) => {
-                let image = RbdImage::open(rbd::OpenOptions {
-                    location: (**location).clone(),
-                    cache: spec.cache,
-                    read_only: spec.read_only,
-                })?;
-                let filename = location.to_string();
-                let size = image.size();
-                let size =
-                    size.map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
-                let facts = image.facts();
-                rbd = Some(image);
-                (Image::Raw, None, facts, size, filename)
-            }
-            FileSpec::Path(path) => {
-                let filename = path.display().to_string();
-                let file;
-                (file, locking) =
-                    context.open(&spec.name, path, spec.cache, spec.read_only, locking)?;
-                format = format_of(&spec, path, file.backing())?;
-                let file = Arc::new(file);
-                if locking == Locking::Held {
-                    warn_if_renamed(&spec.name, path, &file);
-                }
-                match format {
-                    Format::Raw => {
-                        let size = file.raw_size(path)?;
-                        let facts = file.facts();
-                        (Image::Raw, Some(file), facts, size, filename)
-                    }
-                    Format::Qcow2 => {
-                        let opened = open_chain(&spec, path, &file, context, locking, ours)?;
-                        let chain = opened.chain;
-                        (files, journal) = (opened.files, opened.journal);
-                        let (facts, size) = (chain_facts(&chain, &files), chain.size());
-                        let image = Image::Chain(Arc::new(chain));
-                        (image, Some(file), facts, size, filename)
-                    }
-                }
-            }
-        };
-        let facts = facts
-            .with_blocks(spec.logical_block, spec.physical_block, size)
-            .map_err(|e| NodeError::Blocks(filename.clone(), e))?;
-        if (file.is_some() || rbd.is_some()) && !spec.cache.flushes() {
-            warn!(
-                "disk {}: cache=unsafe IGNORES FLUSHES: a crash or power cut of this host loses data \
-                 that the guest made durable, and may ruin its file systems; for disks that can be \
-                 thrown away",
-                spec.name
-            );
-        }
-        let choice = match &file {
-            Some(file) => {
-                let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here())
-                    .map_err(|e| NodeError::Aio(filename.clone(), e))?;
-                info!("disk {}: aio={choice}", spec.name);
-                Some(choice)
-            }
-            None => None,
-        };
-        let depth = image.chain().map_or(0, |chain| chain.depth() - 1);
-        let away = file.is_some() && locking == Locking::None;
-        if away {
-            info!(
-                "disk {}: lock=running: it is locked when a VM starts on it",
-                spec.name
-            );
-            files.clear();
-        }
-        Ok(Self {
-            shared: Arc::new(SharedNode {
-                changes: Mutex::new(()),
-                refreshing: Mutex::new(()),
-                state: Mutex::new(NodeState {
-                    image: (!away).then_some(image),
-                    file,
-                    files,
-                    size,
-                    allocated: None,
-                    depth,
-                    journal,
-                    on_damage: None,
-                }),
-            }),
-            rbd,
-            context: context.clone(),
-            choice,
-            facts,
-            size,
-            filename,
-            format,
-            spec,
-        })
-    }
-
     /// Whether it is on this file or device.
     pub fn is_on(&self, there: Identity) -> bool {
         self.file().is_some_and(|file| file.identity() == there)
@@ -599,13 +468,6 @@ pub struct DiskParameters {
     pub logical_block: Option<u32>,
 }
 
-/// An image, its files by their numbers, and its journal.
-struct OpenedChain {
-    chain: Chain,
-    files: Vec<Arc<DiskFile>>,
-    journal: Option<PathBuf>,
-}
-
 /// The format that is said of a disk's file, or that its name says.
 ///
 /// # Errors
@@ -616,122 +478,4 @@ pub fn format_of(spec: &DiskSpec, path: &Path, backing: Backing) -> Result<Forma
         named.map_err(|e| NodeError::Format(path.display().to_string(), e))
     };
     spec.format.map_or_else(named, Ok)
-}
-
-/// Opens an image and all that it builds on.
-fn open_chain(
-    spec: &DiskSpec,
-    path: &Path,
-    file: &Arc<DiskFile>,
-    context: &OpenContext,
-    locking: Locking,
-    ours: &[Identity],
-) -> Result<OpenedChain, NodeError> {
-    // Who has no lock only looks.
-    let read_only = spec.read_only || locking == Locking::None;
-    let filename = || path.display().to_string();
-    let directories = context
-        .allow_backing
-        .allowed_directories(path)
-        .map_err(|e| NodeError::Allow(filename(), e))?;
-    let mut opener = Opener {
-        cache: spec.cache,
-        locking,
-        ours,
-        context,
-        opened: Vec::new(),
-    };
-    let top = TopFile {
-        storage: opener.keep(file.clone()),
-        path,
-        format: LayerFormat::Qcow2,
-    };
-    let mut repair = Progress::new(format!("{}: opening", path.display()));
-    let (journal, journal_path) = match read_only {
-        true => None,
-        false => {
-            let place = context.journals.place(&spec.name, file);
-            place.map_err(|e| NodeError::Journal(filename(), e))?
-        }
-    }
-    .unzip();
-    let options = ChainOptions {
-        read_only,
-        // As in QEMU: reading does no harm.
-        allow_corrupt: read_only,
-        l2_cache_bytes: spec.l2_cache_bytes,
-        punch: spec.discard == Discard::Unmap,
-        journal,
-        flush_changes: true,
-        progress: &mut |progress| {
-            repair.at(progress.done, progress.total);
-            match context.stop.load(SeqCst) {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
-            }
-        },
-    };
-    let chain = Chain::open(top, &directories, &mut opener, options);
-    let chain = chain.map_err(|e| match &journal_path {
-        Some(path) if e.is_journal_error() => NodeError::Replay(path.clone(), e),
-        _ => e.into(),
-    })?;
-    let files = chain.files().iter();
-    let files = files.map(|storage| opener.file_of(storage));
-    let files = files.collect::<Option<Vec<_>>>().ok_or_else(|| {
-        let e = io::Error::other("one of its files is not known");
-        NodeError::Io(filename(), "be opened", e)
-    })?;
-    for waiting in chain.unreplayed_journals() {
-        let file = &files[usize::from(waiting.0)];
-        // What is looked at only is opened again, with its journal, before it is written; and what this process writes to
-        // has one that is being written.
-        let is_top = Arc::ptr_eq(file, &files[0]);
-        let opened_again = is_top && locking == Locking::None && !spec.read_only;
-        if !opened_again && !ours.contains(&file.identity()) {
-            let looked = context.journals.look_for(&spec.name, file);
-            looked.map_err(|e| NodeError::Journal(filename(), e))?;
-        }
-    }
-    Ok(OpenedChain {
-        chain,
-        files,
-        journal: journal_path,
-    })
-}
-
-/// What is true of a disk that lies in all of these.
-fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
-    let written = files[usize::from(chain.written_file().0)].facts();
-    let cluster = chain.image().map_or(0, |image| image.cluster_bytes());
-    let facts = files.iter().map(|file| file.facts());
-    facts.fold(
-        DiskFacts {
-            // Space is given back in the image, whatever the file system can.
-            discard_granularity: match written.read_only {
-                true => 0,
-                false => u32::try_from(cluster).unwrap_or(0),
-            },
-            ..written
-        },
-        |all, one| DiskFacts {
-            logical_block: all.logical_block.max(one.logical_block),
-            physical_block: all.physical_block.max(one.logical_block),
-            address_alignment: all.address_alignment.max(one.address_alignment),
-            length_alignment: all.length_alignment.max(one.length_alignment),
-            ..all
-        },
-    )
-}
-
-fn null_facts(read_only: bool) -> DiskFacts {
-    DiskFacts {
-        logical_block: 512,
-        physical_block: 4096,
-        optimal_io: 0,
-        address_alignment: 1,
-        length_alignment: 1,
-        discard_granularity: 512,
-        read_only,
-    }
 }

@@ -24,8 +24,8 @@ use crate::log;
 use crate::monitor::explain;
 use crate::monitor::metrics;
 use crate::monitor::qmp::{self, ControlSocket, Qmp};
+use crate::node::context::{AllowBacking, OpenContext};
 use crate::node::journal::Journals;
-use crate::node::storage::{AllowBacking, OpenContext};
 use crate::resource_limits::warn_of_limits;
 use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
@@ -35,7 +35,7 @@ use crate::server::reload::Reloader;
 use crate::server::{Server, ServerError};
 use crate::socket::{Socket, SocketError};
 use crate::state::Overrides;
-use crate::state::store::{self, Configured, StateError, StateStore};
+use crate::state::store::{Configured, StateError, StateStore};
 use crate::upgrade::socket::UpgradeSocket;
 use crate::upgrade::successor::{self, Predecessor};
 
@@ -464,9 +464,9 @@ fn start(
     let (ready, absent) = match (server.context.inherited.overrides(), kept) {
         (Some(changed), _) => {
             let written = without_detached(written, &changed);
-            store::start(server, &written, &changed)?
+            server.start(&written, &changed)?
         }
-        (None, kept) => store::start(server, written, &kept.unwrap_or_default())?,
+        (None, kept) => server.start(written, &kept.unwrap_or_default())?,
     };
     if let Some(store) = store {
         store.set_absent(absent);

@@ -13,7 +13,8 @@ use tracing::warn;
 
 use super::{Node, NodeError, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
-use crate::node::storage::{FileStorage, OpenContext};
+use crate::node::context::OpenContext;
+use crate::node::storage::FileStorage;
 
 /// What a disk does with a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

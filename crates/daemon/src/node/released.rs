@@ -20,8 +20,9 @@ use engine::{DiskFile, Identity, Locking};
 use image::{Format, Image};
 use tracing::warn;
 
+use super::chain::{chain_facts, open_chain};
 use super::close::unlock;
-use super::{Node, NodeError, NodeState, chain_facts, open_chain};
+use super::{Node, NodeError, NodeState};
 use crate::config::spec::FileSpec;
 
 impl Node {

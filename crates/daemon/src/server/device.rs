@@ -14,7 +14,7 @@ use tracing::{error, info, warn};
 
 use crate::config::spec::Lock;
 use crate::node::{Node, RELEASED};
-use crate::server::export::ExportError;
+use crate::server::error::ExportError;
 use crate::server::iothreads::NamedThread;
 
 /// A served disk: what front-ends see of it, and where its queues go.

@@ -14,7 +14,6 @@ use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, I
 use datapath::{Disk, IoAction, IoEvent, IoFailure, LogLimiter, Measuring};
 use guest::{SavedSession, SessionEnd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::config::spec::{DiskSpec, SocketAccess};
@@ -22,9 +21,10 @@ use crate::inherited::{Gate, InheritedExport};
 use crate::node::Node;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::device::{BlockDevice, ServedDisk};
+use crate::server::error::ExportError;
 use crate::server::iothreads::NamedThread;
 use crate::socket::accept::Backoff;
-use crate::socket::{self, PathStatus, Socket, SocketError};
+use crate::socket::{self, PathStatus, Socket};
 
 /// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
 /// and the socket goes away.
@@ -105,16 +105,6 @@ pub struct Paused {
     pub connection: Option<(OwnedFd, SavedSession)>,
     /// Told when somebody else goes on. Dropped, it is this export that does.
     pub leave: Sender<()>,
-}
-
-#[derive(Debug, Error)]
-pub enum ExportError {
-    #[error(transparent)]
-    Socket(#[from] SocketError),
-    #[error("disk {0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
-    System(String, &'static str, io::Error),
-    #[error("disk {0}: cannot start a thread: {cause}", cause = block::explain_thread(.1))]
-    Thread(String, io::Error),
 }
 
 impl Export {

@@ -10,13 +10,11 @@ use block::ThrottleLimits;
 use engine::Identity;
 use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
-use tracing::{error, info, warn};
+use tracing::error;
 
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec};
-use crate::server::connection_info::ConnectionInfo;
 use crate::server::export::ExportSpec;
-use crate::server::{Server, ServerError};
 use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides};
 
 /// The file in the directory.
@@ -314,7 +312,8 @@ impl Inventory {
     }
 }
 
-fn export_spec(export: &ExportOverride) -> ExportSpec {
+/// How an export is served.
+pub fn export_spec(export: &ExportOverride) -> ExportSpec {
     ExportSpec {
         id: export.id.clone(),
         socket: export.socket.clone(),

@@ -1,0 +1,129 @@
+//! Opens an image with all that it builds on.
+
+use std::io;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+use block::{Discard, DiskFacts};
+use engine::{DiskFile, Identity, Locking};
+use image::{Chain, ChainOptions, LayerFormat, TopFile};
+
+use super::NodeError;
+use crate::config::spec::DiskSpec;
+use crate::node::context::{OpenContext, Opener};
+use crate::node::progress::Progress;
+
+/// An image, its files by their numbers, and its journal.
+pub(super) struct OpenedChain {
+    pub chain: Chain,
+    pub files: Vec<Arc<DiskFile>>,
+    pub journal: Option<PathBuf>,
+}
+
+/// Opens an image and all that it builds on.
+pub(super) fn open_chain(
+    spec: &DiskSpec,
+    path: &Path,
+    file: &Arc<DiskFile>,
+    context: &OpenContext,
+    locking: Locking,
+    ours: &[Identity],
+) -> Result<OpenedChain, NodeError> {
+    // Who has no lock only looks.
+    let read_only = spec.read_only || locking == Locking::None;
+    let filename = || path.display().to_string();
+    let directories = context
+        .allow_backing
+        .allowed_directories(path)
+        .map_err(|e| NodeError::Allow(filename(), e))?;
+    let mut opener = Opener {
+        cache: spec.cache,
+        locking,
+        ours,
+        context,
+        opened: Vec::new(),
+    };
+    let top = TopFile {
+        storage: opener.keep(file.clone()),
+        path,
+        format: LayerFormat::Qcow2,
+    };
+    let mut repair = Progress::new(format!("{}: opening", path.display()));
+    let (journal, journal_path) = match read_only {
+        true => None,
+        false => {
+            let place = context.journals.place(&spec.name, file);
+            place.map_err(|e| NodeError::Journal(filename(), e))?
+        }
+    }
+    .unzip();
+    let options = ChainOptions {
+        read_only,
+        // As in QEMU: reading does no harm.
+        allow_corrupt: read_only,
+        l2_cache_bytes: spec.l2_cache_bytes,
+        punch: spec.discard == Discard::Unmap,
+        journal,
+        flush_changes: true,
+        progress: &mut |progress| {
+            repair.at(progress.done, progress.total);
+            match context.stop.load(SeqCst) {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        },
+    };
+    let chain = Chain::open(top, &directories, &mut opener, options);
+    let chain = chain.map_err(|e| match &journal_path {
+        Some(path) if e.is_journal_error() => NodeError::Replay(path.clone(), e),
+        _ => e.into(),
+    })?;
+    let files = chain.files().iter();
+    let files = files.map(|storage| opener.file_of(storage));
+    let files = files.collect::<Option<Vec<_>>>().ok_or_else(|| {
+        let e = io::Error::other("one of its files is not known");
+        NodeError::Io(filename(), "be opened", e)
+    })?;
+    for waiting in chain.unreplayed_journals() {
+        let file = &files[usize::from(waiting.0)];
+        // What is looked at only is opened again, with its journal, before it is written; and what this process writes to
+        // has one that is being written.
+        let is_top = Arc::ptr_eq(file, &files[0]);
+        let opened_again = is_top && locking == Locking::None && !spec.read_only;
+        if !opened_again && !ours.contains(&file.identity()) {
+            let looked = context.journals.look_for(&spec.name, file);
+            looked.map_err(|e| NodeError::Journal(filename(), e))?;
+        }
+    }
+    Ok(OpenedChain {
+        chain,
+        files,
+        journal: journal_path,
+    })
+}
+
+/// What is true of a disk that lies in all of these.
+pub(super) fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
+    let written = files[usize::from(chain.written_file().0)].facts();
+    let cluster = chain.image().map_or(0, |image| image.cluster_bytes());
+    let facts = files.iter().map(|file| file.facts());
+    facts.fold(
+        DiskFacts {
+            // Space is given back in the image, whatever the file system can.
+            discard_granularity: match written.read_only {
+                true => 0,
+                false => u32::try_from(cluster).unwrap_or(0),
+            },
+            ..written
+        },
+        |all, one| DiskFacts {
+            logical_block: all.logical_block.max(one.logical_block),
+            physical_block: all.physical_block.max(one.logical_block),
+            address_alignment: all.address_alignment.max(one.address_alignment),
+            length_alignment: all.length_alignment.max(one.length_alignment),
+            ..all
+        },
+    )
+}

@@ -1,0 +1,184 @@
+//! Opens the files of disks: those that the operator names, and those that images name.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use block::CacheMode;
+use engine::{DiskFile, Identity, Locking, OpenError};
+use image::{AllowedDirectories, FileRole, OpenFiles, Storage};
+use tracing::warn;
+
+use crate::inherited::Inherited;
+use crate::node::journal::Journals;
+use crate::node::storage::FileStorage;
+
+/// Where files may be that an image names: backing files and data files.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum AllowBacking {
+    /// Beside the image, or below.
+    #[default]
+    Beside,
+    /// In these directories, or below; nowhere if there are none.
+    In(Vec<PathBuf>),
+}
+
+impl AllowBacking {
+    /// From what the operator gave: directories, or `none`.
+    pub fn new(given: &[PathBuf]) -> Self {
+        match given {
+            [] => Self::Beside,
+            given => {
+                let directories = given.iter().filter(|d| d.as_os_str() != "none");
+                Self::In(directories.cloned().collect())
+            }
+        }
+    }
+
+    /// Warns of directories that no image could be opened with.
+    pub fn warn_missing(&self) {
+        if let Self::In(directories) = self
+            && let Err(e) = AllowedDirectories::new(directories)
+        {
+            warn!("--allow-backing: {e}; as long as it is not there, no qcow2 image is opened");
+        }
+    }
+
+    /// For the files that this image names.
+    ///
+    /// # Errors
+    /// One of the directories cannot be opened.
+    pub fn allowed_directories(&self, image: &Path) -> io::Result<AllowedDirectories> {
+        match self {
+            Self::Beside => AllowedDirectories::of_image(&std::path::absolute(image)?),
+            Self::In(directories) => AllowedDirectories::new(directories).map_err(|e| {
+                let text = format!("{e}; --allow-backing names directories that are there");
+                io::Error::new(e.kind(), text)
+            }),
+        }
+    }
+}
+
+/// Where what a disk is made of may be, and where things are kept for it.
+#[derive(Clone)]
+pub struct OpenContext {
+    pub allow_backing: AllowBacking,
+    pub journals: Journals,
+    /// This process has been told to end: what takes long is not waited for.
+    pub stop: Arc<AtomicBool>,
+    /// What another process has open.
+    pub inherited: Arc<Inherited>,
+}
+
+impl OpenContext {
+    /// Opens the file that an operator named for a disk, and locks it when that is asked for. Returns how it is locked:
+    /// one that is taken over is so already.
+    ///
+    /// # Errors
+    /// It cannot be served as asked; the error says why and what to do.
+    pub fn open(
+        &self,
+        disk: &str,
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+        locking: Locking,
+    ) -> Result<(DiskFile, Locking), OpenError> {
+        let (opened, locking) = match self.inherited.file(disk, path, !read_only) {
+            Some(file) => {
+                let held = Locking::Held;
+                (DiskFile::adopt(file, path, cache, read_only, held), held)
+            }
+            None => (
+                DiskFile::open_with(path, cache, read_only, locking),
+                locking,
+            ),
+        };
+        opened.map(|file| (file, locking))
+    }
+
+    /// The same for a file that an image named, and that is open. Of `ours` it is if this process has it locked to write.
+    ///
+    /// # Errors
+    /// As above.
+    fn adopt(
+        &self,
+        file: OwnedFd,
+        path: &Path,
+        cache: CacheMode,
+        read_only: bool,
+        ours: &[Identity],
+    ) -> Result<DiskFile, OpenError> {
+        let is_ours = || Identity::of_fd(&file).is_ok_and(|file| ours.contains(&file));
+        let (file, locking) = match self.inherited.file_like(&file, !read_only) {
+            Some(held) => (held, Locking::Held),
+            None if read_only && is_ours() => (file, Locking::Handover),
+            None => (file, Locking::Now),
+        };
+        DiskFile::adopt(file, path, cache, read_only, locking)
+    }
+}
+
+/// Opens the files that an image names, and keeps them.
+pub struct Opener<'a> {
+    pub cache: CacheMode,
+    /// When files are locked that an image names and that are written.
+    pub locking: Locking,
+    /// Those that the disk writes to as long as it is not on this image.
+    pub ours: &'a [Identity],
+    pub context: &'a OpenContext,
+    pub opened: Vec<Arc<FileStorage>>,
+}
+
+impl Opener<'_> {
+    /// Takes a file that is open already.
+    pub fn keep(&mut self, file: Arc<DiskFile>) -> Arc<FileStorage> {
+        let storage = Arc::new(FileStorage {
+            file,
+            flushes: self.cache.flushes(),
+        });
+        self.opened.push(storage.clone());
+        storage
+    }
+
+    /// The file that an image knows as this storage.
+    pub fn file_of(&self, storage: &Arc<dyn Storage>) -> Option<Arc<DiskFile>> {
+        let same = |opened: &&Arc<FileStorage>| {
+            std::ptr::addr_eq(Arc::as_ptr(opened), Arc::as_ptr(storage))
+        };
+        self.opened.iter().find(same).map(|s| s.file.clone())
+    }
+}
+
+impl OpenFiles for Opener<'_> {
+    fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
+        let read_only = !matches!(role, FileRole::Data { write: true });
+        if role == (FileRole::Data { write: false }) && self.locking == Locking::None {
+            let e =
+                "a data file of its own cannot be shared with another host; leave out lock=running";
+            return Err(io::Error::other(e));
+        }
+        let context = self.context;
+        let file = context.adopt(file, path, self.cache, read_only, self.ours);
+        let file = file.map_err(io::Error::other)?;
+        Ok(self.keep(Arc::new(file)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_operator_says_where_images_may_lead() {
+        assert_eq!(AllowBacking::new(&[]), AllowBacking::Beside);
+        assert_eq!(
+            AllowBacking::new(&["none".into()]),
+            AllowBacking::In(vec![])
+        );
+        let two = AllowBacking::In(vec!["/a".into(), "/b".into()]);
+        assert_eq!(AllowBacking::new(&["/a".into(), "/b".into()]), two);
+    }
+}

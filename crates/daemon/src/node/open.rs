@@ -1,0 +1,207 @@
+//! Opens disks.
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use block::{DiskFacts, format_size};
+use engine::{DiskFile, Identity, Locking, Support, choose};
+use image::{Format, Image};
+use rbd::{Location, RbdImage};
+use tracing::{info, warn};
+
+use super::chain::{chain_facts, open_chain};
+use super::paths::warn_if_renamed;
+use super::{Node, NodeError, NodeState, SharedNode, format_of};
+use crate::config::spec::{DiskSpec, FileSpec, Lock};
+use crate::node::context::OpenContext;
+
+/// A disk that has been opened, before its options apply.
+struct Opened {
+    image: Image,
+    file: Option<Arc<DiskFile>>,
+    /// All files of a mapped image.
+    files: Vec<Arc<DiskFile>>,
+    rbd: Option<Arc<RbdImage>>,
+    journal: Option<PathBuf>,
+    locking: Locking,
+    format: Format,
+    facts: DiskFacts,
+    /// Bytes.
+    size: u64,
+    filename: String,
+}
+
+impl Node {
+    /// Opens and locks a disk. It may build on `ours`: files that the disk [writes to](Self::written) while it is on another
+    /// node.
+    ///
+    /// # Errors
+    /// It cannot be served as asked; the error says why and what to do.
+    pub fn open(
+        spec: DiskSpec,
+        context: &OpenContext,
+        ours: &[Identity],
+    ) -> Result<Self, NodeError> {
+        let mut opened = match &spec.file {
+            FileSpec::Null(size) => open_null(&spec, *size),
+            FileSpec::Rbd(location) => open_rbd(&spec, location)?,
+            FileSpec::Path(path) => open_file(&spec, path, context, ours)?,
+        };
+        let filename = opened.filename;
+        let facts = opened
+            .facts
+            .with_blocks(spec.logical_block, spec.physical_block, opened.size)
+            .map_err(|e| NodeError::Blocks(filename.clone(), e))?;
+        if (opened.file.is_some() || opened.rbd.is_some()) && !spec.cache.flushes() {
+            warn!(
+                "disk {}: cache=unsafe IGNORES FLUSHES: a crash or power cut of this host loses data \
+                 that the guest made durable, and may ruin its file systems; for disks that can be \
+                 thrown away",
+                spec.name
+            );
+        }
+        let choice = match &opened.file {
+            Some(file) => {
+                let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here())
+                    .map_err(|e| NodeError::Aio(filename.clone(), e))?;
+                info!("disk {}: aio={choice}", spec.name);
+                Some(choice)
+            }
+            None => None,
+        };
+        let depth = opened.image.chain().map_or(0, |chain| chain.depth() - 1);
+        let released = opened.file.is_some() && opened.locking == Locking::None;
+        if released {
+            info!(
+                "disk {}: lock=running: it is locked when a VM starts on it",
+                spec.name
+            );
+            opened.files.clear();
+        }
+        Ok(Self {
+            shared: Arc::new(SharedNode {
+                changes: Mutex::new(()),
+                refreshing: Mutex::new(()),
+                state: Mutex::new(NodeState {
+                    image: (!released).then_some(opened.image),
+                    file: opened.file,
+                    files: opened.files,
+                    size: opened.size,
+                    allocated: None,
+                    depth,
+                    journal: opened.journal,
+                    on_damage: None,
+                }),
+            }),
+            rbd: opened.rbd,
+            context: context.clone(),
+            choice,
+            facts,
+            size: opened.size,
+            filename,
+            format: opened.format,
+            spec,
+        })
+    }
+}
+
+fn open_null(spec: &DiskSpec, size: u64) -> Opened {
+    let filename = format!("null:{}", format_size(size));
+    warn!(
+        "disk {}: {filename} STORES NOTHING: writes are thrown away and reads leave memory as it is; it is there to measure \
+         with",
+        spec.name
+    );
+    Opened {
+        image: Image::Null,
+        file: None,
+        files: Vec::new(),
+        rbd: None,
+        journal: None,
+        locking: Locking::None,
+        format: Format::Raw,
+        facts: null_facts(spec.read_only),
+        size,
+        filename,
+    }
+}
+
+fn open_rbd(spec: &DiskSpec, location: &Location) -> Result<Opened, NodeError> {
+    let image = RbdImage::open(rbd::OpenOptions {
+        location: location.clone(),
+        cache: spec.cache,
+        read_only: spec.read_only,
+    })?;
+    let filename = location.to_string();
+    let size = image.size();
+    let size = size.map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
+    Ok(Opened {
+        image: Image::Raw,
+        file: None,
+        files: Vec::new(),
+        facts: image.facts(),
+        rbd: Some(image),
+        journal: None,
+        locking: Locking::None,
+        format: Format::Raw,
+        size,
+        filename,
+    })
+}
+
+fn open_file(
+    spec: &DiskSpec,
+    path: &Path,
+    context: &OpenContext,
+    ours: &[Identity],
+) -> Result<Opened, NodeError> {
+    let released = context.inherited.is_released(&spec.name);
+    // A read-only disk is locked at once in any case: readers do not exclude each other.
+    let locking = match spec.lock {
+        Lock::Running if !spec.read_only => Locking::None,
+        _ if released => Locking::None,
+        _ => Locking::Now,
+    };
+    let (file, locking) = context.open(&spec.name, path, spec.cache, spec.read_only, locking)?;
+    let format = format_of(spec, path, file.backing())?;
+    let file = Arc::new(file);
+    if locking == Locking::Held {
+        warn_if_renamed(&spec.name, path, &file);
+    }
+    let mut opened = Opened {
+        image: Image::Raw,
+        file: Some(file.clone()),
+        files: Vec::new(),
+        rbd: None,
+        journal: None,
+        locking,
+        format,
+        facts: file.facts(),
+        size: 0,
+        filename: path.display().to_string(),
+    };
+    match format {
+        Format::Raw => opened.size = file.raw_size(path)?,
+        Format::Qcow2 => {
+            let chain = open_chain(spec, path, &file, context, locking, ours)?;
+            opened.facts = chain_facts(&chain.chain, &chain.files);
+            opened.size = chain.chain.size();
+            opened.image = Image::Chain(Arc::new(chain.chain));
+            (opened.files, opened.journal) = (chain.files, chain.journal);
+        }
+    }
+    Ok(opened)
+}
+
+fn null_facts(read_only: bool) -> DiskFacts {
+    DiskFacts {
+        logical_block: 512,
+        physical_block: 4096,
+        optimal_io: 0,
+        address_alignment: 1,
+        length_alignment: 1,
+        discard_granularity: 512,
+        read_only,
+    }
+}

@@ -1,0 +1,145 @@
+//! Why a change of what is served is refused or has failed.
+
+use std::io;
+use std::path::PathBuf;
+
+use block::ThrottleError;
+use image::Format;
+use thiserror::Error;
+
+use crate::config::conflicts::ConflictError;
+use crate::config::spec::Problem;
+use crate::node::NodeError;
+use crate::sandbox::OutsideSandbox;
+use crate::server::iothreads::IoThreadError;
+use crate::socket::SocketError;
+
+#[derive(Debug, Error)]
+pub enum ServerError {
+    #[error(transparent)]
+    Conflict(#[from] ConflictError),
+    #[error("there is no disk '{0}'; 'ringdisk list' shows those that are served")]
+    NoNode(String),
+    #[error("there is no export '{0}'")]
+    NoExport(String),
+    #[error("disk '{0}' is in use by '{1}'; remove that first")]
+    NodeInUse(String, String),
+    #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
+    FileInUse(PathBuf, String),
+    #[error(
+        "{0}: in use by this process: disk '{1}', which was on it, has been detached, but its storage has not answered \
+         since; try again when it does"
+    )]
+    StillOpen(PathBuf, String),
+    #[error("{0}; the disk is detached all the same, and nothing of it is left to detach")]
+    Detached(Box<ServerError>),
+    #[error("{}", with_disk(.0, .1))]
+    Disk(String, Box<ServerError>),
+    #[error(
+        "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; if another file \
+         lies at {path} by now, 'ringdisk replace {0} PATH' says where the VM's own is; if the configuration has other files \
+         or sockets by now, put it into force first ('ringdisk reload')", socket = .1.display(), path = .2
+    )]
+    OtherFile(String, PathBuf, String),
+    #[error(
+        "disk '{0}' is on {1} already, as {2} (format={2}), and cannot be served as anything else: its guest would overwrite \
+         what it has"
+    )]
+    SameFile(String, String, Format),
+    #[error(
+        "{path}: {problem}; is the path right, its file system mounted, and what was to be put there done? It must hold what \
+         disk '{disk}' holds: a new and empty file would take all of that from its VM"
+    )]
+    FileMissing {
+        disk: String,
+        path: String,
+        problem: &'static str,
+    },
+    #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
+    Overrides(String),
+    #[error("disk '{0}' is being put on another file, and stays as it is; try again in a moment")]
+    Moving(String),
+    #[error(
+        "a VM is connected to disk '{0}', which stays; shut the VM down first, or force the removal: then its disk answers \
+         nothing any more"
+    )]
+    Connected(String),
+    #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
+    ReadOnly(String),
+    #[error("there are {0} already, which is the limit")]
+    TooMany(String),
+    #[error("there is no throttle group '{0}'; object-add or [[throttle-group]] makes one")]
+    NoGroup(String),
+    #[error("there is a throttle group '{0}' already")]
+    SameGroup(String),
+    #[error("throttle group '{0}' is in use by disk '{1}'; take that out of it first")]
+    GroupInUse(String, String),
+    #[error(transparent)]
+    OutsideSandbox(#[from] OutsideSandbox),
+    #[error(transparent)]
+    Throttle(#[from] ThrottleError),
+    #[error(transparent)]
+    Node(#[from] NodeError),
+    #[error(transparent)]
+    Export(#[from] ExportError),
+    #[error(transparent)]
+    IoThread(#[from] IoThreadError),
+    #[error("disk {0}: {1}")]
+    Unfit(String, Problem),
+    #[error("disk {0}: cannot be resized: {1}")]
+    Resize(String, String),
+    #[error("disk {0}: where it is now cannot be kept: {1}")]
+    Keep(String, io::Error),
+    #[error("{0} could not be made durable, acknowledged writes may be lost: {1}")]
+    Sync(String, io::Error),
+    #[error(
+        "{0}: its image cannot be closed: {1}; all that was acknowledged is in the journal {journal}, as long as the host does \
+         not crash: make room, and serve the image with ringdisk again before anything else uses it", journal = .2.display()
+    )]
+    Kept(String, io::Error, PathBuf),
+    #[error(
+        "disk {0}: its storage does not answer; what the VM wrote and did not flush may be lost, and the \
+         file stays locked until the kernel gives up"
+    )]
+    NotResponding(String),
+    #[error(
+        "disk {0}: its cluster does not answer, or another client has the image's lock ('rbd status', 'rbd lock ls'); \
+         requests of its VM are not done, and what cache=writeback kept may be lost"
+    )]
+    ClusterNotResponding(String),
+}
+
+impl ServerError {
+    /// The same, of a disk that is in a cluster.
+    pub(super) fn in_cluster(self) -> Self {
+        match self {
+            Self::NotResponding(name) => Self::ClusterNotResponding(name),
+            error => error,
+        }
+    }
+}
+
+impl ServerError {
+    /// The same, with the name of the disk that it is about.
+    pub fn of_disk(self, disk: &str) -> Self {
+        Self::Disk(disk.to_owned(), Box::new(self))
+    }
+}
+
+fn with_disk(disk: &str, problem: &ServerError) -> String {
+    let text = problem.to_string();
+    match text.starts_with(&format!("disk {disk}: ")) || text.contains(&format!("disk '{disk}'")) {
+        true => text,
+        false => format!("disk '{disk}': {text}"),
+    }
+}
+
+#[derive(Debug, Error)]
+pub enum ExportError {
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    #[error("disk {0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
+    System(String, &'static str, io::Error),
+    #[error("disk {0}: cannot start a thread: {cause}", cause = block::explain_thread(.1))]
+    Thread(String, io::Error),
+}

@@ -1,0 +1,132 @@
+//! What is served first: the configuration, with the changes that were made at run time before.
+
+use tracing::{error, info, warn};
+
+use super::{Server, ServerError};
+use crate::config::spec::DiskSpec;
+use crate::server::connection_info::ConnectionInfo;
+use crate::state::store::{Configured, export_spec};
+use crate::state::{DiskOverride, Overrides};
+
+impl Server {
+    /// Serves what is configured, with the changes of `overrides`, and what these add. Returns also what of the overrides
+    /// could not be served.
+    ///
+    /// # Errors
+    /// A configured disk cannot be served, or one that was taken over.
+    pub fn start(
+        &self,
+        configured: &Configured,
+        overrides: &Overrides,
+    ) -> Result<(Vec<ConnectionInfo>, Overrides), ServerError> {
+        let disks = overrides.apply(&configured.disks);
+        for name in &disks.outdated {
+            info!(
+                "disk {name}: is served as it is configured now, not as it was changed at run time before"
+            );
+        }
+        let detached = |name: &str| overrides.gone.iter().any(|gone| gone.name == name);
+        for DiskSpec { name, file, .. } in disks.disks.iter().filter(|disk| detached(&disk.name)) {
+            warn!(
+                "disk {name}: was detached at run time, and is served again, from {file}: its configuration has been changed \
+                 since; 'ringdisk detach {name}' detaches it again"
+            );
+        }
+        let mut absent = Overrides::default();
+        self.start_threads_and_groups(configured, overrides, &mut absent);
+        self.remember_left(overrides);
+        self.remember_write_caches(&overrides.write_caches);
+        let ready = disks.disks.into_iter();
+        let ready = ready.map(|spec| self.attach_at_start(spec));
+        let mut ready: Vec<ConnectionInfo> = ready.collect::<Result<_, _>>()?;
+        for disk in disks.more {
+            match self.attach(disk.clone()) {
+                Ok(attached) => ready.push(attached),
+                Err(e) if self.is_taken_over(&disk.name) => return Err(e.of_disk(&disk.name)),
+                Err(e) => {
+                    log_absent("disk", &disk.name, &e);
+                    absent.disks.push(DiskOverride {
+                        disk,
+                        instead_of: None,
+                    });
+                }
+            }
+        }
+        self.start_nodes(overrides, &mut absent)?;
+        self.start_exports(overrides, &mut absent, &mut ready)?;
+        Ok((ready, absent))
+    }
+
+    fn start_threads_and_groups(
+        &self,
+        configured: &Configured,
+        overrides: &Overrides,
+        absent: &mut Overrides,
+    ) {
+        for (id, thread) in &overrides.threads {
+            if !configured.threads.iter().any(|(other, _)| other == id)
+                && let Err(e) = self.threads.add(id, thread.clone())
+            {
+                log_absent("I/O thread", id, &e.into());
+                absent.threads.push((id.clone(), thread.clone()));
+            }
+        }
+        for (name, limits) in &overrides.groups {
+            if !configured.groups.iter().any(|(other, _)| other == name)
+                && let Err(e) = self.add_group(name, limits)
+            {
+                log_absent("throttle group", name, &e);
+                absent.groups.push((name.clone(), *limits));
+            }
+        }
+    }
+
+    fn start_nodes(
+        &self,
+        overrides: &Overrides,
+        absent: &mut Overrides,
+    ) -> Result<(), ServerError> {
+        // Each follows the one that it lies on.
+        for node in &overrides.nodes {
+            let added = match &node.over {
+                None => self.add_node(node.disk.clone()),
+                Some(child) => self.add_node_over(child, node.disk.clone()),
+            };
+            let Err(e) = added else { continue };
+            if self.is_taken_over(&node.disk.name) {
+                return Err(e);
+            }
+            log_absent("node", &node.disk.name, &e);
+            absent.nodes.push(node.clone());
+        }
+        Ok(())
+    }
+
+    fn start_exports(
+        &self,
+        overrides: &Overrides,
+        absent: &mut Overrides,
+        ready: &mut Vec<ConnectionInfo>,
+    ) -> Result<(), ServerError> {
+        for export in &overrides.exports {
+            match self.add_export(&export.node, &export_spec(export)) {
+                Ok(exported) => ready.push(exported),
+                Err(e) if self.is_taken_over(&export.node) => return Err(e),
+                Err(e) => {
+                    log_absent("export", &export.id, &e);
+                    absent.exports.push(export.clone());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a guest uses this disk already: then it is served, or the old process continues to serve it.
+    fn is_taken_over(&self, name: &str) -> bool {
+        self.context.inherited.has_disk(name)
+    }
+}
+
+fn log_absent(what: &str, name: &str, error: &ServerError) {
+    error!("{what} {name}, which was added while the last process ran, cannot be added: {error}");
+}
