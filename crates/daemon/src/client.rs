@@ -19,8 +19,8 @@ use thiserror::Error;
 
 use crate::config::limits;
 use crate::config::spec::{DiskSpec, SpecError};
+use crate::monitor::control_socket;
 use crate::monitor::explain;
-use crate::monitor::qmp;
 
 /// How long a command may take. To attach a disk may mean to wait for a lock, and to detach one to wait
 /// for its I/O.
@@ -206,7 +206,10 @@ pub type CommandResult = Result<(), CommandLineError>;
 
 impl Connection {
     fn open(&self) -> Result<Client, CommandLineError> {
-        let path = self.control.clone().unwrap_or_else(qmp::default_path);
+        let path = self
+            .control
+            .clone()
+            .unwrap_or_else(control_socket::default_path);
         Ok(Client::connect(path, TIMEOUT)?)
     }
 

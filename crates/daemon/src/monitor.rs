@@ -1,5 +1,6 @@
 //! What management software and people see of a running server: QMP, metrics, and statistics.
 
+pub mod control_socket;
 pub mod explain;
 pub mod metrics;
 pub mod qmp;

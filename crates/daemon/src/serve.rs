@@ -21,9 +21,10 @@ use crate::config::{self, Config, ConfigError, POLL_CPU, POLL_MAX_US_MAX, Sandbo
 use crate::credentials::{self, UserAccount};
 use crate::inherited::Inherited;
 use crate::log;
+use crate::monitor::control_socket::{self, ControlSocket};
 use crate::monitor::explain;
 use crate::monitor::metrics;
-use crate::monitor::qmp::{self, ControlSocket, Qmp};
+use crate::monitor::qmp::Qmp;
 use crate::node::context::{AllowBacking, OpenContext};
 use crate::node::journal::Journals;
 use crate::resource_limits::warn_of_limits;
@@ -253,7 +254,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
             .map_err(|e| StateError::Directory(state.clone(), e))?;
         kept.push(state.clone());
     }
-    let control_path = control.clone().unwrap_or_else(qmp::default_path);
+    let control_path = control.clone().unwrap_or_else(control_socket::default_path);
     let mut upgrade_socket = match args.take_over {
         true => None,
         // Where nobody said so, it may well be another's that goes on.
@@ -413,7 +414,7 @@ fn serve(args: &Args) -> Result<(), ServeError> {
     };
     info!("stopping: finishing what is under way");
     sd_notify::tell(sd_notify::STOPPING);
-    let deadline = Instant::now() + qmp::AT_END;
+    let deadline = Instant::now() + control_socket::AT_END;
     drop(control);
     while rereading.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(1));
@@ -484,7 +485,7 @@ fn without_detached(written: &Configured, changed: &Overrides) -> Configured {
 
 /// Without a path of the operator's choice, there is no control socket where another ringdisk has it.
 fn bind_control(path: Option<&Path>, inherited: &Inherited) -> Result<Option<Socket>, ServeError> {
-    let default = qmp::default_path();
+    let default = control_socket::default_path();
     if let Some(listener) = inherited.control(path.unwrap_or(&default)) {
         let path = path.unwrap_or(&default);
         return Ok(Some(Socket::adopt(listener, path, inherited.made(path))));

@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::json;
 
 use crate::client::{CommandLineError, CommandResult, Connection};
-use crate::monitor::qmp;
+use crate::monitor::control_socket;
 use crate::upgrade::launcher::{Launch, path_of};
 use crate::upgrade::protocol::{
     Channel, Launched, Outcome, ReplyOrFailure, UpgradeReply, UpgradeRequest, program,
@@ -63,7 +63,10 @@ fn take_over(
     program: Option<&Path>,
 ) -> Result<bool, CommandLineError> {
     let here = |what| move |e: io::Error| CommandLineError::Here(what, e);
-    let control = connection.control.clone().unwrap_or_else(qmp::default_path);
+    let control = connection
+        .control
+        .clone()
+        .unwrap_or_else(control_socket::default_path);
     let deadline = Instant::now() + TIMEOUT;
     let socket = path_of(&control, "upgrade");
     let server = match connect_to(&socket) {

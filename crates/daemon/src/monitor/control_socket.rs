@@ -1,0 +1,177 @@
+//! The control socket: accepts clients and serves each in a thread of its own.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use control::EventHub;
+use datapath::LogLimiter;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use tracing::{debug, error, warn};
+
+use crate::monitor::qmp::Qmp;
+use crate::server::Server;
+use crate::server::handover::locked;
+use crate::socket::accept::{Acceptor, Backoff};
+use crate::socket::{self, Socket};
+
+/// The control socket. Dropping it ends all conversations, once the commands under way are done and answered:
+/// a disk that one of them removes is not to be left half removed.
+pub struct ControlSocket {
+    hub: Arc<EventHub>,
+    stop: Arc<OwnedFd>,
+    listener: Option<JoinHandle<()>>,
+}
+
+impl ControlSocket {
+    /// Serves a control socket, from threads of its own.
+    ///
+    /// # Errors
+    /// There is no thread or event descriptor to be had.
+    pub fn start(socket: Socket, qmp: Qmp) -> io::Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = Arc::new(eventfd(0, flags)?);
+        let hub = qmp.server.events.clone();
+        let handover = &qmp.server.handover;
+        *locked(&handover.control) = Some(socket.listener.as_fd().try_clone_to_owned()?);
+        let wakers = [stop.clone(), handover.socket_watch(socket.place())?];
+        let listener = thread::Builder::new()
+            .name("control".into())
+            .spawn(move || listen(socket, &Arc::new(qmp), &wakers))?;
+        Ok(Self {
+            hub,
+            stop,
+            listener: Some(listener),
+        })
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        self.hub.close();
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        let Some(listener) = self.listener.take() else {
+            return;
+        };
+        let deadline = Instant::now() + AT_END;
+        while !listener.is_finished() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+        if !listener.is_finished() {
+            warn!(
+                "control socket: a command waits for storage that does not answer; it is left alone"
+            );
+        }
+    }
+}
+
+/// Time between two looks whether the new process has taken over.
+const LEAVING_PAUSE: Duration = Duration::from_millis(10);
+
+/// How long the end waits for commands under way.
+pub const AT_END: Duration = Duration::from_secs(10);
+
+/// `wakers` become readable at the end, and when the socket is to be looked at.
+fn listen(mut socket: Socket, qmp: &Arc<Qmp>, wakers: &[Arc<OwnedFd>; 2]) {
+    let mut clients = Vec::new();
+    accept_clients(&mut socket, qmp, wakers, &mut clients);
+    for client in clients {
+        let _ = client.join();
+    }
+}
+
+fn accept_clients(
+    socket: &mut Socket,
+    qmp: &Arc<Qmp>,
+    [stop, socket_watch]: &[Arc<OwnedFd>; 2],
+    clients: &mut Vec<JoinHandle<()>>,
+) {
+    let (mut acceptor, mut accepting) = (Acceptor::new(), Backoff::default());
+    let refusals = LogLimiter::default();
+    loop {
+        let mut ready = [
+            PollFd::new(stop, PollFlags::IN),
+            PollFd::new(socket_watch, PollFlags::IN),
+            PollFd::new(&socket.listener, PollFlags::IN),
+        ];
+        match poll(&mut ready, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(e) => return error!("control socket: cannot wait for clients: {e}"),
+            Ok(_) if !ready[0].revents().is_empty() => return,
+            Ok(_) if !ready[1].revents().is_empty() => {
+                let _ = rustix::io::read(socket_watch, &mut [0; 8]);
+                if let Err(e) = make_again(socket, &qmp.server) {
+                    error!("control socket: was removed, and cannot be made again: {e}");
+                }
+                continue;
+            }
+            Ok(_) => {}
+        }
+        if qmp.server.handover.is_leaving() {
+            // It waits in the socket's queue for the new process, or for this one if that fails.
+            thread::sleep(LEAVING_PAUSE);
+            continue;
+        }
+        clients.retain(|client| !client.is_finished());
+        match acceptor.accept(&socket.listener) {
+            Ok((stream, refused)) => {
+                accepting.succeeded();
+                let stream = Arc::new(stream);
+                let started = match refused {
+                    None => start_client(&stream, qmp),
+                    Some(e) => Err(block::explain(&e, "")),
+                };
+                match started {
+                    Ok(client) => clients.push(client),
+                    Err(why) => {
+                        refusals.log(|left_out| {
+                            warn!("control socket: cannot serve a client: {why}{left_out}");
+                        });
+                        let _ = control::refuse(&stream, &why);
+                    }
+                }
+            }
+            Err(e) => accepting.failed(|left_out| {
+                let e = block::explain(&e, "it is tried again");
+                warn!("control socket: cannot accept a client, which waits: {e}{left_out}");
+            }),
+        }
+    }
+}
+
+/// Serves a client from a thread of its own; or says why not.
+fn start_client(stream: &Arc<UnixStream>, qmp: &Arc<Qmp>) -> Result<JoinHandle<()>, String> {
+    let events = qmp.server.events.subscribe().map_err(|e| e.to_string())?;
+    let (stream, qmp) = (stream.clone(), qmp.clone());
+    let serve = move || {
+        if let Err(e) = control::serve_socket(&stream, &events, &*qmp) {
+            debug!("control socket: a client was cut off: {e}");
+        }
+    };
+    let thread = thread::Builder::new().name("control-client".into());
+    thread.spawn(serve).map_err(|e| block::explain_thread(&e))
+}
+
+/// Makes the socket again if somebody has removed it.
+fn make_again(socket: &mut Socket, server: &Server) -> io::Result<()> {
+    if socket.is_removed() {
+        let new = Socket::bind_private(socket.path()).map_err(io::Error::other)?;
+        *locked(&server.handover.control) = Some(new.listener.as_fd().try_clone_to_owned()?);
+        warn!(
+            "{} had been removed, and is there again",
+            new.path().display()
+        );
+        socket.renew(new);
+    }
+    Ok(())
+}
+
+/// Where the control socket is if the operator does not say. Disks' sockets end in `.sock`, so that none
+/// is named like this.
+pub fn default_path() -> PathBuf {
+    socket::directory().join("control.qmp")
+}

@@ -1,0 +1,223 @@
+//! QMP commands that add and remove nodes, exports, throttle groups and I/O threads.
+
+use std::time::Duration;
+
+use block::{Aio, CacheMode, DetectZeroes, Discard};
+use control::{
+    BlockExportOptions, BlockExportType, BlockdevDriver, BlockdevOptions, BlockdevOptionsRbd,
+    BlockdevRef, CommandError, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType,
+};
+use datapath::Polling;
+use image::Format;
+use rbd::Location;
+
+use crate::config::ThreadSpec;
+use crate::config::cpus::Cpus;
+use crate::config::spec::{DiskSpec, FileSpec, QUEUES_MAX, SocketAccess};
+use crate::server::export::ExportSpec;
+use crate::server::{Server, ServerError};
+
+pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(), CommandError> {
+    let name = options.root_node_name()?.to_string();
+    // A raw format over a protocol adds nothing but a name. As in QEMU, what is discarded must be allowed
+    // at every level, and what is read-only below is so above.
+    let mut inner = options;
+    let mut discard = Discard::Unmap;
+    let mut read_only = false;
+    let (mut format, mut l2_cache_bytes) = (Format::Raw, None);
+    let (file, aio) = loop {
+        discard = match inner.discard {
+            Some(Discard::Unmap) => discard,
+            _ => Discard::Ignore,
+        };
+        read_only |= inner.read_only.unwrap_or(false);
+        let below = match &inner.driver {
+            BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
+                let aio = file.aio.map_or(Aio::Auto, Aio::from);
+                break (FileSpec::Path(file.filename.0.clone()), aio);
+            }
+            BlockdevDriver::Rbd(_) if format != Format::Raw => {
+                return Err(CommandError::generic(
+                    "qcow2 on an image in a Ceph cluster is not served: the image has snapshots and clones itself \
+                     ('rbd clone')",
+                ));
+            }
+            BlockdevDriver::Rbd(image) => {
+                let location = location_of(image).map_err(CommandError::generic)?;
+                read_only |= location.snapshot.is_some();
+                break (FileSpec::Rbd(Box::new(location)), Aio::Auto);
+            }
+            BlockdevDriver::NullCo(null) => match null.size.unwrap_or(NULL_BYTES_DEFAULT) {
+                n if n > 0 && n.is_multiple_of(512) => break (FileSpec::Null(n), Aio::Auto),
+                n => {
+                    let problem = format!("size: {n} bytes are no whole sectors");
+                    return Err(CommandError::generic(problem));
+                }
+            },
+            BlockdevDriver::Raw(raw) => &raw.file,
+            BlockdevDriver::Qcow2(_) if format != Format::Raw => {
+                return Err(CommandError::generic(
+                    "a qcow2 image inside of another is not served",
+                ));
+            }
+            BlockdevDriver::Qcow2(image) => {
+                (format, l2_cache_bytes) = (Format::Qcow2, image.l2_cache_size);
+                &image.file
+            }
+        };
+        match below {
+            BlockdevRef::Definition(file) if file.node_name.is_some() => {
+                return Err(CommandError::generic(
+                    "'node-name' of a nested node is not kept; leave it out, or add that node first and \
+                     name it here",
+                ));
+            }
+            BlockdevRef::Definition(file) => inner = file,
+            BlockdevRef::Reference(_) if format != Format::Raw => {
+                return Err(CommandError::generic(
+                    "the file of a qcow2 image is given in place, as in file={driver=file,filename=...}",
+                ));
+            }
+            BlockdevRef::Reference(child) => {
+                let below = spec_of(server, child)?;
+                let spec = DiskSpec {
+                    name,
+                    discard: match below.discard {
+                        Discard::Unmap => discard,
+                        Discard::Ignore => Discard::Ignore,
+                    },
+                    detect_zeroes: options.detect_zeroes.unwrap_or(below.detect_zeroes),
+                    read_only: read_only || below.read_only,
+                    ..below
+                };
+                return Ok(server.add_node_over(child, spec)?);
+            }
+        }
+    };
+    // What the outer node says of caches goes; what it leaves out is the inner one's.
+    let cache = options.cache.as_ref().map_or(inner, |_| options);
+    let detect_zeroes = options.detect_zeroes.or(inner.detect_zeroes);
+    Ok(server.add_node(DiskSpec {
+        format: Some(format),
+        l2_cache_bytes,
+        cache: cache.cache_mode(false)?,
+        aio,
+        read_only,
+        discard,
+        detect_zeroes: detect_zeroes.unwrap_or(DetectZeroes::Off),
+        ..DiskSpec::new(name, file)
+    })?)
+}
+
+fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
+    let mut location = Location::new(
+        &options.pool,
+        options.namespace.as_deref(),
+        &options.image,
+        options.snapshot.as_deref(),
+    )?;
+    let access = [
+        ("conf", &options.conf),
+        ("id", &options.user),
+        ("keyring", &options.keyring),
+    ];
+    for (key, value) in access {
+        if let Some(value) = value {
+            location.access.set(key, value)?;
+        }
+    }
+    if let Some(n) = options.connections {
+        location.access.set("connections", &n.to_string())?;
+    }
+    for option in options.options.iter().flatten() {
+        match option.split_once('=') {
+            Some((key, value)) => location.access.set(key, value)?,
+            None => return Err(format!("x-ringdisk-options: '{option}' is not KEY=VALUE")),
+        }
+    }
+    Ok(location)
+}
+
+pub(super) fn add_export(
+    server: &Server,
+    options: &BlockExportOptions,
+) -> Result<(), CommandError> {
+    let BlockExportType::VhostUserBlk(device) = &options.kind;
+    let node = spec_of(server, &options.node_name)?;
+    let cache = match (options.writethrough, node.cache) {
+        (Some(true), CacheMode::Writeback) => CacheMode::Writethrough,
+        (Some(true), CacheMode::None) => CacheMode::Directsync,
+        (Some(true), CacheMode::Unsafe) => {
+            return Err(CommandError::generic(
+                "cache.no-flush of the node contradicts writethrough of the export; leave one out",
+            ));
+        }
+        (_, cache) => cache,
+    };
+    let logical_block = match device.logical_block_size {
+        None => None,
+        Some(512) => Some(512),
+        Some(4096) => Some(4096),
+        Some(n) => {
+            return Err(CommandError::generic(format!(
+                "logical-block-size: {n} is neither 512 nor 4096"
+            )));
+        }
+    };
+    let spec = ExportSpec {
+        id: options.id.to_string(),
+        socket: device.addr.path().clone(),
+        socket_access: SocketAccess::default(),
+        queues: device.num_queues.unwrap_or(1),
+        queue_size: node.queue_size,
+        iothreads: options
+            .iothread
+            .as_ref()
+            .map_or(Vec::new(), |threads| threads.ids().to_vec()),
+        read_only: !options.writable.unwrap_or(false),
+        cache,
+        logical_block,
+    };
+    if !(1..=QUEUES_MAX).contains(&spec.queues) {
+        let problem = format!("num-queues: is not from 1 to {QUEUES_MAX}");
+        return Err(CommandError::generic(problem));
+    }
+    Ok(server.add_export(&options.node_name, &spec).map(drop)?)
+}
+
+pub(super) fn add_object(server: &Server, options: &ObjectOptions) -> Result<(), CommandError> {
+    let id = options.id.to_string();
+    match &options.kind {
+        ObjectType::ThrottleGroup(group) => Ok(server.add_group(&id, &group.limits)?),
+        ObjectType::Iothread(thread) => {
+            let spec = ThreadSpec {
+                cpus: Cpus::default(),
+                polling: Polling {
+                    max: match thread.poll_max_ns {
+                        Some(ns) => Duration::from_nanos(ns).min(Duration::from_millis(10)),
+                        None => server.threads.polling().max,
+                    },
+                    ..server.threads.polling()
+                },
+            };
+            Ok(server.threads.add(&id, spec)?)
+        }
+    }
+}
+
+pub(super) fn remove_object(server: &Server, id: &str) -> Result<(), CommandError> {
+    match server.remove_group(id) {
+        Err(ServerError::NoGroup(_)) => Ok(server.threads.remove(id)?),
+        result => Ok(result?),
+    }
+}
+
+fn spec_of(server: &Server, node: &str) -> Result<DiskSpec, CommandError> {
+    let mut found = None;
+    server.each_disk(|disk| {
+        if disk.node.name() == node {
+            found = Some(disk.node.spec.clone());
+        }
+    });
+    found.ok_or_else(|| ServerError::NoNode(node.into()).into())
+}
