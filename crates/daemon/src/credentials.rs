@@ -1,5 +1,5 @@
-//! Users and groups by name, as `/etc/passwd` and `/etc/group` had them at the start: later they cannot be read any
-//! more. Whoever is known only elsewhere (LDAP, SSSD) goes by number.
+//! Users and groups by name, from `/etc/passwd` and `/etc/group` as they were at the start: the sandbox hides them later.
+//! Users and groups of other sources (LDAP, SSSD) can be given by number.
 
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
@@ -14,7 +14,7 @@ use rustix::fs::{Dir, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-/// Who this process is to be.
+/// A user that this process can become.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UserAccount {
     pub name: String,
@@ -40,7 +40,7 @@ fn accounts() -> &'static Accounts {
     })
 }
 
-/// Reads what is known of them.
+/// Reads both files, before the sandbox hides them.
 pub fn read() {
     accounts();
 }

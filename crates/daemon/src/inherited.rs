@@ -29,7 +29,7 @@ pub struct Inherited {
 
 #[derive(Default)]
 pub struct InheritedParts {
-    /// The old process goes on serving if this one ends now.
+    /// The old process continues to serve if this one exits now.
     pub uncommitted: bool,
     /// Open and locked.
     pub files: Vec<OwnedFd>,
@@ -141,13 +141,13 @@ impl Inherited {
         }
     }
 
-    /// What the old process made at a socket, if it said so.
+    /// The file that the old process made for a socket, if it is known.
     pub fn made(&self, socket: &Path) -> Option<Identity> {
         made_at(&self.parts().sockets, socket)
     }
 
-    /// The file of a disk at a path, as the old process has it open. If nothing is at the path any more, that is what the
-    /// old process had there for this disk: its guest goes on in it.
+    /// The file of a disk at a path, as the old process has it open. If the path no longer exists, this is the file
+    /// that the old process used for the disk: its guest continues there.
     pub fn file(&self, disk: &str, path: &Path, write: bool) -> Option<OwnedFd> {
         let there = match fs::metadata(path) {
             Ok(there) => Identity::of(&there).into(),
@@ -178,8 +178,8 @@ impl Inherited {
         Some(parts.files.swap_remove(place))
     }
 
-    /// Puts the files into a configuration that were in force of it, if others are written down by now. A guest goes on
-    /// in the one that it has; that it is to have another is for a reload to find. Returns whether there is any.
+    /// Keeps the files of inherited disks if their configuration has changed since: guests continue on the files that
+    /// they have. Returns whether there is such a disk, so that a reload has to move it.
     pub fn keep_files(&self, config: &mut Config) -> bool {
         let parts = self.parts();
         let mut other = false;
@@ -195,7 +195,7 @@ impl Inherited {
         other
     }
 
-    /// A disk that is written down, on the file that it is on.
+    /// A configured disk, on the file that it has now.
     pub fn on_its_file(&self, disk: DiskSpec) -> DiskSpec {
         match self.parts().disks.get(&disk.name) {
             Some(inherited) if inherited.configured.is_some() => disk.on_file_of(&inherited.spec),
@@ -208,7 +208,7 @@ impl Inherited {
         self.parts().disks.contains_key(name)
     }
 
-    /// How what the old process serves differs from what is written down, if it has said so.
+    /// How what the old process serves differs from the configuration, if it is known.
     pub fn overrides(&self) -> Option<Overrides> {
         self.parts().overrides.take()
     }
@@ -217,7 +217,7 @@ impl Inherited {
         self.parts().lock.take()
     }
 
-    /// Whether a disk is left to another host for now.
+    /// Whether another host may have a disk locked.
     pub fn is_released(&self, disk: &str) -> bool {
         self.parts().released.iter().any(|name| name == disk)
     }
@@ -246,7 +246,7 @@ impl Inherited {
         Some(parts.exports.swap_remove(place).1)
     }
 
-    /// Whether the old process goes on if this one ends now.
+    /// Whether the old process continues to serve if this one exits now.
     pub fn is_uncommitted(&self) -> bool {
         self.parts().uncommitted
     }

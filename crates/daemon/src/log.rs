@@ -1,5 +1,5 @@
-//! The log, on standard error. Whoever logs hands a line over and goes on: a disk that is full or a pipe that nobody
-//! reads costs lines, and never the time of an I/O thread.
+//! The log, on standard error. Threads queue their lines and do not wait: a full disk or a pipe without a reader costs
+//! lines, never the time of an I/O thread.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,4 @@
-//! What management software and people see of a running server: QMP, metrics, and statistics.
+//! Interfaces of a running server: QMP, metrics and statistics.
 
 pub mod control_socket;
 pub mod explain;

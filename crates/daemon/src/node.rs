@@ -1,4 +1,4 @@
-//! An opened disk: its file, and what the data path needs of it. QEMU's word for it is a block node.
+//! An opened disk: its file, and what the data path needs of it. QEMU calls it a block node.
 
 pub mod context;
 pub mod journal;
@@ -33,56 +33,56 @@ use crate::node::journal::JournalError;
 
 pub use paths::FileUse;
 
-/// An opened disk. Its file stays locked as long as this lives, but while it is [away](Node::release).
+/// An opened disk. Its file stays locked while this lives, except when it is [released](Node::release).
 pub struct Node {
     pub spec: DiskSpec,
     shared: Arc<SharedNode>,
     /// The image in a Ceph cluster that the operator named.
     rbd: Option<Arc<RbdImage>>,
     context: OpenContext,
-    /// How bytes are moved, and why so.
+    /// The engine, and why it was chosen.
     pub choice: Option<Choice>,
     facts: DiskFacts,
     /// Bytes, when it was opened.
     size: u64,
-    /// What to call the file when speaking of it.
+    /// The name of the file in messages.
     pub filename: String,
     pub format: Format,
 }
 
-/// What nodes on one file have in common. Who takes both locks takes them in this order.
+/// Shared by nodes on the same file. Locks are taken in the order of the fields.
 struct SharedNode {
-    /// Held by whoever lengthens, closes or opens files, until all of that is done: one after the other, so that nothing
-    /// is written to a file whose lock has been given up. That waits for storage: it is not taken by anybody who holds
-    /// what all disks need, which is above all the server's state.
+    /// Held while files are grown, closed or opened, so that nothing is written to a file after its lock has been
+    /// released. Its holder may wait for storage: it must not be taken while a lock is held that all disks need, such
+    /// as the server's state.
     changes: Mutex<()>,
-    /// Held by whoever asks storage what is to be shown of the files.
+    /// Held while storage is queried for sizes.
     refreshing: Mutex<()>,
-    /// Held to look at it or to exchange it, and never while storage is asked for anything.
+    /// Held only to read or replace it, never while storage is accessed.
     state: Mutex<NodeState>,
 }
 
-/// What is read from its file, and may have to be read anew.
+/// What changes when the files are reopened.
 struct NodeState {
-    /// Not while the disk is away.
+    /// `None` while the disk is released.
     image: Option<Image>,
     /// The file that the operator named.
     file: Option<Arc<DiskFile>>,
-    /// All files of an image that goes by tables, by their numbers in it.
+    /// All files of a mapped image, by their index in it.
     files: Vec<Arc<DiskFile>>,
-    /// Bytes, as last known.
+    /// Bytes, when last queried.
     size: u64,
-    /// Bytes that the file occupies, as last known.
+    /// Bytes that the file occupies, when last queried.
     allocated: Option<u64>,
     depth: usize,
-    /// Of an image that is written.
+    /// The journal of an image that is writable.
     journal: Option<PathBuf>,
     on_damage: Option<OnDamage>,
 }
 
 type OnDamage = Arc<dyn Fn(&Damage) + Send + Sync>;
 
-/// Why something cannot be done with a disk that is away.
+/// Why something cannot be done with a released disk.
 pub const RELEASED: &str = "no VM runs on it here, so that it may be in use on another host (lock=running, or its VM \
     was moved there)";
 
@@ -105,25 +105,23 @@ pub enum NodeError {
     #[error("{0}: {1}")]
     Journal(String, JournalError),
     #[error(
-        "{0}: {1}, and so does not hold what the disk does; leave it, and make another one, under a name that nothing has, \
-         with 'qemu-img create -f qcow2 -b {2} -F {3} NAME'"
+        "{0}: {1}, so it does not contain the disk's data; leave it, and create another one, with a new name, with 'qemu-img create -f qcow2 -b {2} -F {3} NAME'"
     )]
     Above(String, &'static str, String, Format),
     #[error(
-        "{0}: is the image that the disk is on, but from there it would not find the files that it builds on{1}; leave it \
-         in its directory as long as the disk is served"
+        "{0}: is the disk's image, but from there it would not find the files that it builds on{1}; leave it in its directory \
+         while the disk is served"
     )]
     Elsewhere(String, String),
     #[error("{1} (the journal is {path})", path = .0.display())]
     Replay(PathBuf, ChainError),
     #[error(
-        "{0}: is another file by now than the one that the disk is on{1}; put that back, or say where it is ('ringdisk \
-         replace', or the configuration)"
+        "{0}: is no longer the disk's file{1}; put that back, or name its new path ('ringdisk replace', or the configuration)"
     )]
     Another(String, String),
     #[error(
-        "{0}: nothing is there any more, where the disk's file was{1}; put it back, or say where it is ('ringdisk replace', or \
-             the configuration); what the guest has is not in a new file"
+        "{0}: the disk's file is no longer there{1}; put it back, or name its new path ('ringdisk replace', or the configuration); \
+         a new file would not have the guest's data"
     )]
     Gone(String, String),
     #[error("{0}: {RELEASED}")]
@@ -138,13 +136,13 @@ impl Node {
         self.file().is_some_and(|file| file.identity() == there)
     }
 
-    /// Which file it is on, if it is on one and that is here.
+    /// The identity of its file, if it has one that is locked.
     pub fn identity(&self) -> Option<FileIdentity> {
         let file = self.is_acquired().then(|| self.file())??;
         Some(file.identity().into())
     }
 
-    /// The same for a disk of another name, for a node that lies on this one.
+    /// A node with another name on the same file.
     pub fn renamed(&self, spec: DiskSpec) -> Self {
         Self {
             spec,
@@ -168,20 +166,19 @@ impl Node {
         self.state().depth
     }
 
-    /// Has `tell` called once if the image turns out to contradict itself.
+    /// Calls `tell` once if the image turns out to be corrupt.
     pub fn on_damage(&self, tell: impl Fn(&Damage) + Send + Sync + 'static) {
         let mut state = self.state();
         state.on_damage = Some(Arc::new(tell));
         state.watch_damage();
     }
 
-    /// What holds it.
+    /// The kind of file that it is on.
     pub fn backing(&self) -> Option<Backing> {
         self.file().map(|file| file.backing())
     }
 
-    /// A disk of this node for the data path, which may be less than the node: read-only, or with larger
-    /// blocks.
+    /// A disk of this node for the data path. It may be read-only or have larger blocks than the node.
     ///
     /// # Errors
     /// It cannot have such blocks.
@@ -214,7 +211,7 @@ impl Node {
         }
         let state = self.state();
         let files = self.descriptors(&state);
-        // Which it is, turns out when it is taken.
+        // The real image is known once the node is acquired.
         let image = state.image.clone().unwrap_or(Image::Raw);
         let disk = Disk::new(name, image, files, facts, size, serial, options);
         if state.image.is_none() {
@@ -238,7 +235,7 @@ impl Node {
         self.state().file.clone()
     }
 
-    /// Descriptors of what it is in, for the data path, which shares them.
+    /// Descriptors of its files, shared with the data path.
     fn descriptors(&self, state: &NodeState) -> Vec<(Arc<OwnedFd>, Backing, Aio)> {
         let files = match state.image {
             Some(Image::Chain(_)) => &state.files[..],
@@ -252,10 +249,10 @@ impl Node {
         (file.descriptor().clone(), file.backing(), self.spec.aio)
     }
 
-    /// What the data path needs to put this node in the place of another.
+    /// What the data path needs to replace another node by this one.
     ///
     /// # Errors
-    /// It is in no file, or away.
+    /// It has no file, or is released.
     pub fn replacement(&self) -> Result<Replacement, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
         let size = self.file_size();
@@ -284,8 +281,7 @@ impl Node {
         })
     }
 
-    /// Lets a disk grow whose file has this size now, as far as that could be found out. The guest is to be told by
-    /// whoever knows it.
+    /// Grows a disk to the size of its file, if that is known. The caller notifies the guest.
     pub fn let_grow(disk: &Disk, size: &io::Result<u64>) {
         let (name, old) = (&disk.name, disk.size());
         match *size {
@@ -307,7 +303,7 @@ impl Node {
     /// The file's size now, in whole blocks. Waits for storage.
     ///
     /// # Errors
-    /// The kernel cannot say.
+    /// The query failed.
     pub fn file_size(&self) -> io::Result<u64> {
         let file = {
             let state = self.state();
@@ -327,7 +323,7 @@ impl Node {
         Ok(size)
     }
 
-    /// Its size as last known. Asks nobody.
+    /// Its size when last queried. Does not wait.
     pub fn known_size(&self) -> u64 {
         let state = self.state();
         match &state.image {
@@ -341,7 +337,7 @@ impl Node {
         self.state().allocated
     }
 
-    /// Finds out anew what is shown of its file. Waits for storage, unless somebody else does so already.
+    /// Refreshes the sizes that queries show. Waits for storage, unless another thread is doing so already.
     pub fn refresh_sizes(&self) {
         let asking = self.shared.refreshing.try_lock();
         if matches!(asking, Err(TryLockError::WouldBlock)) {
@@ -356,10 +352,10 @@ impl Node {
         }
     }
 
-    /// Makes the file `size` bytes long, if it is a regular one. Never shorter than the disk on it is.
+    /// Grows the file, if it is a regular one, to `size` bytes. Never shrinks it.
     ///
     /// # Errors
-    /// Why not, and what to do.
+    /// Why it cannot, and what to do.
     pub fn grow_file(&self, size: u64) -> Result<(), String> {
         let block = u64::from(self.facts.logical_block);
         if !size.is_multiple_of(block) {
@@ -378,7 +374,7 @@ impl Node {
         let Some(file) = self.file() else {
             return Err("it stores nothing; serve another null:SIZE".into());
         };
-        // Until it is as long: it may be about to be left to another host, or to be closed.
+        // Until it has grown, it must not be released or closed.
         let _changes = self.lock_changes();
         let now = file.size().map_err(|e| format!("finding its size: {e}"))?;
         let image = self.state().image.clone();
@@ -404,10 +400,10 @@ impl Node {
         }
     }
 
-    /// Copies of the descriptors of its files, unless the disk is away.
+    /// Copies of the descriptors of its files; none if the disk is released.
     ///
     /// # Errors
-    /// There are no more to be had.
+    /// No descriptors are left.
     pub fn copies(&self) -> io::Result<Vec<OwnedFd>> {
         let state = self.state();
         let files = match state.image {
@@ -433,7 +429,7 @@ fn cut_off(now: u64) -> String {
 }
 
 impl NodeState {
-    /// Tells of damage, of an image that has just been opened.
+    /// Registers `on_damage` with an image that has just been opened.
     fn watch_damage(&self) {
         let image = self.image.as_ref().and_then(|i| i.chain()?.image());
         if let (Some(image), Some(tell)) = (image, &self.on_damage) {
@@ -444,7 +440,7 @@ impl NodeState {
 }
 
 impl NodeError {
-    /// The file that could not be locked, if that is what it is about.
+    /// The file that could not be locked, if that is the error.
     pub fn locked(&self) -> Option<&str> {
         let open = match self {
             Self::Open(error) => error,
@@ -458,7 +454,7 @@ impl NodeError {
     }
 }
 
-/// How a node is shown to a guest.
+/// How a node appears to a guest.
 #[derive(Clone, Debug)]
 pub struct DiskParameters {
     pub name: String,
@@ -468,10 +464,10 @@ pub struct DiskParameters {
     pub logical_block: Option<u32>,
 }
 
-/// The format that is said of a disk's file, or that its name says.
+/// The configured format of a disk's file, or that of its name.
 ///
 /// # Errors
-/// Neither does.
+/// Neither is known.
 pub fn format_of(spec: &DiskSpec, path: &Path, backing: Backing) -> Result<Format, NodeError> {
     let named = || {
         let named = Format::of(path, backing);

@@ -1,4 +1,4 @@
-//! Limits that this process has from whoever has started it (getrlimit(2)).
+//! Resource limits that this process inherits (getrlimit(2)).
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tracing::warn;
@@ -11,7 +11,7 @@ pub fn raise_file_limit() {
     let _ = setrlimit(Resource::Nofile, limit);
 }
 
-/// Limits that ordinary services do not have, and that fail what guests do, or end the process.
+/// Warns of limits that make requests of guests fail or end the process; services normally have none of them.
 pub fn warn_of_limits() {
     let effects = [
         (

@@ -1,15 +1,15 @@
-//! What this process may do once it serves: little more than that.
+//! Restricts this process to what serving disks needs.
 //!
-//! Whoever takes over a process that reads hostile bytes finds that it
+//! An attacker who takes over the process by hostile input can
 //!
-//! - opens files only where the operator's disks are ([Landlock](files)), whatever its user may open;
-//! - starts no program, and makes no system calls but those that serving disks takes ([seccomp](calls));
-//! - reaches nobody over a network, and signals nobody;
-//! - has no capabilities but those to open its disks, or none at all with `--user`, and gets no others;
-//! - leaves nothing of guests' memory in a core dump, which is seen to where that memory is mapped.
+//! - open files only where the operator's disks are ([Landlock](files)), whatever its user may open;
+//! - start no program, and make no other system calls than serving disks needs ([seccomp](calls));
+//! - reach nothing over a network, and signal no other process;
+//! - use only capabilities for opening disks, or none at all with `--user`, and gain no others;
+//! - find no guest memory in a core dump (guest memory is excluded where it is mapped).
 //!
-//! It comes in two steps. [`Sandbox::enter`] is called while there is one thread, since what it does holds for
-//! that one and for those that it starts. [`Sandbox::seal`] is called when all is open, and holds for all.
+//! The restrictions apply in two steps: [`Sandbox::enter`] while there is only one thread, since they apply to the calling
+//! thread and those that it starts, and [`Sandbox::seal`] when everything is open, to all threads.
 
 mod calls;
 mod files;
@@ -34,13 +34,13 @@ use crate::config::{Config, SandboxMode as Mode};
 use crate::credentials::{self, UserAccount};
 use crate::socket;
 
-/// What the operator says of it.
+/// What the operator has configured.
 #[derive(Clone, Debug, Default)]
 pub struct SandboxOptions {
     pub mode: Mode,
-    /// Where disks and sockets may be besides.
+    /// Further directories for disks and sockets.
     pub allow: Vec<PathBuf>,
-    /// Who this process is to be.
+    /// The user that this process becomes.
     pub user: Option<UserAccount>,
 }
 
@@ -56,7 +56,7 @@ pub enum SandboxError {
     Become(String, io::Error),
 }
 
-/// Something is not where the sandbox lets it be.
+/// The sandbox does not allow access.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum OutsideSandbox {
     #[error(
@@ -103,7 +103,7 @@ impl Sandbox {
         credentials::read();
         let user = options.user.clone();
         if options.mode == Mode::Off {
-            warn!("sandbox=off: this process may do whatever its user may");
+            warn!("sandbox=off: this process has all rights of its user");
             return Ok(Self {
                 mode: options.mode,
                 cluster: true,
@@ -190,7 +190,7 @@ impl Sandbox {
     }
 }
 
-/// Where this process must get at files.
+/// Where this process needs access to files.
 fn paths(
     options: &SandboxOptions,
     config_file: Option<&Path>,
@@ -237,7 +237,7 @@ fn paths(
     Ok(paths)
 }
 
-/// Drops what root has and serving disks does not need: what is left opens files of other users, and pins memory.
+/// Drops capabilities that serving disks does not need. Those left open files of other users, and pin memory.
 fn keep_capabilities(becomes_another: bool, metrics: bool) {
     let mut kept = CapabilitySet::DAC_OVERRIDE
         | CapabilitySet::DAC_READ_SEARCH
@@ -263,6 +263,6 @@ fn keep_capabilities(becomes_another: bool, metrics: bool) {
     if let Err(e) = result
         && geteuid().is_root()
     {
-        warn!("sandbox: capabilities cannot be dropped: {e}");
+        warn!("sandbox: cannot drop capabilities: {e}");
     }
 }

@@ -1,4 +1,5 @@
-//! The service manager (sd_notify(3)). The `sd-notify` crate takes an abstract address for a path, and says nothing.
+//! Notifies the service manager (sd_notify(3)). The `sd-notify` crate takes an abstract address for a path, and ignores the
+//! error.
 
 use std::env;
 use std::os::linux::net::SocketAddrExt;
@@ -9,18 +10,17 @@ use rustix::time::{ClockId, clock_gettime};
 
 /// Disks are served.
 pub const READY: &str = "READY=1";
-/// No new work is taken.
+/// The process is stopping.
 pub const STOPPING: &str = "STOPPING=1";
 
-/// The configuration is being read again. The time tells systemd from version 253 on which of several reloads
-/// this is.
+/// The configuration is being reloaded. systemd 253 and later tells reloads apart by the time.
 pub fn reloading() -> String {
     let now = clock_gettime(ClockId::Monotonic);
     let now_us = now.tv_sec * 1_000_000 + now.tv_nsec / 1_000;
     format!("RELOADING=1\nMONOTONIC_USEC={now_us}")
 }
 
-/// Tells the manager, if there is one. If it cannot be told, it gives up waiting by itself, and says so.
+/// Sends a notification, if there is a service manager. If that fails, the manager reports its timeout.
 pub fn tell(state: &str) {
     let Some(address) = env::var_os("NOTIFY_SOCKET") else {
         return;

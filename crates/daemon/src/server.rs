@@ -1,5 +1,5 @@
-//! All that this process serves, and every change to it: whoever asks (the command line, the
-//! configuration, the control socket) comes here.
+//! Everything that this process serves. All changes go through [`Server`], whether they come from the command line, the
+//! configuration or the control socket.
 
 pub mod connection_info;
 pub mod device;
@@ -49,27 +49,25 @@ use shutdown::{SHUTDOWN_TIMEOUT, stop, sync, with_deadline};
 pub use watch::DiskView;
 use watch::LatencyMode;
 
-/// Disks that one process serves at most: each takes a thread and a few descriptors.
+/// Limit of disks per process: each needs a thread and a few descriptors.
 const DISKS_MAX: usize = 4096;
 
-/// Groups of disks with common limits.
+/// Limit of throttle groups.
 const GROUPS_MAX: usize = 4096;
 
 pub struct Server {
     pub threads: IoThreads,
     pub context: OpenContext,
-    /// Where this process may be at all.
     sandbox: Arc<Sandbox>,
     pub events: Arc<EventHub>,
-    /// Where what is changed is kept, if it is.
+    /// Persists changes, if there is a state directory.
     store: OnceLock<StateStore>,
     pub handover: HandoverState,
-    /// For those who tell of changes from elsewhere.
+    /// For callbacks.
     me: Weak<Self>,
-    /// Nothing that may wait for storage is done while this is held: all disks, signals and sessions need it. What is
-    /// asked of storage is asked before, and looked at again afterwards. Who takes more than one of these locks takes them
-    /// in this order: which node a [`ServedDisk`] is on, then a node's turn, or the keeper's, then this one, then a node's
-    /// content.
+    /// Never held while something waits for storage: all disks, signals and sessions need it. Storage is queried
+    /// before, and the result checked again under the lock. Locks are taken in this order: the node of a
+    /// [`ServedDisk`](device::ServedDisk), a node's `changes` or the state store, this one, a node's state.
     state: Mutex<ServerState>,
 }
 
@@ -79,25 +77,25 @@ struct ServerState {
     exports: BTreeMap<String, Export>,
     groups: BTreeMap<String, Arc<ThrottleGroup>>,
     watch: LatencyMode,
-    /// What the operator has written down, as far as that is in force.
+    /// What the operator has configured, as far as it applies.
     written: Configured,
-    /// Disks that are written down and not served, as they were last, if that was on another file.
+    /// Configured disks that have been detached, if their last file was not the configured one.
     left: Vec<DiskSpec>,
-    /// Exports by id that finish what is under way, with the nodes to which that goes.
+    /// Exports that finish their requests in flight, by id, with their nodes.
     stopping: Vec<(String, Arc<Node>)>,
     /// Disks that are being moved to other files.
     moving: Vec<String>,
-    /// Disks that have ended, and the files of which their storage had not let go by then.
+    /// Detached disks whose storage had not answered, with their files.
     still_open: Vec<(String, Vec<Identity>)>,
-    /// What guests chose of their write caches before this process ran, by export.
+    /// Write caches that guests chose before this process started, by export.
     write_caches: BTreeMap<String, bool>,
-    /// When what guests chose was last written down.
+    /// When the guests' choices were last persisted.
     choices_persisted: Option<Instant>,
-    /// It will be again.
+    /// A thread will persist them again.
     persist_scheduled: bool,
 }
 
-/// A node, and what it keeps while it is not served.
+/// A node, with settings that it keeps while it is not served.
 struct NodeEntry {
     node: Arc<Node>,
     limits: ThrottleLimits,
@@ -107,7 +105,7 @@ struct NodeEntry {
 }
 
 impl NodeEntry {
-    /// As it would have to be written to be as it is now.
+    /// Its configuration as it is now.
     fn spec(&self) -> DiskSpec {
         DiskSpec {
             limits: self.limits,
@@ -117,12 +115,12 @@ impl NodeEntry {
     }
 }
 
-/// What is to become of a front-end that is connected when its disk is to be removed.
+/// What happens to a connected front-end when its disk is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
-    /// The disk stays, and the caller is told.
+    /// The removal fails.
     Safe,
-    /// It is disconnected, once what it has under way is finished.
+    /// It is disconnected once its requests in flight have finished.
     Hard,
 }
 
@@ -140,10 +138,10 @@ impl Server {
         })
     }
 
-    /// Opens a disk and serves it, under one name.
+    /// Opens a disk and serves it under its name.
     ///
     /// # Errors
-    /// Nothing is left of it then.
+    /// It is not served, and closed again.
     pub fn attach(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         let export = ExportSpec::from(&spec);
@@ -153,12 +151,12 @@ impl Server {
         })
     }
 
-    /// Ends the service of a disk and closes it.
+    /// Stops serving a disk and closes it.
     ///
     /// # Errors
-    /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
-    /// file; or ([`ServerError::Detached`]) what the VM wrote could not be made durable, or its storage does not answer, in
-    /// which case the disk is gone all the same.
+    /// There is no such disk; a VM is connected, and the removal is to be safe; the disk is being moved to another
+    /// file; or ([`ServerError::Detached`]) writes could not be made durable, or storage does not answer: then the disk
+    /// is detached regardless.
     pub fn detach(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
         let (export, in_cluster) = {
             let state = self.state();
@@ -174,7 +172,7 @@ impl Server {
         };
         let wait = match &ended {
             Ok(()) | Err(ServerError::Sync(..) | ServerError::Kept(..)) => SHUTDOWN_TIMEOUT,
-            // It has been waited for.
+            // The wait is over already.
             Err(ServerError::NotResponding(_)) => {
                 let mut state = self.state();
                 let files = state.nodes.get(name).map(|entry| entry.node.files());
@@ -196,7 +194,7 @@ impl Server {
         }
     }
 
-    /// The same at the start, where the error has to say of which disk it is.
+    /// Like [`attach`](Self::attach), with the disk's name in errors.
     pub fn attach_at_start(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         self.attach(spec).map_err(|e| e.of_disk(&name))
@@ -212,11 +210,12 @@ impl Server {
             state.check_new_node(&spec)?;
             state.check_file(&spec, there)?;
         }
-        // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
+        // Without the lock: waiting for a file lock takes seconds.
         self.add_opened(self.open(spec, &[])?)
     }
 
-    /// Opens and locks what a disk is on; see [`Node::open`]. Who has it locked is told if that is a disk of this process.
+    /// Opens and locks the file of a disk; see [`Node::open`]. If a disk of this process has the lock, the error names
+    /// it.
     fn open(&self, spec: DiskSpec, ours: &[Identity]) -> Result<Node, ServerError> {
         Node::open(spec, &self.context, ours).map_err(|e| self.whose(e))
     }
@@ -259,7 +258,7 @@ impl Server {
         Ok(())
     }
 
-    /// Tells everybody if the image of a node turns out to contradict itself.
+    /// Logs and reports corruption of the node's image, once it is found.
     fn watch_damage(&self, node: &Node) {
         let (name, events) = (node.name().to_owned(), self.events.clone());
         node.on_damage(move |damage| {
@@ -275,7 +274,7 @@ impl Server {
         });
     }
 
-    /// Makes a node that lies on another one, which nothing else may use from now on.
+    /// Adds a node on top of another one, which nothing else may use then.
     pub fn add_node_over(&self, child: &str, spec: DiskSpec) -> Result<(), ServerError> {
         let mut state = self.state();
         state.check_new_node(&spec)?;
@@ -295,8 +294,7 @@ impl Server {
     /// Closes a disk that is not served.
     ///
     /// # Errors
-    /// There is none of this name, or it is served; or what was written could not be made durable, in
-    /// which case it is closed all the same.
+    /// There is no such node, or it is in use; or writes could not be made durable: then it is closed regardless.
     pub fn remove_node(&self, name: &str) -> Result<(), ServerError> {
         self.remove_node_within(name, SHUTDOWN_TIMEOUT)
     }
@@ -312,7 +310,7 @@ impl Server {
         state.left.extend(left);
         drop(state);
         match entry {
-            // Closing an image writes to it, and another process goes on with this one.
+            // Closing an image writes to it, while the old process still uses it.
             Some(_) if self.context.inherited.is_uncommitted() => Ok(()),
             Some(entry) => {
                 let files = entry.node.files();
@@ -326,12 +324,12 @@ impl Server {
         }
     }
 
-    /// Serves an opened disk. Returns what to paste.
+    /// Serves an opened disk. Returns how to connect to it.
     pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<ConnectionInfo, ServerError> {
         self.add_export_at(name, spec, None)
     }
 
-    /// The same at a socket that has been made for it.
+    /// Like [`add_export`](Self::add_export), with a socket that exists already.
     fn add_export_at(
         &self,
         name: &str,
@@ -340,7 +338,7 @@ impl Server {
     ) -> Result<ConnectionInfo, ServerError> {
         self.sandbox.check_socket(&spec.socket)?;
         let node = self.state().entry(name)?.node.clone();
-        // For the disk that is made of it.
+        // Refreshes the size that the new disk will have.
         let _ = node.file_size();
         let mut state = self.state();
         let entry = state.entry(name)?;
@@ -375,7 +373,7 @@ impl Server {
         disk.set_throttle_group(state.group(group.as_deref())?);
         let me = self.me.clone();
         let inherited = self.context.inherited.export(&spec.socket);
-        // Whatever is written down: a guest that goes on does so where it has written.
+        // Whatever is configured, a guest continues on the file that it has written to.
         if inherited
             .as_ref()
             .is_some_and(|export| export.file != node.identity())
@@ -386,7 +384,7 @@ impl Server {
         let remembered = state.write_caches.remove(&spec.id);
         let around = ExportContext {
             events: self.events.clone(),
-            // What is handed over is newer than what was written down, also if it is no choice.
+            // What was handed over is newer than the state file, also if it is no choice.
             write_cache: match &inherited {
                 Some(export) => export.write_cache,
                 None => remembered,
@@ -407,11 +405,11 @@ impl Server {
         Ok(ready)
     }
 
-    /// Ends the service of a disk, which stays open.
+    /// Stops serving a disk, which stays open.
     ///
     /// # Errors
-    /// There is none of this name; or a VM is connected, and it is to be removed safely; or it is being put on another
-    /// file; or what the VM wrote could not be made durable, in which case it is served no longer all the same.
+    /// There is no such export; a VM is connected, and the removal is to be safe; the disk is being moved to another
+    /// file; or writes could not be made durable: then the export is removed regardless.
     pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), ServerError> {
         let mut state = self.state();
         let Some(export) = state.exports.get(id) else {
@@ -440,8 +438,8 @@ impl Server {
         result
     }
 
-    /// Has requests of a disk go on that wait because storage failed to serve them: they are tried again at
-    /// once, or, with `report`, the guest is told of their errors.
+    /// Resumes requests that wait because storage failed: tries them again, or, with `report`, returns their errors to
+    /// the guest.
     pub fn resume(&self, name: &str, report: bool) -> Result<(), ServerError> {
         let state = self.state();
         let node = &state.top(name)?.node;
@@ -523,7 +521,7 @@ impl Server {
         }
     }
 
-    /// A disk that is served, as it would have to be written to be served as it is now.
+    /// The configuration of a served disk as it is now.
     pub fn spec_of(&self, name: &str) -> Option<DiskSpec> {
         let state = self.state();
         let entry = state.nodes.get(name)?;
@@ -536,7 +534,7 @@ impl Server {
     }
 }
 
-/// Which file a disk is on. Waits for storage.
+/// The identity of a disk's file. Waits for storage.
 fn identity(file: &FileSpec) -> Option<Identity> {
     match file {
         FileSpec::Path(path) => fs::metadata(path).ok().map(|file| Identity::of(&file)),
@@ -550,7 +548,7 @@ impl ServerState {
         entry.ok_or_else(|| ServerError::NoNode(name.into()))
     }
 
-    /// Whether a disk that is written down is on another file than that says.
+    /// Whether a configured disk is on another file than the configured one.
     fn is_elsewhere(&self, disk: &DiskSpec) -> bool {
         let mut written = self.written.disks.iter();
         let its = written.find(|other| other.name == disk.name);
@@ -567,9 +565,8 @@ impl ServerState {
         self.group(spec.throttle_group.as_deref()).map(drop)
     }
 
-    /// Whether a disk may be put on its file, so far as the others here are concerned. The locks would tell
-    /// too, but neither at once nor by whom it is used.
-    /// `there` is what it is on.
+    /// Checks that no other disk of this process uses the file of a disk, whose identity is `there`. The file locks
+    /// would detect this too, but later, and without the name of the other disk.
     fn check_file(&self, spec: &DiskSpec, there: Option<Identity>) -> Result<(), ServerError> {
         let path = match &spec.file {
             FileSpec::Path(path) => path,
@@ -602,7 +599,7 @@ impl ServerState {
         }
     }
 
-    /// The disk that a node is part of: the node that lies on it, or itself.
+    /// The topmost node above a node, or itself.
     fn top(&self, name: &str) -> Result<&NodeEntry, ServerError> {
         let mut entry = self.entry(name)?;
         let above = |name: &str| {
@@ -615,7 +612,7 @@ impl ServerState {
         Ok(entry)
     }
 
-    /// Takes a node in place of that of the same name, and of those below it.
+    /// Replaces the node of the same name, and those below it.
     fn put_on(&mut self, new: &Arc<Node>) {
         let mut name = Some(new.name().to_owned());
         while let Some(entry) = name.and_then(|name| self.nodes.get_mut(&name)) {
@@ -639,7 +636,7 @@ impl ServerState {
             .ok_or_else(|| ServerError::NoGroup(name.into()))
     }
 
-    /// Whether no export or other node uses a node, and nobody is putting it elsewhere.
+    /// Checks that no export or other node uses a node, and that it is not being moved.
     fn check_unused(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
@@ -660,7 +657,7 @@ impl ServerState {
         self.moving.iter().any(|moving| moving == name)
     }
 
-    /// The export of a node that still finishes what is under way.
+    /// The export of a node that is stopping.
     fn stops(&self, name: &str) -> Option<String> {
         let mut stopping = self.stopping.iter();
         let found = stopping.find(|(_, node)| node.name() == name);

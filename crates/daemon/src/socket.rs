@@ -1,4 +1,4 @@
-//! The sockets on which front-ends connect.
+//! Listening sockets, and what is at their paths.
 
 pub mod accept;
 
@@ -28,7 +28,7 @@ pub enum SocketError {
     )]
     InUse(PathBuf),
     #[error(
-        "{0}: is there and not a socket, and is left alone; choose another path with socket=PATH (--control PATH)"
+        "{0}: exists, is not a socket, and is left alone; choose another path with socket=PATH (--control PATH)"
     )]
     NotASocket(PathBuf),
     #[error(
@@ -37,27 +37,27 @@ pub enum SocketError {
     )]
     Bind(PathBuf, io::Error),
     #[error(
-        "{0}: the socket cannot be given the owner, group or mode that was asked for: {1}; only root may give \
-        it away, others to a group that they are in"
+        "{0}: cannot set the owner, group or mode of the socket: {1}; only root can set an owner, and other users only a \
+        group of their own"
     )]
     Access(PathBuf, io::Error),
 }
 
-/// Connections that wait to be accepted.
+/// Limit of connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// A listening socket that goes away with this value.
+/// A listening socket. Its file is removed with this value.
 pub struct Socket {
     pub listener: UnixListener,
     place: Arc<BoundPath>,
-    /// It goes away with this value, whatever has become of its file.
+    /// The file is removed with this value. False for a socket of another process.
     owned: bool,
 }
 
-/// Where a socket is, for those who look whether it is still there.
+/// The path of a socket, shared with threads that check whether the file is still there.
 pub struct BoundPath {
     path: PathBuf,
-    /// Device and inode of what was made.
+    /// The file that was made there.
     made: Mutex<Option<Identity>>,
 }
 
@@ -66,7 +66,7 @@ pub struct BoundPath {
 pub enum PathStatus {
     Itself,
     Nothing,
-    /// Something that somebody else has put there.
+    /// Something else, with a description.
     Other(String),
 }
 
@@ -80,12 +80,11 @@ impl BoundPath {
         &self.path
     }
 
-    /// What was made there, unless that is another's by now.
+    /// The file that was made there, if it is still this process's.
     pub fn made(&self) -> Option<Identity> {
         *self.lock()
     }
 
-    /// Nobody leaves it half changed.
     fn lock(&self) -> MutexGuard<'_, Option<Identity>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -111,35 +110,36 @@ fn kind(file: fs::FileType) -> &'static str {
 }
 
 impl Socket {
-    /// Listens at `path`. A socket that a dead server left there is replaced.
+    /// Listens at `path`. Replaces a socket that a dead server has left there.
     pub fn bind(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
         if access == SocketAccess::default() {
             return Self::bind_for(path, None, SocketType::STREAM);
         }
-        // For nobody else before it is as it is to be.
+        // Private until owner and mode are set.
         let socket = Self::bind_private(path)?;
         give(path, access).map_err(|e| SocketError::Access(path.into(), e.into()))?;
         Ok(socket)
     }
 
-    /// The same, for a socket on which only this user may connect.
+    /// Like [`bind`](Self::bind), for a socket to which only this user may connect.
     pub fn bind_private(path: &Path) -> Result<Self, SocketError> {
         let private = Mode::RUSR | Mode::WUSR;
         Self::bind_for(path, Some(private), SocketType::STREAM)
     }
 
-    /// The same, for packets instead of a stream.
+    /// Like [`bind_private`](Self::bind_private), for packets instead of a stream.
     pub fn bind_for_packets(path: &Path) -> Result<Self, SocketError> {
         let private = Mode::RUSR | Mode::WUSR;
         Self::bind_for(path, Some(private), SocketType::SEQPACKET)
     }
 
-    /// Listens beside `path`, where another socket of this process is until this one is [moved there](Self::move_to).
+    /// Listens at a path next to `path`, which another socket of this process has until this one is [moved
+    /// there](Self::move_to).
     pub fn bind_beside(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(".new");
         match Self::bind(&path.with_file_name(name), access) {
-            // A path of a socket has an end.
+            // The length of a socket's path is limited.
             Err(SocketError::Bind(_, e)) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
                 Self::bind(&path.with_file_name(".new"), access)
             }
@@ -147,15 +147,15 @@ impl Socket {
         }
     }
 
-    /// Takes this place, whatever socket is there.
+    /// Moves the socket to `path`, and replaces what is there.
     pub fn move_to(&mut self, path: &Path) -> Result<(), SocketError> {
         fs::rename(self.path(), path).map_err(|e| SocketError::Bind(path.into(), e))?;
         self.place = BoundPath::new(path, self.place.made());
         Ok(())
     }
 
-    /// Takes a socket that another process listens at, and has `made`, as far as is known. It stays that one's until it is
-    /// [`own`](Self::own)ed.
+    /// A socket that was inherited, with the file that the old process has `made`, if it is known. The old process owns
+    /// it until [`own`](Self::own) is called.
     pub fn adopt(listener: UnixListener, path: &Path, made: Option<Identity>) -> Self {
         Self {
             listener,
@@ -164,7 +164,7 @@ impl Socket {
         }
     }
 
-    /// It goes away with this value from now on.
+    /// This process owns the socket from now on.
     pub fn own(&mut self) {
         self.owned = true;
         let mut made = self.place.lock();
@@ -179,32 +179,32 @@ impl Socket {
         &self.place
     }
 
-    /// Whether somebody has removed it: who is connected goes on, and nobody else can connect.
+    /// Whether the file has been removed: existing connections continue, and new ones are impossible.
     pub fn is_removed(&self) -> bool {
         self.owned && self.place.look() == PathStatus::Nothing
     }
 
-    /// Listens where `new` does from now on, which has been made in its place.
+    /// Continues with the listener of `new`, which was made at the same path.
     pub fn renew(&mut self, mut new: Self) {
         std::mem::swap(&mut self.listener, &mut new.listener);
         *self.place.lock() = new.place.lock().take();
     }
 
-    /// Whether it goes away with this value.
+    /// Whether this process owns it.
     pub fn is_own(&self) -> bool {
         self.owned
     }
 
-    /// Removes its file, if it is its own.
+    /// Removes its file.
     pub fn remove(&mut self) {
-        // Not if somebody has put another one there.
+        // Not if another one is there now.
         let is_its = self.place.look() == PathStatus::Itself;
         if self.place.lock().take().is_some() && is_its {
             let _ = fs::remove_file(self.path());
         }
     }
 
-    /// It stays when this value goes.
+    /// Has the file stay when this value is dropped.
     pub fn disown(&mut self) {
         self.owned = false;
         *self.place.lock() = None;
@@ -237,8 +237,8 @@ impl Socket {
     }
 }
 
-/// Gives a socket to whom it is to belong. Whoever may write to its directory may have put something else there: what
-/// is opened is looked at, and nothing is looked up again.
+/// Sets owner, group and mode of a socket. Another user may be able to replace the file: it is opened once, checked,
+/// and the path is not used again.
 fn give(path: &Path, access: SocketAccess) -> Result<(), Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let there = open(path, flags, Mode::empty())?;
@@ -257,12 +257,11 @@ fn give(path: &Path, access: SocketAccess) -> Result<(), Errno> {
         Mode::RUSR | Mode::WUSR
     };
     let mode = access.mode.map_or(default, Mode::from_raw_mode);
-    // Not even a descriptor leads to the file of a socket but this way.
+    // An O_PATH descriptor does not allow fchmod(2).
     chmod(format!("/proc/self/fd/{}", there.as_raw_fd()), mode)
 }
 
-/// Whether somebody listens at a socket. A server that is too busy to accept is one that does, and is not
-/// waited for.
+/// Whether a process listens at a socket. Does not wait: a server that is too busy to accept counts.
 fn is_served(path: &Path) -> Result<bool, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let probe = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -277,7 +276,7 @@ fn make(path: &Path, mode: Option<Mode>, kind: SocketType) -> Result<UnixListene
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, kind, flags, None)?;
     if let Some(mode) = mode {
-        // The file gets the mode that its socket has: there is no moment at which others may connect.
+        // The file gets the mode of its socket, so that others can never connect.
         fchmod(&socket, mode)?;
     }
     bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -296,7 +295,7 @@ fn identity(path: &Path) -> Option<Identity> {
     Some(Identity::of(&there))
 }
 
-/// The one path of a socket, however its directory is written.
+/// The path of a socket in canonical form.
 pub fn canonical_path(path: &Path) -> PathBuf {
     let directory = path
         .parent()
@@ -307,15 +306,15 @@ pub fn canonical_path(path: &Path) -> PathBuf {
     }
 }
 
-/// Where a disk's socket is.
+/// The path of a disk's socket.
 pub fn path(spec: &DiskSpec) -> PathBuf {
     let default = || directory().join(format!("{}.sock", spec.name));
     spec.socket.clone().unwrap_or_else(default)
 }
 
-/// Where sockets are if the operator does not say: where a service manager has made a directory for them
-/// (systemd.exec(5), `RuntimeDirectory`), or else where this user has one. Never in a directory that others
-/// may write to: whoever swaps the socket is handed the guest's memory.
+/// The default directory of sockets: that of the service manager (systemd.exec(5), `RuntimeDirectory`), otherwise the
+/// user's runtime directory. Never one that others may write to: a process that replaces the socket would receive the
+/// guest's memory.
 pub fn directory() -> PathBuf {
     let root = rustix::process::geteuid().is_root();
     if let Some(first) = std::env::var_os("RUNTIME_DIRECTORY")

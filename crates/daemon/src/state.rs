@@ -1,7 +1,7 @@
-//! What was changed while disks were served, in a file: so that it is there after a restart.
+//! The state file: changes that were made at run time, for the next start.
 //!
-//! Only what differs from the command line and the configuration is written down, with what these said of
-//! the same then. Where they say something else by the time of the next start, they win.
+//! It has only what differs from the command line and the configuration, together with what these said at the time. Where
+//! they have changed by the next start, they win.
 
 pub mod store;
 

@@ -1,4 +1,4 @@
-//! `ringdisk upgrade`: another program takes over from the one that serves, and guests wait for a moment only.
+//! Live upgrade: a new process takes over from the running one, and guests only see a short pause.
 
 pub mod client;
 pub mod donor;

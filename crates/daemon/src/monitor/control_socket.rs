@@ -19,8 +19,8 @@ use crate::server::handover::locked;
 use crate::socket::accept::{Acceptor, Backoff};
 use crate::socket::{self, Socket};
 
-/// The control socket. Dropping it ends all conversations, once the commands under way are done and answered:
-/// a disk that one of them removes is not to be left half removed.
+/// The control socket. Dropping it ends all sessions, after running commands have been completed and answered, so that no
+/// disk stays half removed.
 pub struct ControlSocket {
     hub: Arc<EventHub>,
     stop: Arc<OwnedFd>,
@@ -31,7 +31,7 @@ impl ControlSocket {
     /// Serves a control socket, from threads of its own.
     ///
     /// # Errors
-    /// There is no thread or event descriptor to be had.
+    /// No thread or event descriptor is available.
     pub fn start(socket: Socket, qmp: Qmp) -> io::Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags)?);
@@ -57,25 +57,23 @@ impl Drop for ControlSocket {
         let Some(listener) = self.listener.take() else {
             return;
         };
-        let deadline = Instant::now() + AT_END;
+        let deadline = Instant::now() + STOP_TIMEOUT;
         while !listener.is_finished() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
         }
         if !listener.is_finished() {
-            warn!(
-                "control socket: a command waits for storage that does not answer; it is left alone"
-            );
+            warn!("control socket: a command still waits for storage; ringdisk stops without it");
         }
     }
 }
 
-/// Time between two looks whether the new process has taken over.
+/// Time between two checks whether the new process has taken over.
 const LEAVING_PAUSE: Duration = Duration::from_millis(10);
 
-/// How long the end waits for commands under way.
-pub const AT_END: Duration = Duration::from_secs(10);
+/// How long stopping waits for running commands.
+pub const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// `wakers` become readable at the end, and when the socket is to be looked at.
+/// `wakers` become readable when the process stops, and when the socket file has to be checked.
 fn listen(mut socket: Socket, qmp: &Arc<Qmp>, wakers: &[Arc<OwnedFd>; 2]) {
     let mut clients = Vec::new();
     accept_clients(&mut socket, qmp, wakers, &mut clients);
@@ -136,7 +134,7 @@ fn accept_clients(
                 }
             }
             Err(e) => accepting.failed(|left_out| {
-                let e = block::explain(&e, "it is tried again");
+                let e = block::explain(&e, "ringdisk tries again");
                 warn!("control socket: cannot accept a client, which waits: {e}{left_out}");
             }),
         }
@@ -156,7 +154,7 @@ fn start_client(stream: &Arc<UnixStream>, qmp: &Arc<Qmp>) -> Result<JoinHandle<(
     thread.spawn(serve).map_err(|e| block::explain_thread(&e))
 }
 
-/// Makes the socket again if somebody has removed it.
+/// Makes the socket again if it has been removed.
 fn make_again(socket: &mut Socket, server: &Server) -> io::Result<()> {
     if socket.is_removed() {
         let new = Socket::bind_private(socket.path()).map_err(io::Error::other)?;
@@ -170,8 +168,7 @@ fn make_again(socket: &mut Socket, server: &Server) -> io::Result<()> {
     Ok(())
 }
 
-/// Where the control socket is if the operator does not say. Disks' sockets end in `.sock`, so that none
-/// is named like this.
+/// The default path of the control socket. No disk's socket has this name, since those end in `.sock`.
 pub fn default_path() -> PathBuf {
     socket::directory().join("control.qmp")
 }

@@ -1,4 +1,4 @@
-//! What decides the speed of each disk, and who said so: for whoever has set something and sees no effect.
+//! Settings that affect the speed of each disk, each with its source and what it overrides.
 
 use rbd::{Origin, Setting};
 use serde_json::{Value, json};

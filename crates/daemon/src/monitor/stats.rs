@@ -1,6 +1,6 @@
-//! Statistics as they go over the control socket, and back.
+//! Statistics in the JSON of the control socket, written and parsed.
 //!
-//! Counters are totals since the disk was first served; whoever asks twice takes the difference.
+//! Counters are totals since the disk was first served; a client computes rates from two replies.
 
 use block::{Aio, ThrottleLimits};
 use datapath::{Disk, DiskStats, Histogram, RequestStats, ThreadStats};

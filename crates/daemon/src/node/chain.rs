@@ -15,7 +15,7 @@ use crate::config::spec::DiskSpec;
 use crate::node::context::{OpenContext, Opener};
 use crate::node::progress::Progress;
 
-/// An image, its files by their numbers, and its journal.
+/// An image, its files by index, and its journal.
 pub(super) struct OpenedChain {
     pub chain: Chain,
     pub files: Vec<Arc<DiskFile>>,
@@ -31,7 +31,7 @@ pub(super) fn open_chain(
     locking: Locking,
     ours: &[Identity],
 ) -> Result<OpenedChain, NodeError> {
-    // Who has no lock only looks.
+    // Without the lock, the image is only read.
     let read_only = spec.read_only || locking == Locking::None;
     let filename = || path.display().to_string();
     let directories = context
@@ -61,7 +61,7 @@ pub(super) fn open_chain(
     .unzip();
     let options = ChainOptions {
         read_only,
-        // As in QEMU: reading does no harm.
+        // As in QEMU, a corrupt image may be read.
         allow_corrupt: read_only,
         l2_cache_bytes: spec.l2_cache_bytes,
         punch: spec.discard == Discard::Unmap,
@@ -88,8 +88,8 @@ pub(super) fn open_chain(
     })?;
     for waiting in chain.unreplayed_journals() {
         let file = &files[usize::from(waiting.0)];
-        // What is looked at only is opened again, with its journal, before it is written; and what this process writes to
-        // has one that is being written.
+        // A released image is opened again, with its journal, before it is written. Files that this process writes have
+        // a journal in use.
         let is_top = Arc::ptr_eq(file, &files[0]);
         let opened_again = is_top && locking == Locking::None && !spec.read_only;
         if !opened_again && !ours.contains(&file.identity()) {
@@ -104,14 +104,14 @@ pub(super) fn open_chain(
     })
 }
 
-/// What is true of a disk that lies in all of these.
+/// The facts of a disk that uses all these files.
 pub(super) fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
     let written = files[usize::from(chain.written_file().0)].facts();
     let cluster = chain.image().map_or(0, |image| image.cluster_bytes());
     let facts = files.iter().map(|file| file.facts());
     facts.fold(
         DiskFacts {
-            // Space is given back in the image, whatever the file system can.
+            // Discards free clusters in the image, whatever the file system supports.
             discard_granularity: match written.read_only {
                 true => 0,
                 false => u32::try_from(cluster).unwrap_or(0),

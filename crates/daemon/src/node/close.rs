@@ -1,4 +1,4 @@
-//! The end of what is written to a disk's files: for now, or for good.
+//! Flushes and closes the files of a disk.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use image::{Image, ImageError};
 use super::{Node, NodeError};
 
 impl Node {
-    /// Writes what an image has only in memory. Nothing is under way, or all of it will be written again.
+    /// Writes metadata that an image has only in memory. No request is in flight, or this will be called again.
     ///
     /// # Errors
     /// It could not be written.
@@ -25,7 +25,7 @@ impl Node {
         }
     }
 
-    /// Makes durable what others have written to its files, unless flushes are ignored.
+    /// Makes durable what other processes have written to its files, unless flushes are ignored.
     ///
     /// # Errors
     /// It could not be made durable.
@@ -42,11 +42,11 @@ impl Node {
         synced.map_err(|e| NodeError::Io(self.filename.clone(), "be made durable", e))
     }
 
-    /// Writes what an image has to say at its end, though it may yet go on: then it begins anew, in the journal that it has.
-    /// Nothing is under way.
+    /// Writes an image as if it was closed, though it may continue: then it starts its journal again. No request is in
+    /// flight.
     ///
     /// # Errors
-    /// It could not be written, and the image is no less sound for that.
+    /// It could not be written. The image is still consistent.
     pub(super) fn write_clean_state(&self) -> io::Result<()> {
         let _changes = self.lock_changes();
         let image = self.state().image.clone();
@@ -56,8 +56,8 @@ impl Node {
         }
     }
 
-    /// Makes what guests wrote durable, at the end: their requests are done by then, but what they did not
-    /// flush is only in the write cache.
+    /// Makes the guests' writes durable at the end. Their requests have finished, but writes without a flush may be in
+    /// a write cache.
     ///
     /// # Errors
     /// It could not be made durable.
@@ -69,7 +69,7 @@ impl Node {
                 Some(Image::Chain(chain)) => Arc::strong_count(chain),
                 _ => 1,
             };
-            // Neither a disk has it, nor a node above or below.
+            // No disk uses it, nor a node above or below.
             let last = users == 1 && Arc::strong_count(&self.shared) == 1;
             (state.image.clone(), state.file.clone(), last)
         };
@@ -94,10 +94,11 @@ impl Node {
         }
     }
 
-    /// The journal in which all is that guests wrote, if what an image has in memory could not be written for want of space.
+    /// The journal that has all acknowledged writes, if metadata of the image could not be written because space ran
+    /// out.
     pub fn journal_of_all(&self, error: &io::Error) -> Option<PathBuf> {
         let error = error.get_ref()?.downcast_ref::<ImageError>()?;
-        // Another error may have cost data.
+        // Other errors may have lost data.
         let is_space = !error.is_permanent() && block::is_no_space(error.errno());
         let state = self.state();
         let image = state.image.as_ref()?.chain()?.image()?;
@@ -107,11 +108,11 @@ impl Node {
         }
     }
 
-    /// Closes what no disk is on any more, or was not yet: writes what an image has to say at its end, removes its
-    /// journal, and gives the locks up. All that guests wrote is durable.
+    /// Closes a node that no disk uses: writes the final state of its image, removes its journal, and releases the
+    /// locks. All writes are durable.
     ///
     /// # Errors
-    /// The image is not closed, and no less sound for that. The locks are given up all the same.
+    /// The image is not closed, but consistent. The locks are released regardless.
     pub fn close(&self) -> io::Result<()> {
         let _changes = self.lock_changes();
         let (image, files) = {
@@ -128,28 +129,28 @@ impl Node {
         closed
     }
 
-    /// Writes what an image has to say at its end, makes `files` durable, whatever the cache mode says, and removes the
-    /// journal. Not before: if anything fails, the image stays in use, and what is written from then on is kept there.
+    /// Writes the final state of an image, makes `files` durable in every cache mode, and then removes the journal.
+    /// After an error, the image stays in use with its journal.
     pub(super) fn close_image(&self, image: &Image, files: &[Arc<DiskFile>]) -> io::Result<()> {
         if let Some(chain) = image.chain() {
             chain.close().map_err(io::Error::other)?;
         }
         files.iter().try_for_each(|file| file.sync())?;
         let journal = self.state().journal.take();
-        // One that has something in it is that of another image, or of an image that could not be closed.
+        // A journal that is not empty belongs to another image, or to one that could not be closed.
         if let Some(path) = journal.filter(|path| path.metadata().is_ok_and(|m| m.len() == 0)) {
-            // What stays does no harm: the image knows that it is not its journal.
+            // Failure is harmless: the image records that it has no journal.
             let _ = fs::remove_file(path);
         }
         Ok(())
     }
 }
 
-/// Gives locks up, one by one: the kernel may still hold descriptors of each file, which would keep its lock.
+/// Releases locks explicitly: the kernel may still hold descriptors of a file, which would keep its lock.
 pub(super) fn unlock(files: &[Arc<DiskFile>]) -> io::Result<()> {
     let mut result = Ok(());
     for file in files {
-        // All of them, whatever becomes of one.
+        // All of them, also after an error.
         result = result.and(file.unlock());
     }
     result

@@ -1,4 +1,4 @@
-//! Opens the files of disks: those that the operator names, and those that images name.
+//! What opening a disk needs besides its description, and how files are opened that images name.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,18 +15,18 @@ use crate::inherited::Inherited;
 use crate::node::journal::Journals;
 use crate::node::storage::FileStorage;
 
-/// Where files may be that an image names: backing files and data files.
+/// Directories in which an image may name backing files and data files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum AllowBacking {
-    /// Beside the image, or below.
+    /// The directory of the image, and those below.
     #[default]
     Beside,
-    /// In these directories, or below; nowhere if there are none.
+    /// These directories, and those below.
     In(Vec<PathBuf>),
 }
 
 impl AllowBacking {
-    /// From what the operator gave: directories, or `none`.
+    /// From the operator's list: directories, or `none`.
     pub fn new(given: &[PathBuf]) -> Self {
         match given {
             [] => Self::Beside,
@@ -42,11 +42,11 @@ impl AllowBacking {
         if let Self::In(directories) = self
             && let Err(e) = AllowedDirectories::new(directories)
         {
-            warn!("--allow-backing: {e}; as long as it is not there, no qcow2 image is opened");
+            warn!("--allow-backing: {e}; until it exists, no qcow2 image can be opened");
         }
     }
 
-    /// For the files that this image names.
+    /// The directories for an image.
     ///
     /// # Errors
     /// One of the directories cannot be opened.
@@ -61,20 +61,20 @@ impl AllowBacking {
     }
 }
 
-/// Where what a disk is made of may be, and where things are kept for it.
+/// What opening a disk depends on, besides its description.
 #[derive(Clone)]
 pub struct OpenContext {
     pub allow_backing: AllowBacking,
     pub journals: Journals,
-    /// This process has been told to end: what takes long is not waited for.
+    /// This process has been told to stop: long operations end early.
     pub stop: Arc<AtomicBool>,
-    /// What another process has open.
+    /// Files that were inherited.
     pub inherited: Arc<Inherited>,
 }
 
 impl OpenContext {
-    /// Opens the file that an operator named for a disk, and locks it when that is asked for. Returns how it is locked:
-    /// one that is taken over is so already.
+    /// Opens the file that the operator has named for a disk, and locks it if `locking` says so. Returns how it is
+    /// locked: an inherited file is locked already.
     ///
     /// # Errors
     /// It cannot be served as asked; the error says why and what to do.
@@ -99,7 +99,8 @@ impl OpenContext {
         opened.map(|file| (file, locking))
     }
 
-    /// The same for a file that an image named, and that is open. Of `ours` it is if this process has it locked to write.
+    /// Like [`open`](Self::open), for an open file that an image has named. `ours` are the files that this process has
+    /// locked for writing.
     ///
     /// # Errors
     /// As above.
@@ -124,16 +125,16 @@ impl OpenContext {
 /// Opens the files that an image names, and keeps them.
 pub struct Opener<'a> {
     pub cache: CacheMode,
-    /// When files are locked that an image names and that are written.
+    /// When writable files are locked that an image names.
     pub locking: Locking,
-    /// Those that the disk writes to as long as it is not on this image.
+    /// Files that the disk writes to until it moves to this image.
     pub ours: &'a [Identity],
     pub context: &'a OpenContext,
     pub opened: Vec<Arc<FileStorage>>,
 }
 
 impl Opener<'_> {
-    /// Takes a file that is open already.
+    /// Adds a file that is open already.
     pub fn keep(&mut self, file: Arc<DiskFile>) -> Arc<FileStorage> {
         let storage = Arc::new(FileStorage {
             file,

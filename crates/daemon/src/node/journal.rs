@@ -1,4 +1,4 @@
-//! Where the journals of images are: what a killed process had acknowledged and not flushed.
+//! Journals of images: they hold writes that were acknowledged and not flushed, in case ringdisk is killed.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -16,18 +16,18 @@ use crate::credentials::{self, UserAccount};
 use crate::node::storage::FileStorage;
 use crate::socket;
 
-/// A file for each image that is written, in a directory beside the disks' default sockets: that is a tmpfs nearly
-/// everywhere, as it should be, since they are of no use after a crash of the host.
+/// A file for each writable image, in the directory of the disks' default sockets. That is a tmpfs nearly everywhere,
+/// which suffices: journals are useless after a crash of the host.
 #[derive(Clone, Debug)]
 pub struct Journals {
     pub directory: PathBuf,
-    /// Whose the files are to be: that user's, once this process has become it.
+    /// The owner of the files, if this process will become another user.
     owner: Option<(u32, u32)>,
-    /// Why it cannot be used.
+    /// Why the directory cannot be used.
     problem: Option<String>,
 }
 
-/// There is a journal, and what is in it cannot be done again.
+/// There is a journal that cannot be replayed.
 #[derive(Debug, Error)]
 pub enum JournalError {
     #[error(
@@ -58,7 +58,8 @@ pub enum JournalError {
 }
 
 impl Journals {
-    /// For a process that will be `user`. Each has a directory of its own: nobody may have another's image written to.
+    /// For a process that will become `user`. Each user has a directory of its own: a journal must not cause writes to
+    /// another user's image.
     pub fn new(user: Option<&UserAccount>) -> Self {
         let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
         let directory = socket::directory().join(name);
@@ -70,11 +71,11 @@ impl Journals {
         }
     }
 
-    /// A place for the journal of an image, whose file is locked for us; and its path. `None`, and a warning,
-    /// if there can be none.
+    /// Opens the journal of an image that this process has locked. Returns also its path. `None`, and a warning, if no
+    /// journal is possible.
     ///
     /// # Errors
-    /// There is one that cannot be used.
+    /// There is a journal that cannot be used.
     pub fn place(
         &self,
         disk: &str,
@@ -96,8 +97,8 @@ impl Journals {
             Ok(place) => place.map(Some),
             Err(e) => {
                 warn!(
-                    "disk {disk}: no journal can be kept in {}: {e}; each write to new clusters is flushed before it \
-                     completes, which is slow",
+                    "disk {disk}: no journal possible in {}: {e}; each write to new clusters is flushed before it completes, which \
+                     is slow",
                     self.directory.display()
                 );
                 Ok(None)
@@ -105,11 +106,10 @@ impl Journals {
         }
     }
 
-    /// Looks for the journal of an image that says that it has one, and that is only read. If there is none, there is a
-    /// warning.
+    /// Looks for the journal of an image that is only read and that records a journal. Warns if there is none.
     ///
     /// # Errors
-    /// There is: what is read is not what was acknowledged.
+    /// There is one: the image does not have all acknowledged writes.
     pub fn look_for(&self, disk: &str, file: &Arc<DiskFile>) -> Result<(), JournalError> {
         let name = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
         let image = std::fs::read_link(name).unwrap_or_default();
@@ -117,7 +117,7 @@ impl Journals {
         let found = identity.and_then(|identity| {
             let path = self.directory.join(&identity.file_name);
             match journal_at(&path, &identity, file) {
-                // What is wrong with it is reported when the image is opened for writing.
+                // Errors are reported when the image is opened for writing.
                 Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => Some(path),
                 _ => self.another_users(disk, file, &identity),
             }
@@ -134,8 +134,8 @@ impl Journals {
         Ok(())
     }
 
-    /// A journal of this image, as the image says, in the directory of another user. It is not done again from there:
-    /// whoever wrote it need not be allowed to write the image. Only root can look there, and only while it is root.
+    /// A journal of this image in the directory of another user. It is not replayed: that user may not be allowed to
+    /// write the image. Only root can see it.
     fn another_users(
         &self,
         disk: &str,
@@ -177,7 +177,7 @@ impl Journals {
             .create(true)
             .truncate(false)
             .mode(0o600)
-            // Whoever has put a link there is not followed.
+            // Does not follow links.
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
             .open(path)?;
         if let Some(owner) = self.owner
@@ -188,7 +188,7 @@ impl Journals {
         let (disk, at) = (disk.to_owned(), path.display().to_string());
         let tell = move |event| match event {
             JournalEvent::Replayed(n) => info!(
-                "disk {disk}: {n} changes to its image that a killed process had acknowledged are done again"
+                "disk {disk}: replayed {n} changes of its image from the journal of a killed process"
             ),
             JournalEvent::Outdated => warn!(
                 "disk {disk}: {at} is not used: it belongs to another image, or to another state of this one (a backup \
@@ -231,7 +231,7 @@ impl Journals {
     }
 }
 
-/// Whose journal is at a path, if it is this image's or another's; `None` if nothing can be opened there.
+/// The image whose journal is at a path; `None` if it cannot be opened.
 fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOwner> {
     let journal = OpenOptions::new()
         .read(true)
@@ -245,7 +245,7 @@ fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<
     Some(journal_owner(&journal, &identity.bytes, &image))
 }
 
-/// Which image a journal is of, since the host was started.
+/// Identifies an image, within a boot of the host.
 struct Identity {
     bytes: [u8; 32],
     file_name: String,
@@ -265,7 +265,7 @@ impl Identity {
     }
 }
 
-/// The boot of this host: what was only in memory before it is gone.
+/// The id of this boot: journals of earlier boots are gone.
 fn boot() -> io::Result<[u8; 16]> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();

@@ -1,4 +1,4 @@
-//! What is at the path of a disk's file, before it is opened and after: files are renamed, linked and exchanged while they
+//! Checks which file is at a disk's path, before it is opened and later: files are renamed, linked and replaced while they
 //! are served.
 
 use std::io;
@@ -16,7 +16,7 @@ use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::context::OpenContext;
 use crate::node::storage::FileStorage;
 
-/// What a disk does with a file.
+/// How a disk uses a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileUse {
     Read,
@@ -24,8 +24,8 @@ pub enum FileUse {
 }
 
 impl Node {
-    /// Looks whether what a disk is on could be opened, but for its lock: it is another's, or that of the same disk as it
-    /// is served now. Changes nothing.
+    /// Checks that the files of a disk could be opened, apart from a lock that another disk or the same one has now.
+    /// Changes nothing.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -46,10 +46,10 @@ impl Node {
         facts.map(drop).map_err(|e| NodeError::Blocks(filename, e))
     }
 
-    /// Whether the lock of its file could be taken for a disk, in place of the one that it has.
+    /// Checks that its file could be locked for a disk, in place of the present lock.
     ///
     /// # Errors
-    /// Somebody else has one that conflicts.
+    /// Another process has a conflicting lock.
     pub fn check_lock(&self, spec: &DiskSpec) -> Result<(), NodeError> {
         let Some(file) = self.is_acquired().then(|| self.file()).flatten() else {
             return Ok(());
@@ -60,10 +60,10 @@ impl Node {
         }
     }
 
-    /// Whether something is still at the path of its file.
+    /// Checks that there is a file at its path.
     ///
     /// # Errors
-    /// Nothing is, and where the file is if that can be found out.
+    /// There is none. The error says where the file is, if that is known.
     pub fn check_there(&self) -> Result<(), NodeError> {
         let (FileSpec::Path(path), Some(file)) = (&self.spec.file, self.file()) else {
             return Ok(());
@@ -76,10 +76,10 @@ impl Node {
         }
     }
 
-    /// Whether its file is still at its path, so that whoever opens that finds it.
+    /// Checks that its file is still at its path.
     ///
     /// # Errors
-    /// It is not, and where it is if that can be found out.
+    /// It is not. The error says where the file is, if that is known.
     pub fn check_same(&self) -> Result<(), NodeError> {
         self.check_there()?;
         let (FileSpec::Path(path), Some(file)) = (&self.spec.file, self.file()) else {
@@ -93,7 +93,7 @@ impl Node {
         }
     }
 
-    /// Whether it has this file or device open, as its own or as one that it builds on, and whether only to read it.
+    /// Whether and how it uses this file or device, as its own or as one that it builds on.
     pub fn uses(&self, there: Identity) -> Option<FileUse> {
         let state = self.state();
         let mut files = state.file.iter().chain(&state.files);
@@ -111,15 +111,15 @@ impl Node {
         files.map(|file| file.identity()).collect()
     }
 
-    /// What it is on, here or not.
+    /// The identity of its file, released or not.
     pub fn file_identity(&self) -> Option<Identity> {
         self.file().map(|file| file.identity())
     }
 
-    /// The same file by another of its names, from now on.
+    /// Uses another name of its file from now on.
     ///
     /// # Errors
-    /// It is an image, and its names would lead to other files from there.
+    /// From there, the image would find other files.
     pub fn at(&self, spec: DiskSpec, path: &Path) -> Result<Self, NodeError> {
         let filename = path.display().to_string();
         let (image, file, files) = {
@@ -142,13 +142,13 @@ impl Node {
         })
     }
 
-    /// Whether both are on one opened file.
+    /// Whether both use the same opened file.
     pub fn shares_file(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 }
 
-/// The files to which an image leads from a path, in the order in which an opened one has them.
+/// The files that an image names from a path, in the order of an opened image.
 fn files_named_by(
     file: Arc<DiskFile>,
     path: &Path,
@@ -170,7 +170,7 @@ fn files_named_by(
     Ok(named.collect())
 }
 
-/// A file that was taken over need not be where it was opened.
+/// Warns if an inherited file is no longer at its path.
 pub(super) fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
     if !path.exists() {
         let now = match file.current_path() {

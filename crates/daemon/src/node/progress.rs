@@ -1,24 +1,23 @@
-//! How far something is that takes long: a line that is written over where somebody looks at a terminal, lines of
-//! the log elsewhere.
+//! Progress of a long operation: one line that is overwritten on a terminal, otherwise lines in the log.
 
 use std::io::{IsTerminal, Write, stderr};
 use std::time::{Duration, Instant};
 
 use tracing::info;
 
-/// How often it is told.
+/// Time between two updates.
 const ON_TERMINAL: Duration = Duration::from_millis(200);
 const IN_LOG: Duration = Duration::from_secs(5);
 
-/// What is shorter is not worth a word.
+/// Operations that are shorter report nothing.
 const SHORT: Duration = Duration::from_secs(1);
 
 /// Characters of the bar.
 const WIDTH: usize = 30;
 
-/// Told until it is dropped.
+/// Reports until it is dropped.
 pub struct Progress {
-    /// What is done to what.
+    /// The operation and its object.
     what: String,
     begun: Instant,
     told: Instant,
@@ -39,7 +38,7 @@ impl Progress {
         }
     }
 
-    /// So much of all is done.
+    /// Reports that `done` of `all` is done.
     pub fn at(&mut self, done: u64, all: u64) {
         let pause = match self.on_terminal {
             true => ON_TERMINAL,
@@ -54,7 +53,7 @@ impl Progress {
         if self.on_terminal {
             let full = u128::from(done.min(all)) * WIDTH as u128 / u128::from(all.max(1));
             let bar = format!("{:WIDTH$}", "#".repeat(full as usize));
-            // Nothing depends on it.
+            // Failure is harmless.
             let _ = write!(stderr(), "\r\x1b[K{what} [{bar}] {how_far}");
             let _ = stderr().flush();
             self.shown = true;

@@ -1,15 +1,15 @@
-//! A disk that is left to another host for a while, since its VM is moved there, and taken back when the VM is.
+//! Releases a disk for another host while its VM is migrated there, and acquires it again when the VM returns.
 //!
-//! While a disk is away, its files are not locked, nothing is written to them, and nothing is known of them but a
-//! size. It goes away only when no queue of it is served, so that nothing is under way:
+//! While a disk is released, its files are unlocked, nothing is written to them, and only its size is known. A disk is
+//! released only when none of its queues is served, so that no request is in flight:
 //!
-//! 1. What the guest wrote is made durable, tables of an image included, and the image is closed.
-//! 2. What the page cache has of it is dropped.
-//! 3. The locks are given up.
-//! 4. The front-end is told that its rings have stopped. Only then can it let the VM go on elsewhere.
+//! 1. The guest's writes are made durable, including the tables of an image, and the image is closed.
+//! 2. Its pages are dropped from the page cache.
+//! 3. The locks are released.
+//! 4. The front-end is told that its rings have stopped. Only then can it resume the VM elsewhere.
 //!
-//! It comes back before the first queue is served: locked first, then read as it is now. Whatever
-//! dies at any point: each host writes only while it has the lock, and after 1. there is nothing left to be written.
+//! A disk is acquired before its first queue is served: it is locked first, then its files are read again. Crashes at any
+//! point are safe: each host writes only while it holds the lock, and after step 1, nothing is left to be written.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -26,15 +26,15 @@ use super::{Node, NodeError, NodeState};
 use crate::config::spec::FileSpec;
 
 impl Node {
-    /// Whether its files are locked, and may be written to.
+    /// Whether this process has its files locked, and may write to them.
     pub fn is_acquired(&self) -> bool {
         self.state().image.is_some()
     }
 
-    /// Leaves the disk to another host. No queue of it is served. Returns whether that is news.
+    /// Releases the disk. None of its queues is served. Returns false if it was released before.
     ///
     /// # Errors
-    /// Something could not be made durable, and it is not left.
+    /// Something could not be made durable, and it is not released.
     pub fn release(&self, disk: &Disk) -> Result<bool, NodeError> {
         let fail = |what, e| NodeError::Io(self.filename.clone(), what, e);
         let FileSpec::Path(path) = &self.spec.file else {
@@ -53,12 +53,12 @@ impl Node {
         };
         files.retain(|other| !Arc::ptr_eq(other, &file));
         files.push(file.clone());
-        // Before anything is changed: there may be no descriptor to be had. Of a device, an open one is a lock as well.
+        // First, since there may be no descriptor left. An open descriptor of a device is a lock as well.
         let cache = self.spec.cache;
         let unlocked = match DiskFile::open_with(path, cache, false, Locking::None) {
             Ok(unlocked) => Arc::new(unlocked),
             Err(e) => {
-                warn!("{e}; what is open of it stays so");
+                warn!("{e}; its descriptor stays open");
                 file
             }
         };
@@ -66,7 +66,7 @@ impl Node {
         disk.sync().map_err(|e| fail("be made durable", e))?;
         let written = files.iter().filter(|file| !file.facts().read_only);
         let written: Vec<_> = written.cloned().collect();
-        // Whatever the cache mode says: this is no crash.
+        // In every cache mode: cache=unsafe gives up durability only for crashes.
         self.close_image(&image, &written)
             .map_err(|e| fail("be closed", e))?;
         let size = self.file_size();
@@ -81,10 +81,10 @@ impl Node {
         Ok(true)
     }
 
-    /// Takes a disk that is away: locks it, and reads it anew. Returns whether that is news.
+    /// Acquires a released disk: locks it, and reopens its files. Returns false if it was not released.
     ///
     /// # Errors
-    /// Somebody else has it, or it cannot be served any more; it stays away.
+    /// Another host has the lock, or the disk can no longer be served; it stays released.
     pub fn reacquire(&self, disk: &Disk) -> Result<bool, NodeError> {
         self.take(&[], |state, facts| {
             let image = state.image.clone().unwrap_or(Image::Raw);
@@ -94,16 +94,15 @@ impl Node {
         })
     }
 
-    /// Takes what is away and takes the place of what is here. It may build on what is `ours`, as in
-    /// [`open`](Self::open).
+    /// Acquires a node that is to replace another. It may build on `ours`, as in [`open`](Self::open).
     ///
     /// # Errors
-    /// Somebody else has it, or it cannot be served.
+    /// Another host has the lock, or the node cannot be served.
     pub fn acquire(&self, ours: &[Identity]) -> Result<(), NodeError> {
         self.take(ours, |_, _| Ok(())).map(drop)
     }
 
-    /// Locks what is away, reads it anew, and does `then` with it, or leaves it away.
+    /// Locks a released node, reopens its files, and calls `then`. After an error, the node stays released.
     fn take(
         &self,
         ours: &[Identity],
@@ -117,7 +116,7 @@ impl Node {
             return Ok(false);
         }
         self.check_there()?;
-        // Anew: so do network file systems learn what was written elsewhere.
+        // Reopened, since network file systems then see what another host has written.
         let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
         file.drop_cached();
         let taken = self.read_anew(path, &file, ours);
@@ -129,7 +128,7 @@ impl Node {
         taken.inspect_err(|_| drop(file.unlock()))
     }
 
-    /// Has this content from now on.
+    /// Replaces the state.
     pub(super) fn put_in(&self, new: NodeState) {
         let mut state = self.state();
         let on_damage = state.on_damage.take();
@@ -137,7 +136,7 @@ impl Node {
         state.watch_damage();
     }
 
-    /// Reads what is in a file that is locked.
+    /// Opens the image in a locked file.
     pub(super) fn read_anew(
         &self,
         path: &Path,

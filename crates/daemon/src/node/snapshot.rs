@@ -1,19 +1,19 @@
-//! A disk that goes on in an image that builds on the one that it was on: an external snapshot. It is
-//! [a file that takes the place of another](datapath::Disk::replace), where the other stays in use, to be read:
+//! External snapshots: a disk moves to an image that builds on the one that it used. This is
+//! [a replacement of a file](datapath::Disk::replace) in which the old file stays in use, for reading:
 //!
-//! 1. The new image is opened and locked, and all that it builds on. What the disk writes to is locked to be read besides,
-//!    through a descriptor of its own, though it is locked to be written: whoever wants to write to it is kept away by
-//!    both, so that there is no moment in between when the second one goes.
-//! 2. The guest pauses, what is under way ends, and the old file is made durable.
-//! 3. The old image is written to its end: its tables, the space that it no longer uses, and that it has no journal.
-//! 4. The new image is read again, with all that it builds on, since what it knows of the old one's tables is older. From
-//!    here on, it reads what the guest has read.
-//! 5. It is recorded that the disk is on the new image, and the guest goes on in it.
-//! 6. The old image is closed, of which nothing is left to be written, and its lock to write is given up.
+//! 1. The new image is opened and locked, with all that it builds on. The old file is locked for reading as well, through a
+//!    descriptor of its own, although it is locked for writing: each lock keeps other writers away, so that there is no gap
+//!    when the write lock is released.
+//! 2. The guest pauses, requests in flight finish, and the old file is made durable.
+//! 3. The old image is written completely: its tables, the space that it no longer uses, and that it has no journal.
+//! 4. The new image is read again, with all that it builds on, since its copy of the old image's tables is out of date.
+//!    Now it reads what the guest has read.
+//! 5. It is persisted that the disk is on the new image, and the guest continues there.
+//! 6. The old image is closed, with nothing left to write, and its write lock is released.
 //!
-//! What fails before 5 leaves the disk on the old image, locked as ever: it begins a journal anew with its next write. A
-//! kill before 5 leaves {the old image, as it was closed in 3 or with its journal}; while it is recorded, the new one has
-//! nothing written in it, and {either} is right; from then on {the new one}, above an old one that nobody writes to.
+//! An error before 5 leaves the disk on the old image, still locked: its next write begins a new journal. A kill before 5
+//! leaves {the old image, as it was closed in 3 or with its journal}; while 5 is persisted, the new image has no writes yet,
+//! and {either} is right; afterwards {the new one}, above an old one that nothing writes to.
 
 use engine::Identity;
 use image::{FileIndex, Format, Image};
@@ -22,7 +22,7 @@ use super::{Node, NodeError};
 use crate::config::spec::FileSpec;
 
 impl Node {
-    /// The files that it has locked to write to them.
+    /// The files that it has locked for writing.
     pub fn written(&self) -> Vec<Identity> {
         let state = self.state();
         if state.image.is_none() {
@@ -33,12 +33,12 @@ impl Node {
         written.map(|file| file.identity()).collect()
     }
 
-    /// If this builds on what the disk has been writing to on another node, has that one written to its end and reads it,
-    /// so that this can take its place. Nothing is under way there, and all of it is durable. Returns whether it is so.
+    /// If this node builds on the files of `before`, which the disk uses until now, writes that one completely and reads it
+    /// again, so that this node can replace it. No request is in flight there, and everything is durable. Returns whether
+    /// this node builds on the other.
     ///
     /// # Errors
-    /// It takes the other one for something else than it is, that one could not be written, or this not be read. The other
-    /// one can go on.
+    /// This image describes the other one wrongly, or one of them could not be written or read. The other one stays usable.
     pub fn reopen_over(&self, before: &Self) -> Result<bool, NodeError> {
         let ours = before.written();
         let (chain, file, files) = {

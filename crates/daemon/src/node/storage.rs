@@ -1,5 +1,4 @@
-//! The files of a disk image, as the image itself reads and writes its tables in them, and which files
-//! it may name.
+//! Files as images use them: to read and write their tables.
 
 use std::io;
 use std::sync::Arc;
@@ -10,7 +9,7 @@ use image::Storage;
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use rustix::io::{Errno, pread, pwrite};
 
-/// A file, read and written by plain calls, aligned as the file wants it.
+/// A file that is read and written by plain system calls, with the alignment that it requires.
 pub struct FileStorage {
     pub file: Arc<DiskFile>,
     /// Whether it is made durable when that is asked for; not with `cache=unsafe`.

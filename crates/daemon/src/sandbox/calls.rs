@@ -1,8 +1,7 @@
-//! seccomp: the system calls that serving disks takes, and no others (seccomp(2)).
+//! seccomp: allows only the system calls that serving disks needs (seccomp(2)).
 //!
-//! io_uring does work that seccomp does not see. The rings of ringdisk are restricted to the operations that they
-//! are used for; another one, made by whoever has taken this process over, would still be held back by
-//! Landlock, from files and from TCP.
+//! seccomp does not see the operations of io_uring. ringdisk's own rings are restricted to the operations that it uses. A
+//! ring that an attacker creates is still restricted by Landlock, from files and from TCP.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Landlock: which files this process may open, besides what it has open (landlock(7)).
+//! Landlock: which files this process may open, in addition to those that are open (landlock(7)).
 
 use std::fmt;
 use std::fs;

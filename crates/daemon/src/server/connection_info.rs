@@ -1,11 +1,11 @@
-//! What to paste: the arguments for QEMU and the XML for libvirt that connect a VM to a disk.
+//! How to connect a VM to a disk: arguments for QEMU, and XML for libvirt.
 
 use std::path::PathBuf;
 
 use block::format_size;
 use serde::Serialize;
 
-/// A disk as it is ready to be used.
+/// A served disk, and how a VM connects to it.
 #[derive(Debug, Serialize)]
 pub struct ConnectionInfo {
     pub name: String,
@@ -77,12 +77,12 @@ fn escape(text: &str) -> String {
         .replace('\'', "&apos;")
 }
 
-/// All of it for a person.
+/// The same as text.
 pub fn text(disks: &[ConnectionInfo]) -> String {
     let mut text = String::new();
     for (i, disk) in disks.iter().enumerate() {
         let access = if disk.readonly { ", read-only" } else { "" };
-        // A VM's memory is said once, however many of the disks it gets.
+        // The memory is described with the first disk only.
         let first = i == 0;
         let (qemu, libvirt) = match first {
             true => (

@@ -1,4 +1,4 @@
-//! A disk as a front-end's device: the border between a session and the I/O threads.
+//! A disk as the device of a vhost-user session: connects the session to the I/O threads.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,22 +17,22 @@ use crate::node::{Node, RELEASED};
 use crate::server::error::ExportError;
 use crate::server::iothreads::NamedThread;
 
-/// A served disk: what front-ends see of it, and where its queues go.
+/// A served disk: what front-ends see of it, and the threads of its queues.
 pub struct ServedDisk {
     pub disk: Arc<Disk>,
-    /// What it lies on now.
+    /// Its present node.
     node: Mutex<Arc<Node>>,
     pub queue_size: u16,
     /// The thread of each queue.
     pub threads: Vec<NamedThread>,
-    /// The guest's choice, at first the cache mode's: it outlives resets and connections, because front-ends read the
-    /// configuration space only once.
+    /// The guest's choice of the write cache, initially that of the cache mode. It outlives resets and connections,
+    /// since front-ends read the configuration space only once.
     write_cache: AtomicBool,
-    /// What it is without a choice.
+    /// The write cache of the cache mode.
     write_cache_default: bool,
-    /// Called when the guest has chosen.
+    /// Called when the guest has changed it.
     chosen: Box<dyn Fn() + Send + Sync>,
-    /// The front-end that is connected, if it wants to be told of changes.
+    /// The connected front-end, if it accepts notifications.
     frontend: Mutex<Option<FrontendChannel>>,
     /// The size that the front-end has read, in sectors; [`NEVER_READ`] if it has read none.
     capacity_read: AtomicU64,
@@ -41,8 +41,8 @@ pub struct ServedDisk {
 const NEVER_READ: u64 = u64::MAX;
 
 impl ServedDisk {
-    /// A disk with one queue for each of `threads`, a choice that its guest has made before, and the size that its
-    /// front-end has read from another process. `chosen` is called when the guest makes another choice.
+    /// A disk with one queue for each of `threads`, the write cache that its guest has chosen before, and the size that
+    /// its front-end has read from the old process. `chosen` is called when the guest changes the write cache.
     pub fn new(
         disk: Arc<Disk>,
         node: Arc<Node>,
@@ -71,12 +71,12 @@ impl ServedDisk {
         self.threads.len() as u16
     }
 
-    /// Held while the node is taken or left, so that it is not exchanged for another meanwhile.
+    /// Held while the node is acquired or released, so that it is not replaced meanwhile.
     fn node(&self) -> MutexGuard<'_, Arc<Node>> {
         self.node.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The guest's choice of a write cache, if it is another than the cache mode's.
+    /// The guest's choice of the write cache, if it differs from the cache mode.
     pub fn chosen_write_cache(&self) -> Option<bool> {
         let choice = self.write_cache.load(Ordering::Relaxed);
         (choice != self.write_cache_default).then_some(choice)
@@ -90,18 +90,18 @@ impl ServedDisk {
         threads.into_iter().cloned().collect()
     }
 
-    /// Puts another node under the disk while its guest runs, which notices a pause; that may
-    /// [build on](crate::node::Node::reopen_over) the one that it has. `record` makes durable that it is there.
+    /// Moves the disk to another node while its guest runs, which sees a pause. The new node may [build
+    /// on](crate::node::Node::reopen_over) the old one. `record` persists the move.
     ///
     /// # Errors
-    /// The disk goes on with the node that it had.
+    /// The disk stays on its node.
     pub fn replace(
         &self,
         new: &Arc<Node>,
         record: impl FnOnce() -> io::Result<()>,
     ) -> Result<(), ExportError> {
         let fail = |e| ExportError::System(self.disk.name.clone(), "be put on another file", e);
-        // Held until it is on the other one: it must not be left to another host, or taken back, meanwhile.
+        // Held until the move is done: the disk must not be released or acquired meanwhile.
         let mut node = self.node();
         if !node.is_acquired() {
             return Err(fail(io::Error::other(RELEASED)));
@@ -123,10 +123,10 @@ impl ServedDisk {
         Ok(())
     }
 
-    /// Has the file that the disk is on go by another name. `record` makes that durable.
+    /// Gives the disk's file another name. `record` persists it.
     ///
     /// # Errors
-    /// `record` failed; it goes by the name that it had.
+    /// `record` failed; the name stays.
     pub fn rename(
         &self,
         new: &Arc<Node>,
@@ -152,34 +152,34 @@ impl ServedDisk {
         (read != NEVER_READ).then_some(read)
     }
 
-    /// Tells the guest to look at the size of its disk, if its front-end does not know it: QEMU reads it once, and drops
-    /// what it is told while the VM is paused, or its driver is not up. A front-end that has not read it from this
-    /// process may have read it from the one before.
+    /// Notifies the guest of the disk's size if its front-end does not know it: QEMU reads it once, and drops
+    /// notifications while the VM is paused or its driver is not running. A front-end may have read it from the old
+    /// process.
     fn tell_size_if_not_read(&self) {
         if self.capacity_read() != Some(self.disk.size() / SECTOR_BYTES) {
             self.tell_size();
         }
     }
 
-    /// Tells the guest to look at the size of its disk again, if its front-end listens.
+    /// Notifies the guest of the disk's size, if its front-end accepts notifications.
     pub fn tell_size(&self) {
         let frontend = self.frontend.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(Err(e)) = frontend.as_ref().map(FrontendChannel::config_changed) {
             warn!(
-                "disk {}: the front-end could not be told of its new size: {e}",
+                "disk {}: the front-end could not be notified of the new size: {e}",
                 self.disk.name
             );
         }
     }
 }
 
-/// What a session drives.
+/// The device of a session.
 pub struct BlockDevice<'a> {
     served: &'a ServedDisk,
     running: Vec<Option<Running>>,
-    /// Whether the driver can flush, once it has said so.
+    /// Whether the driver can flush, once it is known.
     flushes: Option<bool>,
-    /// How long it took to finish what was under way in the rings that were stopped last.
+    /// How long the requests in flight took to finish when rings were stopped last.
     draining: Duration,
 }
 
@@ -187,7 +187,7 @@ pub struct BlockDevice<'a> {
 #[derive(Clone, Copy)]
 struct Running {
     queue: QueueId,
-    /// What its thread wants back when the queue leaves it.
+    /// What its thread needs when the queue is removed.
     arrived: Option<u32>,
 }
 
@@ -223,7 +223,7 @@ impl<'a> BlockDevice<'a> {
         }
     }
 
-    /// Takes the disk if it is away, before the first ring is served.
+    /// Acquires the disk if it is released, before the first ring is served.
     fn acquire(&mut self) -> io::Result<()> {
         let (node, disk) = (self.served.node(), &self.served.disk);
         let (size, began) = (disk.size(), Instant::now());
@@ -232,7 +232,7 @@ impl<'a> BlockDevice<'a> {
         }
         self.draining = Duration::ZERO;
         info!(
-            "disk {}: a VM starts on it; {} is locked and read anew, in {:.1} ms",
+            "disk {}: a VM starts on it; locked and reopened {} in {:.1} ms",
             disk.name,
             node.filename,
             began.elapsed().as_secs_f64() * 1000.0
@@ -265,8 +265,8 @@ impl Device for BlockDevice<'_> {
         let disk = &self.served.disk;
         ConfigSpace {
             size: disk.size(),
-            // The choice, not what is in force: front-ends keep what they read here for drivers that come
-            // later, and SeaBIOS, which cannot flush, would leave Linux one that never does.
+            // The guest's choice, not the effective state: front-ends keep this value for later drivers. After SeaBIOS,
+            // which cannot flush, Linux would find the cache off and never flush.
             write_cache: self.served.write_cache.load(Ordering::Relaxed),
             queues: self.served.queues(),
             seg_max: self.served.seg_max(),
@@ -317,7 +317,7 @@ impl Device for BlockDevice<'_> {
         let queue = queue.inspect_err(|_| thread.leave(arrived))?;
         self.running[usize::from(ring)] = Some(Running { queue, arrived });
         if first {
-            // QEMU listens here: its device has started before its rings do.
+            // QEMU accepts notifications now: its device starts before its rings.
             self.served.tell_size_if_not_read();
         }
         Ok(())
@@ -353,12 +353,12 @@ impl Device for BlockDevice<'_> {
         }
         let (name, began) = (&self.served.disk.name, Instant::now());
         if !self.storage_answered() && node.is_acquired() {
-            // What it has not answered may still be written.
+            // Unanswered writes may still reach the file.
             let e = "its storage has not answered all requests";
-            error!("disk {name}: is not left to another host: {e}");
+            error!("disk {name}: not released: {e}");
             return match migrating {
                 true => Err(io::Error::other(e)),
-                // It stays here until its VM has stopped once more, or its front-end is gone.
+                // It stays acquired until its VM stops again, or its front-end disconnects.
                 false => Ok(()),
             };
         }
@@ -377,7 +377,7 @@ impl Device for BlockDevice<'_> {
                 Ok(())
             }
             Err(e) => {
-                error!("disk {name}: is not left to another host: {e}");
+                error!("disk {name}: not released: {e}");
                 Err(io::Error::other(e))
             }
         }

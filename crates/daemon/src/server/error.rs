@@ -27,41 +27,41 @@ pub enum ServerError {
     #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
     FileInUse(PathBuf, String),
     #[error(
-        "{0}: in use by this process: disk '{1}', which was on it, has been detached, but its storage has not answered \
-         since; try again when it does"
+        "{0}: in use by this process: disk '{1}' used it and has been detached, but its storage has not answered since; try \
+         again when it does"
     )]
     StillOpen(PathBuf, String),
-    #[error("{0}; the disk is detached all the same, and nothing of it is left to detach")]
+    #[error("{0}; the disk is detached regardless")]
     Detached(Box<ServerError>),
     #[error("{}", with_disk(.0, .1))]
     Disk(String, Box<ServerError>),
     #[error(
-        "disk '{0}' is on another file than the disk that is served at {socket}, whose VM is to go on in it; if another file \
-         lies at {path} by now, 'ringdisk replace {0} PATH' says where the VM's own is; if the configuration has other files \
-         or sockets by now, put it into force first ('ringdisk reload')", socket = .1.display(), path = .2
+        "the VM connected at {socket} uses another file than disk '{0}' has now; if another file has taken the place of {path}, \
+         name the VM's own file with 'ringdisk replace {0} PATH'; if files or sockets in the configuration have changed, \
+         run 'ringdisk reload' first", socket = .1.display(), path = .2
     )]
     OtherFile(String, PathBuf, String),
     #[error(
-        "disk '{0}' is on {1} already, as {2} (format={2}), and cannot be served as anything else: its guest would overwrite \
-         what it has"
+        "disk '{0}' already uses {1} with format={2}, and cannot be served with another format: its guest would overwrite \
+         its data"
     )]
     SameFile(String, String, Format),
     #[error(
-        "{path}: {problem}; is the path right, its file system mounted, and what was to be put there done? It must hold what \
-         disk '{disk}' holds: a new and empty file would take all of that from its VM"
+        "{path}: {problem}; is the path right, its file system mounted, and the copy complete? The file must contain what disk \
+         '{disk}' contains: with an empty file, the VM would lose its data"
     )]
     FileMissing {
         disk: String,
         path: String,
         problem: &'static str,
     },
-    #[error("disk '{0}' was changed by somebody else meanwhile; look at it again")]
-    Overrides(String),
-    #[error("disk '{0}' is being put on another file, and stays as it is; try again in a moment")]
+    #[error("disk '{0}' has been changed by another command meanwhile; check it and try again")]
+    ChangedMeanwhile(String),
+    #[error("disk '{0}' is being moved to another file, and stays as it is; try again in a moment")]
     Moving(String),
     #[error(
-        "a VM is connected to disk '{0}', which stays; shut the VM down first, or force the removal: then its disk answers \
-         nothing any more"
+        "a VM is connected to disk '{0}', which stays; shut the VM down first, or force the removal: the VM's disk then stops \
+         answering"
     )]
     Connected(String),
     #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
@@ -88,13 +88,13 @@ pub enum ServerError {
     Unfit(String, Problem),
     #[error("disk {0}: cannot be resized: {1}")]
     Resize(String, String),
-    #[error("disk {0}: where it is now cannot be kept: {1}")]
+    #[error("disk {0}: its new location cannot be persisted: {1}")]
     Keep(String, io::Error),
     #[error("{0} could not be made durable, acknowledged writes may be lost: {1}")]
     Sync(String, io::Error),
     #[error(
-        "{0}: its image cannot be closed: {1}; all that was acknowledged is in the journal {journal}, as long as the host does \
-         not crash: make room, and serve the image with ringdisk again before anything else uses it", journal = .2.display()
+        "{0}: its image cannot be closed: {1}; all acknowledged writes are in the journal {journal}, which a crash of the host \
+         would lose: free some space, and serve the image with ringdisk again before anything else uses it", journal = .2.display()
     )]
     Kept(String, io::Error, PathBuf),
     #[error(
@@ -104,13 +104,13 @@ pub enum ServerError {
     NotResponding(String),
     #[error(
         "disk {0}: its cluster does not answer, or another client has the image's lock ('rbd status', 'rbd lock ls'); \
-         requests of its VM are not done, and what cache=writeback kept may be lost"
+         requests of its VM are unfinished, and data in the cache of cache=writeback may be lost"
     )]
     ClusterNotResponding(String),
 }
 
 impl ServerError {
-    /// The same, of a disk that is in a cluster.
+    /// The error for a disk in a Ceph cluster.
     pub(super) fn in_cluster(self) -> Self {
         match self {
             Self::NotResponding(name) => Self::ClusterNotResponding(name),
@@ -120,7 +120,7 @@ impl ServerError {
 }
 
 impl ServerError {
-    /// The same, with the name of the disk that it is about.
+    /// Adds the name of the disk.
     pub fn of_disk(self, disk: &str) -> Self {
         Self::Disk(disk.to_owned(), Box::new(self))
     }

@@ -1,4 +1,4 @@
-//! A node in service: its socket, and the thread that serves the front-ends which connect there.
+//! A node in service: its socket, and the thread that serves front-ends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -26,26 +26,25 @@ use crate::server::iothreads::NamedThread;
 use crate::socket::accept::Backoff;
 use crate::socket::{self, PathStatus, Socket};
 
-/// A node in service. Dropping it stops that: what is under way is finished, the front-end is disconnected,
-/// and the socket goes away.
+/// A node in service. Dropping it finishes requests in flight, disconnects the front-end, and removes the socket.
 pub struct Export {
     pub id: String,
     pub node: Arc<Node>,
     pub disk: Arc<Disk>,
     pub socket: PathBuf,
-    /// Where that is now, and what was made there.
+    /// The current path of the socket, and the file that was made there.
     pub place: Arc<socket::BoundPath>,
     pub spec: ExportSpec,
     pub device: Arc<ServedDisk>,
-    /// Latencies are measured as long as this is there.
+    /// Latencies are measured while this exists.
     measuring: Option<Measuring>,
     connected: Arc<AtomicBool>,
     stop: Arc<OwnedFd>,
-    /// Who wants it to pause, when it is told to stop.
+    /// If present, `stop` means a pause, and this receives the answer.
     pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
-    /// It is told to stop for good, whoever wants a pause.
+    /// `stop` means the end, even if a pause is requested.
     stopping: Arc<AtomicBool>,
-    /// It is to make its socket again.
+    /// `stop` means that the socket has to be made again.
     remake: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
 }
@@ -82,34 +81,33 @@ impl From<&DiskSpec> for ExportSpec {
     }
 }
 
-/// What an export has to do with the rest of the program.
+/// What an export needs from the rest of the server.
 pub struct ExportContext {
-    /// Told what goes wrong.
+    /// Receives events.
     pub events: Arc<EventHub>,
-    /// What the guest chose of its write cache when it was last served.
+    /// The write cache that the guest has chosen before.
     pub write_cache: Option<bool>,
-    /// The size that the front-end which is handed over has read, in sectors.
+    /// The size that an inherited front-end has read, in sectors.
     pub capacity_read: Option<u64>,
-    /// Called when the guest has chosen anew.
+    /// Called when the guest changes its write cache.
     pub changed: Box<dyn Fn() + Send + Sync>,
-    /// What another process has served until now.
+    /// The export of the old process, if there is one.
     pub inherited: Option<InheritedExport>,
-    /// Where it is to listen, if that has been made before.
+    /// The socket, if it has been made already.
     pub socket: Option<Socket>,
 }
 
-/// An export that serves nobody for now: its socket, and the front-end that is connected, with its session. These are
-/// copies; it goes on with its own unless it is told to leave.
+/// A paused export: copies of its socket and of its front-end's connection and session. The export continues with its
+/// own unless it is told to leave.
 pub struct Paused {
     pub listener: OwnedFd,
     pub connection: Option<(OwnedFd, SavedSession)>,
-    /// Told when somebody else goes on. Dropped, it is this export that does.
+    /// Tells the export that another process continues. If it is dropped, the export continues.
     pub leave: Sender<()>,
 }
 
 impl Export {
-    /// Listens at the socket for front-ends of a disk, which lies on a node; queue i is served by thread i
-    /// of `threads`.
+    /// Listens for front-ends of a disk, which is on `node`. Thread i of `threads` serves queue i.
     ///
     /// # Errors
     /// The socket cannot be made.
@@ -204,7 +202,7 @@ impl Export {
         })
     }
 
-    /// Measures latencies, or no longer.
+    /// Starts or stops measuring latencies.
     pub fn measure(&mut self, on: bool) {
         self.measuring = on.then(|| self.disk.measure());
     }
@@ -214,12 +212,12 @@ impl Export {
         self.connected.load(Ordering::Relaxed)
     }
 
-    /// Has requests go on that wait for storage, or, with `report`, their guest told.
+    /// Resumes requests that wait for storage, or, with `report`, returns their errors to the guest.
     pub fn resume(&self, report: bool) {
         self.disk.resume(&self.device.io_threads(), report);
     }
 
-    /// Tells the listening thread to end, without waiting for it.
+    /// Tells the listening thread to stop, without waiting for it.
     pub fn tell_to_stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.interrupt();
@@ -229,7 +227,7 @@ impl Export {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
     }
 
-    /// Has it make its socket again, if somebody has removed that. What else is there now, if anything is.
+    /// Makes its socket again if it has been removed. Returns what else is at its path, if anything.
     pub fn recreate_socket(&self) -> Option<String> {
         match self.place.look() {
             PathStatus::Itself => None,
@@ -242,8 +240,8 @@ impl Export {
         }
     }
 
-    /// Asks it to pause. The answer comes when nothing of it is under way, and is an error if there are no descriptors for
-    /// it: then it goes on.
+    /// Asks it to pause. The answer comes when no request is in flight. It is an error if there are no descriptors
+    /// left; the export then continues.
     pub fn pause(&self) -> Receiver<io::Result<Paused>> {
         let (sender, paused) = mpsc::channel();
         *self.pause.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
@@ -251,7 +249,7 @@ impl Export {
         paused
     }
 
-    /// What to paste to connect a VM.
+    /// How to connect a VM.
     pub fn ready(&self) -> ConnectionInfo {
         let (node, device) = (&self.node, &self.device);
         let socket = self.socket.display().to_string();
@@ -284,7 +282,7 @@ impl Drop for Export {
     }
 }
 
-/// Lets the disk grow, and tells its guest, when an image in a Ceph cluster grows.
+/// Grows the disk and notifies its guest when its image in a Ceph cluster grows.
 pub fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>) {
     if let Some(rbd) = node.rbd() {
         let (node, disk, device) = (Arc::downgrade(node), disk.clone(), device.clone());
@@ -329,11 +327,11 @@ fn io_error(export: &str, node: &str, failure: &IoFailure) -> Event {
     })
 }
 
-/// With whom to begin.
+/// The front-end to begin with.
 #[derive(Default)]
 struct First {
     session: Option<(UnixStream, SavedSession)>,
-    /// Nobody is served before it opens.
+    /// It is served only after this opens.
     gate: Option<Arc<Gate>>,
 }
 
@@ -350,7 +348,7 @@ struct Frontends {
     accepting: Backoff,
 }
 
-/// What is said of front-ends, which can come and go as often as they like.
+/// Limiters of log lines that front-ends can cause at any rate.
 #[derive(Default)]
 struct Lines {
     connected: LogLimiter,
@@ -366,8 +364,8 @@ enum Waited {
 }
 
 impl Frontends {
-    /// Serves front-ends, one at a time, until `stop` becomes readable and nobody wants a pause. A second one waits
-    /// until the first has gone.
+    /// Serves front-ends, one at a time, until `stop` becomes readable and no pause is requested. A second one waits
+    /// until the first has disconnected.
     fn serve(mut self, stop: BorrowedFd<'_>, first: First) {
         let mut next = first.session.map(|(socket, saved)| (socket, Some(saved)));
         if let Some(gate) = first.gate {
@@ -418,7 +416,7 @@ impl Frontends {
                     self.accepting.succeeded();
                     return Waited::Connected(socket);
                 }
-                // Out of descriptors, most likely: those in service go on, this one waits.
+                // Probably out of descriptors: connected front-ends continue, this one waits.
                 Err(e) => self.accepting.failed(|left_out| {
                     let e = block::explain(&e, "it is tried again");
                     warn!("disk {name}: cannot accept a front-end, which waits: {e}{left_out}");
@@ -427,7 +425,7 @@ impl Frontends {
         }
     }
 
-    /// Serves a front-end. If that was stopped, returns what to go on with, if there is anything.
+    /// Serves a front-end. If it was stopped, returns the session to continue with, if there is one.
     fn serve_one(
         &self,
         socket: UnixStream,
@@ -467,14 +465,14 @@ impl Frontends {
         }
     }
 
-    /// After a stop: makes the socket again if it is to, hands out copies to whoever wants a pause, and goes on if they
-    /// don't. `None` if this is the end.
+    /// After `stop`: makes the socket again, or pauses and returns copies, and continues if told to. `None` means the
+    /// end.
     fn paused(
         &mut self,
         session: Option<(UnixStream, SavedSession)>,
         stop: BorrowedFd<'_>,
     ) -> Option<Option<(UnixStream, SavedSession)>> {
-        // It is not to be stopped again by the same word.
+        // Consumes the event.
         let _ = rustix::io::read(stop, &mut [0; 8]);
         if self.stopping.load(Ordering::Acquire) {
             return None;

@@ -1,4 +1,4 @@
-//! The I/O threads of this process, by id, each started when a queue first needs it.
+//! The I/O threads of this process, by id. Each starts when a queue first needs it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,28 +16,28 @@ use crate::config::cpus::Cpus;
 use crate::config::{THREADS_MAX, ThreadSpec};
 use crate::server::numa::{Home, Nodes};
 
-/// Threads by default: one per CPU, up to this.
+/// Default limit of threads: one per CPU, up to this number.
 const DEFAULT_MAX: usize = 16;
 
-/// The pool, `iothread0` and on, which queues go to in turn; and threads with names of their own, which
-/// serve only the disks that ask for them.
+/// The pool (`iothread0` and so on), to which queues are assigned in turn, and named threads, which serve only the
+/// disks that name them.
 pub struct IoThreads {
     pool: Vec<ThreadSpec>,
-    /// To choose from, for threads whose CPUs the operator has not named.
+    /// NUMA nodes to choose from, for threads without configured CPUs.
     nodes: Option<Arc<Nodes>>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// The thread of the pool that the next queue goes to.
+    /// The thread of the pool that gets the next queue.
     next: usize,
     running: BTreeMap<String, Running>,
 }
 
 struct Running {
     spec: ThreadSpec,
-    /// Threads added by name stay when nothing uses them.
+    /// Named threads stay when nothing uses them.
     thread: NamedThread,
 }
 
@@ -46,19 +46,18 @@ struct Running {
 pub struct NamedThread {
     pub id: String,
     pub thread: Arc<IoThread>,
-    /// Keeps it near its queues, where there is a choice.
+    /// Keeps it near its queues, on hosts with several NUMA nodes.
     home: Option<Arc<Home>>,
 }
 
 impl NamedThread {
-    /// Moves the thread near a queue that it is going to serve, if it is to be moved at all. Returns what
-    /// `leave` wants back.
+    /// Moves the thread near a queue that it will serve, if its placement is automatic. Returns what `leave` needs.
     pub fn arrive(&self, queue: &Virtqueue) -> Option<u32> {
         let home = self.home.as_ref()?;
         home.arrive(&self.id, &self.thread, queue.address())
     }
 
-    /// It serves the queue no longer.
+    /// The thread no longer serves the queue.
     pub fn leave(&self, arrived: Option<u32>) {
         if let (Some(home), Some(node)) = (&self.home, arrived) {
             home.leave(node);
@@ -90,8 +89,8 @@ pub enum IoThreadError {
 }
 
 impl IoThreads {
-    /// A pool of `n` threads, by default one per CPU, all polling alike, the i-th on the i-th of
-    /// `cpus` in turn.
+    /// A pool of `n` threads, by default one per CPU. All have the same polling; thread i runs on CPU i of `cpus`, in
+    /// turn.
     pub fn new(n: Option<usize>, cpus: &Cpus, polling: Polling) -> Self {
         let n = n.unwrap_or_else(|| {
             thread::available_parallelism().map_or(1, |n| n.get().min(DEFAULT_MAX))
@@ -109,15 +108,15 @@ impl IoThreads {
         }
     }
 
-    /// How a thread polls that is not told otherwise.
+    /// The polling of threads without settings of their own.
     pub fn polling(&self) -> Polling {
         self.pool[0].polling
     }
 
-    /// All threads of the pool, started.
+    /// Starts all threads of the pool.
     ///
     /// # Errors
-    /// One of them cannot be.
+    /// One of them cannot be started.
     pub fn all(&self) -> Result<Vec<NamedThread>, IoThreadError> {
         let mut state = self.state();
         (0..self.pool.len())
@@ -125,8 +124,7 @@ impl IoThreads {
             .collect()
     }
 
-    /// Threads for `queues` queues of a disk: those that `wanted` names, in turn, or else the next ones
-    /// of the pool.
+    /// Threads for `queues` queues of a disk: those that `wanted` names, in turn, otherwise the next ones of the pool.
     ///
     /// # Errors
     /// There is no such thread, or it cannot be started.
@@ -148,10 +146,10 @@ impl IoThreads {
             .collect()
     }
 
-    /// Whether all threads of these names can be had, without starting one.
+    /// Checks that all threads of these names exist, without starting one.
     ///
     /// # Errors
-    /// One of them is not there.
+    /// One of them does not exist.
     pub fn check(&self, wanted: &[String]) -> Result<(), IoThreadError> {
         let state = self.state();
         let missing = |id: &String| !state.running.contains_key(id) && self.place(id).is_none();
@@ -161,7 +159,7 @@ impl IoThreads {
         }
     }
 
-    /// Adds a thread by name.
+    /// Adds a named thread.
     ///
     /// # Errors
     /// The name is taken, or the thread cannot be started.
@@ -176,10 +174,10 @@ impl IoThreads {
         self.start(&mut state, id, spec).map(drop)
     }
 
-    /// Ends a thread that was added by name and serves nothing.
+    /// Stops a named thread that serves nothing.
     ///
     /// # Errors
-    /// There is none of this name, or it serves disks.
+    /// There is no such thread, or it serves disks.
     pub fn remove(&self, id: &str) -> Result<(), IoThreadError> {
         if self.place(id).is_some() {
             return Err(IoThreadError::OfPool(id.into()));
@@ -195,7 +193,7 @@ impl IoThreads {
         Ok(())
     }
 
-    /// The threads that were added by name.
+    /// The named threads.
     pub fn added(&self) -> Vec<(String, ThreadSpec)> {
         let state = self.state();
         let added = state
@@ -207,7 +205,7 @@ impl IoThreads {
             .collect()
     }
 
-    /// The threads that run, in the order of their ids.
+    /// The running threads, in the order of their ids.
     pub fn running(&self) -> Vec<(NamedThread, ThreadSpec)> {
         let state = self.state();
         let each = state.running.iter();
@@ -242,7 +240,7 @@ impl IoThreads {
     ) -> Result<NamedThread, IoThreadError> {
         let (polling, cpus, its_id) = (spec.polling, spec.cpus.clone(), id.to_owned());
         let thread = IoThread::spawn(id.to_owned(), polling, move || {
-            // Before the ring is made, whose kernel workers inherit it.
+            // Before the ring is created: its kernel workers inherit the CPUs.
             if !cpus.is_empty() {
                 let mut set = CpuSet::new();
                 cpus.iter().for_each(|cpu| set.set(cpu));
@@ -266,7 +264,7 @@ impl IoThreads {
         Ok(thread)
     }
 
-    /// Where in the pool the thread of this id is.
+    /// The index in the pool of the thread with this id.
     fn place(&self, id: &str) -> Option<usize> {
         (0..self.pool.len()).find(|&i| pool_id(i) == id)
     }
@@ -290,7 +288,7 @@ fn pool_id(i: usize) -> String {
     format!("iothread{i}")
 }
 
-/// A number is short for a thread of the pool.
+/// A number stands for a thread of the pool.
 fn full_id(id: &str) -> String {
     match id.parse::<usize>() {
         Ok(i) => pool_id(i),

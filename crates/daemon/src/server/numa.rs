@@ -1,5 +1,5 @@
-//! Where I/O threads run on a host with several NUMA nodes, if the operator does not say: near the rings
-//! that they serve, which thread and guest both touch for every request.
+//! Places I/O threads on hosts with several NUMA nodes, if the operator has not: near the rings that they serve, which
+//! both thread and guest access for every request.
 
 use std::collections::BTreeMap;
 use std::fs;

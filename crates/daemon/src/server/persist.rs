@@ -1,4 +1,4 @@
-//! What is there after a restart: see [`store`](crate::state::store).
+//! Persists changes that were made at run time: see [`store`](crate::state::store).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,27 +14,27 @@ use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore};
 use crate::state::{ExportOverride, NodeOverride, Overrides};
 
-/// Between two times that guests have their choices written down.
+/// Time between two writes of what guests have chosen.
 const CHOICES: Duration = Duration::from_secs(1);
 
 impl Server {
-    /// Keeps what is changed from now on, and what was until now. It can be set once.
+    /// Persists all changes, those until now and those to come. Called once.
     pub fn set_store(&self, store: StateStore) {
         let _ = self.store.set(store);
         self.persist();
     }
 
-    /// Keeps how things are now, so that they are so after a restart.
+    /// Persists the current state. Logs a failure.
     pub fn persist(&self) {
         if let Some(store) = self.store.get()
             && let Err(e) = store.save(|| self.inventory())
         {
-            error!("what was changed is in force, and will be forgotten at a restart: {e}");
+            error!("changes apply, but a restart will lose them: {e}");
         }
     }
 
-    /// The same for what a guest may change as often as it likes: at most about once a second, for all guests together.
-    /// What comes sooner is kept later.
+    /// Like [`persist`](Self::persist), for changes that a guest can make at any rate: writes at most once a second for all
+    /// guests together.
     pub fn persist_choice(&self) {
         let mut state = self.state();
         if state.persist_scheduled {
@@ -54,7 +54,7 @@ impl Server {
         let later = later.spawn(move || {
             thread::sleep(wait);
             let Some(server) = me.upgrade() else { return };
-            // What has been handed over is another's.
+            // After a handover, the new process persists.
             let Ok(_inhibitor) = server.handover.wait_and_inhibit() else {
                 return;
             };
@@ -69,13 +69,13 @@ impl Server {
         }
     }
 
-    /// The operator has written this down, from now on.
+    /// Sets what the operator has configured, after a start or a reload.
     pub fn set_configured(&self, written: Configured) {
         {
             let mut state = self.state();
             let before = std::mem::replace(&mut state.written, written);
             let ServerState { left, written, .. } = &mut *state;
-            // Where another file is written down since, that is meant.
+            // A disk whose configured file has changed is started on that file.
             left.retain(|left| {
                 let its =
                     |all: &Configured| all.disks.iter().find(|d| d.name == left.name).cloned();
@@ -86,7 +86,7 @@ impl Server {
         self.persist();
     }
 
-    /// What disks were on that were detached before this process ran, as they were last.
+    /// Remembers disks that were detached before this process started: their files, if not those of the configuration.
     pub fn remember_left(&self, changed: &Overrides) {
         let is_gone = |disk: &DiskSpec| changed.gone.iter().any(|gone| gone.name == disk.name);
         let mut state = self.state();
@@ -96,12 +96,12 @@ impl Server {
         state.left.extend(left);
     }
 
-    /// What guests had chosen of their write caches, for exports that will be added.
+    /// Remembers the write caches that guests had chosen, for exports that will be added.
     pub fn remember_write_caches(&self, choices: &BTreeMap<String, bool>) {
         self.state().write_caches.clone_from(choices);
     }
 
-    /// All that is served.
+    /// Everything that is served.
     pub fn inventory(&self) -> Inventory {
         let state = self.state();
         let node = |entry: &NodeEntry| NodeOverride {

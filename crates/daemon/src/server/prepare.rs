@@ -1,4 +1,5 @@
-//! Many changes at once, judged by what is served in the end: what they need is made before the first disk is disturbed.
+//! Applies many changes at once. They are checked against the target state, and everything that they need is prepared
+//! before the first disk is disturbed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -15,18 +16,18 @@ use crate::server::connection_info::ConnectionInfo;
 use crate::server::export::ExportSpec;
 use crate::socket::{self, Socket};
 
-/// What is to be served in the end, as far as it differs from what is.
+/// How the target state differs from what is served now.
 pub struct TargetState<'a> {
-    /// Disks that end, or end and start anew.
+    /// Disks that stop, or stop and start again.
     pub ends: BTreeSet<&'a str>,
-    /// As they are to be.
+    /// New disks.
     pub starts: Vec<&'a DiskSpec>,
-    /// Disks that are put on other files while they are served, as they are to be.
+    /// Disks that move to other files while they are served, in their new form.
     pub moves: Vec<&'a DiskSpec>,
 }
 
 impl TargetState<'_> {
-    /// Whether a disk leaves its file, be it to come back.
+    /// Whether a disk leaves its file, if only temporarily.
     pub fn leaves(&self, disk: &str) -> bool {
         self.ends.contains(disk) || self.moves.iter().any(|moved| moved.name == disk)
     }
@@ -41,14 +42,14 @@ pub struct PreparedDisk {
 }
 
 impl Server {
-    /// Whether all of it can be served together, and all that is to end can.
+    /// Checks that the disks do not conflict, and that those to be stopped can be stopped.
     ///
     /// # Errors
-    /// It cannot, and why, with the disk that is the reason.
+    /// Why not, with the name of the disk.
     pub fn check_target_state(&self, end: &TargetState<'_>) -> Result<(), ServerError> {
         let fail = |disk: &str, e: ServerError| e.of_disk(disk);
         let new = end.starts.iter().chain(&end.moves);
-        // Before anybody has to wait for it.
+        // Without the lock, since this waits for storage.
         let new = new.map(|&disk| (disk, identity(&disk.file)));
         let new: Vec<_> = new.collect();
         let (mut files, sockets) = {
@@ -100,11 +101,11 @@ impl Server {
         Ok(())
     }
 
-    /// Makes what a disk needs to be served, and disturbs nobody. A file that another disk is on which `leaves` it, or this
-    /// one itself, is only looked at.
+    /// Opens what a new disk needs, without disturbing others. A file that a disk still uses which `leaves` it is only
+    /// checked.
     ///
     /// # Errors
-    /// It cannot be served, as far as can be known.
+    /// It cannot be served, as far as is known.
     pub fn prepare(
         &self,
         spec: DiskSpec,
@@ -152,7 +153,7 @@ impl Server {
         }
     }
 
-    /// Where another disk is still served, a socket beside that.
+    /// If another disk still has the path, a socket next to it.
     fn make_socket(&self, export: &ExportSpec) -> Result<Socket, ServerError> {
         let (path, access) = (&export.socket, export.socket_access);
         self.sandbox.check_socket(path)?;
@@ -194,7 +195,7 @@ impl Server {
         served.inspect_err(|_| drop(self.remove_node(&name)))
     }
 
-    /// Lets go of what has been made for a disk.
+    /// Closes what was opened for a disk.
     pub fn forget(&self, prepared: PreparedDisk) {
         release(prepared.node);
     }
@@ -207,7 +208,7 @@ fn release(node: Option<Node>) {
 }
 
 impl ServerState {
-    /// Whether a disk that is served, if it is, can end.
+    /// Checks that a disk can be stopped, if it is served.
     fn check_may_end(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
@@ -219,7 +220,7 @@ impl ServerState {
     }
 }
 
-/// What disks are on, with whether they are only read.
+/// The files of disks, and whether they are only read.
 #[derive(Default)]
 struct Files {
     files: BTreeMap<(u64, u64), Vec<(String, bool)>>,
@@ -238,7 +239,7 @@ impl Files {
         }
     }
 
-    /// Readers do each other no harm.
+    /// Several disks may read a file.
     fn check(&self, disk: &DiskSpec, there: Option<Identity>) -> Result<(), ServerError> {
         let excludes = |read_only: bool| !(read_only && disk.read_only);
         let (user, file) = match (&disk.file, there) {

@@ -1,4 +1,4 @@
-//! What a configuration that was read anew changes: only what differs from the one before.
+//! Reloads the configuration: applies only what differs from the previous one.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -13,10 +13,10 @@ use crate::server::iothreads::IoThreadError;
 use crate::server::{Move, PreparedDisk, Removal, Server, ServerError, TargetState};
 use crate::state::store::Configured;
 
-/// A configuration file, and what of it is in force.
+/// A configuration file, and which of its settings apply.
 pub struct Reloader {
     path: PathBuf,
-    /// Disks of the command line, which stay.
+    /// Disks of the command line, which do not change.
     disks: Vec<DiskSpec>,
     in_force: Mutex<Config>,
 }
@@ -38,7 +38,7 @@ pub enum ReloadError {
     Partly(Vec<String>),
 }
 
-/// The first of them, as far as they fit into a line.
+/// The first names, as many as fit into a line.
 fn reasons(all: &[String]) -> String {
     const SHOWN: usize = 3;
     let mut shown = all[..all.len().min(SHOWN)].join("; ");
@@ -49,7 +49,7 @@ fn reasons(all: &[String]) -> String {
 }
 
 impl Reloader {
-    /// Takes what `config` says as in force.
+    /// `config` has been applied.
     pub fn new(path: &Path, disks: Vec<DiskSpec>, config: Config) -> Self {
         Self {
             path: path.into(),
@@ -58,13 +58,12 @@ impl Reloader {
         }
     }
 
-    /// Reads the file anew, and adds, removes and changes what differs. Disks that stay as they are notice
-    /// nothing. The changes are judged together, by what they come to in the end. Returns what was left out, a sentence for
-    /// each disk.
+    /// Reads the file again, and adds, removes and changes what differs. Unchanged disks are not disturbed. The changes
+    /// are checked together, against the target state. Returns what was left out, a sentence for each disk.
     ///
     /// # Errors
-    /// There is a mistake in the file, or what it says cannot be served, and nothing was changed; or
-    /// something failed later, and all else is in force.
+    /// The file has a mistake or cannot be served, and nothing was changed; or something failed later, and everything
+    /// else applies.
     pub fn reload(&self, server: &Server) -> Result<Vec<String>, ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = Config::read(&self.path)?;
@@ -73,7 +72,7 @@ impl Reloader {
         let failed = change.carry_out(server, prepared);
         change.tell_what_needs_a_restart(&old, &new);
         let path = self.path.display();
-        info!("{path}: read anew: {}", change.summary());
+        info!("{path}: reloaded: {}", change.summary());
         let in_force = failed.in_force(&new);
         let reasons = failed.reasons;
         let left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
@@ -92,26 +91,26 @@ struct Change<'a> {
     new: &'a Config,
     added: Vec<&'a DiskSpec>,
     removed: Vec<&'a DiskSpec>,
-    /// As they are to be: as before but for their limits.
+    /// Disks of which only the limits change.
     throttled: Vec<&'a DiskSpec>,
-    /// As they are to be: as before but for the file, and for their limits.
+    /// Disks of which only the file and the limits change.
     moved: Vec<&'a DiskSpec>,
-    changed: Vec<Overrides<'a>>,
-    /// Disks of which something else is written down, and that were detached by command, and stay so.
+    changed: Vec<DiskChange<'a>>,
+    /// Disks whose configuration has changed, and that stay detached since a command has detached them.
     detached: Vec<&'a DiskSpec>,
 }
 
-/// A disk that is to be served otherwise than before, which its front-end sees as a lost connection.
-struct Overrides<'a> {
-    /// As it was written down.
+/// A disk that has to be restarted, which its front-end sees as a lost connection.
+struct DiskChange<'a> {
+    /// The previous configuration.
     before: &'a DiskSpec,
-    /// As it is served, which need not be the same.
+    /// As it is served, which may differ.
     now: DiskSpec,
-    /// As it is to be. It keeps what commands have changed of it, unless something else is written down.
+    /// The new form. Changes made at run time are kept, unless the configuration of that setting has changed.
     then: DiskSpec,
 }
 
-impl<'a> Overrides<'a> {
+impl<'a> DiskChange<'a> {
     fn new(before: &'a DiskSpec, disk: &DiskSpec, server: &Server) -> Self {
         let now = server.spec_of(&disk.name);
         let now = now.unwrap_or_else(|| before.clone());
@@ -120,12 +119,12 @@ impl<'a> Overrides<'a> {
     }
 }
 
-/// What has been made for the changes before the first disk is disturbed.
+/// What was prepared before the first disk is disturbed.
 #[derive(Default)]
 struct ConnectionInfo<'a> {
     threads: Vec<&'a str>,
     groups: Vec<&'a str>,
-    /// In the order in which each finds its file free.
+    /// In an order in which each finds its file free.
     moves: Vec<Move>,
     changed: Vec<PreparedDisk>,
     added: Vec<PreparedDisk>,
@@ -162,18 +161,17 @@ impl<'a> Change<'a> {
         };
         for disk in &new.disks {
             match old.disks.iter().find(|other| other.name == disk.name) {
-                // Whoever attaches a disk, and then writes it down to have it the next time too, means
-                // the one that there is.
+                // A disk that was attached at run time and later configured identically is kept.
                 None if server.spec_of(&disk.name).as_ref() == Some(disk) => {}
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
                 Some(_) if server.node_of(&disk.name).is_none() => change.detached.push(disk),
                 Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
                 Some(before) if same_but_for_file(before, disk) => change.moved.push(disk),
-                Some(before) => change.changed.push(Overrides::new(before, disk, server)),
+                Some(before) => change.changed.push(DiskChange::new(before, disk, server)),
             }
         }
-        // One that was detached by command needs no removal.
+        // A disk that a command has detached needs no removal.
         let gone = |disk: &&DiskSpec| {
             let mut disks = new.disks.iter();
             !disks.any(|other| other.name == disk.name) && server.node_of(&disk.name).is_some()
@@ -182,7 +180,7 @@ impl<'a> Change<'a> {
         change
     }
 
-    /// Makes what is new, so far as that disturbs nobody: threads, groups, sockets, opened files. All or nothing.
+    /// Prepares threads, groups, sockets and files without disturbing disks. All or nothing.
     fn prepare(&self, server: &Server) -> Result<ConnectionInfo<'a>, ReloadError> {
         let mut ready = ConnectionInfo::default();
         match self.prepare_in(server, &mut ready) {
@@ -223,7 +221,7 @@ impl<'a> Change<'a> {
             ready.moves.push(of(disk, moved)?);
         }
         in_order(&mut ready.moves)?;
-        for Overrides { then, .. } in &self.changed {
+        for DiskChange { then, .. } in &self.changed {
             let prepared = server.prepare(then.clone(), &leaves);
             ready.changed.push(of(then, prepared)?);
         }
@@ -234,7 +232,7 @@ impl<'a> Change<'a> {
         Ok(())
     }
 
-    /// Does the rest, of which some may fail.
+    /// Applies the changes, some of which may fail.
     fn carry_out(&self, server: &Server, ready: ConnectionInfo<'a>) -> Failed<'a> {
         let mut failed = Failed::default();
         for &disk in &self.removed {
@@ -242,7 +240,7 @@ impl<'a> Change<'a> {
             let remains = server.node_of(&disk.name).map(|_| disk);
             failed.disk("removing disk", disk, result, remains);
         }
-        // All of them, before the first is served anew: they may be on each other's files.
+        // All of them before the first starts again: they may have exchanged files.
         let changed = self.changed.iter().zip(ready.changed);
         let stopped = changed.map(|(changed, prepared)| (changed, stop(server, changed), prepared));
         let stopped: Vec<_> = stopped.collect();
@@ -262,7 +260,7 @@ impl<'a> Change<'a> {
                     Err(e)
                 }
             };
-            let Overrides { before, then, .. } = changed;
+            let DiskChange { before, then, .. } = changed;
             let remains = server.spec_of(&then.name).map(|_| *before);
             failed.disk("changing disk", before, result, remains);
         }
@@ -319,7 +317,7 @@ impl<'a> Change<'a> {
             ("an [[iothread]]", changed_thread),
         ] {
             if differs {
-                warn!("{key} has changed, which takes effect when ringdisk is started anew");
+                warn!("{key} has changed, which takes effect when ringdisk is restarted");
             }
         }
     }
@@ -334,18 +332,18 @@ impl<'a> Change<'a> {
     }
 }
 
-/// Changes that could not be made. The next reload is to try them again.
+/// Changes that failed. The next reload tries them again.
 #[derive(Default)]
 struct Failed<'a> {
     reasons: Vec<String>,
-    /// Names of disks that are not as they should be, and what they are instead.
+    /// Disks that are not as configured, and what they are instead.
     disks: Vec<(&'a str, Option<&'a DiskSpec>)>,
     groups: Vec<&'a (String, ThrottleLimits)>,
     threads: Vec<&'a (String, ThreadSpec)>,
 }
 
 impl<'a> Failed<'a> {
-    /// Counts and logs what failed; says whether it did.
+    /// Counts and logs a failure. Returns whether there was one.
     fn note(&mut self, what: &str, name: &str, result: Result<(), ServerError>) -> bool {
         let Err(e) = result else {
             return false;
@@ -368,7 +366,7 @@ impl<'a> Failed<'a> {
         }
     }
 
-    /// What is in force if `new` is so far as it could be.
+    /// What applies after `new`, without what failed.
     fn in_force(&self, new: &Config) -> Config {
         let mut config = new.clone();
         for &(name, remains) in &self.disks {
@@ -389,12 +387,12 @@ fn left_out(disk: &DiskSpec) -> String {
     )
 }
 
-/// What failed, with the disk that is the reason.
+/// The error, with the name of the disk.
 fn of<T>(disk: &DiskSpec, result: Result<T, ServerError>) -> Result<T, ServerError> {
     result.map_err(|e| e.of_disk(&disk.name))
 }
 
-/// Puts moves into an order in which each disk finds its file free: those last that wait for others.
+/// Sorts moves so that each disk finds its file free.
 fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
     let mut left = std::mem::take(moves);
     while !left.is_empty() {
@@ -408,7 +406,7 @@ fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
             let last = &stuck[0];
             let (disk, user) = (last.disk().to_owned(), last.waits_for().unwrap_or_default());
             let circle = ReloadError::Circle(disk, user.to_owned());
-            // To be given up by the caller.
+            // A circle, which the caller reports.
             moves.extend(stuck);
             return Err(circle);
         }
@@ -418,35 +416,33 @@ fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
     Ok(())
 }
 
-/// Ends the service of a disk that is to be served otherwise.
-fn stop(server: &Server, changed: &Overrides<'_>) -> Result<(), ServerError> {
+/// Stops a disk that is to be restarted.
+fn stop(server: &Server, changed: &DiskChange<'_>) -> Result<(), ServerError> {
     let name = &changed.then.name;
-    warn!(
-        "disk {name}: its front-end is disconnected, and may connect again, for what has changed"
-    );
+    warn!("disk {name}: its front-end is disconnected to apply the changes, and may connect again");
     match server.detach(name, Removal::Hard) {
-        // It is gone all the same, and its VM must not be left without it.
+        // It is stopped regardless, and must be started again for its VM.
         Err(e @ ServerError::Detached(_)) => {
             error!("{e}");
             Ok(())
         }
-        // Somebody has detached it, and the configuration says that it is to be served.
+        // A command has detached it meanwhile, but it is configured.
         Err(ServerError::NoNode(_)) => Ok(()),
         result => result,
     }
 }
 
-/// Serves it again; if that cannot be as it is to be, as before.
+/// Starts it again; with its previous settings if the new ones fail.
 fn start(
     server: &Server,
-    changed: &Overrides<'_>,
+    changed: &DiskChange<'_>,
     prepared: PreparedDisk,
 ) -> Result<(), ServerError> {
     let Err(e) = server.serve(prepared) else {
         return Ok(());
     };
     if let Err(e) = server.attach(changed.now.clone()) {
-        error!("disk {}: cannot go on as before: {e}", changed.now.name);
+        error!("disk {}: cannot be restored: {e}", changed.now.name);
     }
     Err(e)
 }

@@ -1,4 +1,4 @@
-//! Other files for disks whose guests run.
+//! Moves a disk to another file while its guest runs.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -16,11 +16,11 @@ use crate::config::spec::{DiskSpec, FileSpec, Problem};
 use crate::node::{Node, NodeError, format_of};
 use crate::server::device::ServedDisk;
 
-/// What a disk is to be put on.
+/// The file that a disk is to move to.
 enum To<'a> {
-    /// What a command says of it. The rest follows from the file before ([`DiskSpec::moved`]).
+    /// As a command names it. Everything else follows from the previous file ([`DiskSpec::moved`]).
     Said(FileSpec, Option<Format>),
-    /// A disk that is written down, where all is said of its file.
+    /// From the configuration, which is complete.
     Configured(&'a DiskSpec),
 }
 
@@ -32,7 +32,7 @@ impl To<'_> {
         }
     }
 
-    /// The disk, once it is there.
+    /// The disk after the move.
     fn spec(&self, disk: &DiskSpec) -> Result<DiskSpec, Problem> {
         match self {
             Self::Said(file, format) => disk.moved(file.clone(), *format),
@@ -44,8 +44,7 @@ impl To<'_> {
         }
     }
 
-    /// The same, if that is another name of the file that it is on. Where neither a command nor the name says a format,
-    /// it has the one that it had.
+    /// The same, if this is another name of its file. It keeps its format if neither the command nor the name has one.
     fn spec_of_same(&self, disk: &Node, path: &Path) -> Result<DiskSpec, ServerError> {
         let spec = match self {
             Self::Said(_, format) => {
@@ -70,7 +69,7 @@ impl To<'_> {
     }
 }
 
-/// A disk that is about to be put on something else.
+/// A disk that is about to move to another file.
 pub struct Move {
     name: String,
     before: Arc<Node>,
@@ -78,13 +77,13 @@ pub struct Move {
 }
 
 enum New {
-    /// What it is on.
+    /// Its present node.
     Same,
-    /// The file that it is on, by another name.
+    /// The same file by another name.
     Name(Arc<Node>),
-    /// Another, open and locked.
+    /// Another file, open and locked.
     File(Arc<Node>),
-    /// Another, once the disk of this name has left it.
+    /// Another file, once the disk of this name has left it.
     After(String, Box<DiskSpec>),
 }
 
@@ -103,15 +102,14 @@ impl Move {
 }
 
 impl Server {
-    /// Puts a disk on another file while its guest runs, or on another image with all that this builds on. The
-    /// new one must hold the same bytes, and be as long or longer. What is not said of it follows from the file
-    /// before ([`DiskSpec::moved`]).
+    /// Moves a disk to another file or image while its guest runs. The new one must contain the same bytes, and be at
+    /// least as long. What is not given follows from the previous file ([`DiskSpec::moved`]).
     ///
-    /// The new one is locked before the old one is let go, so that nobody gets hold of either in between. If it is the
-    /// file that the disk is on, by another name, the disk goes by that name from now on.
+    /// The new file is locked before the old one is released, so that no other process can take either. If it is the
+    /// same file by another name, only the name changes.
     ///
     /// # Errors
-    /// The disk goes on with the file that it had.
+    /// The disk stays on its previous file.
     pub fn replace(
         &self,
         name: &str,
@@ -121,7 +119,7 @@ impl Server {
         self.put_on(name, &To::Said(file, format))
     }
 
-    /// The same, where all that is to be said of the file is written down.
+    /// Like [`replace`](Self::replace), to the file of the configuration.
     pub fn follow(&self, name: &str, written: &DiskSpec) -> Result<(), ServerError> {
         self.put_on(name, &To::Configured(written))
     }
@@ -131,11 +129,11 @@ impl Server {
         self.carry_out(prepared)
     }
 
-    /// Opens what a disk is to be put on as it is written down, and changes nothing. A file that another disk is on which
-    /// `leaves` it is only looked at.
+    /// Opens the configured file of a disk, and changes nothing. A file that a disk still uses which `leaves` it is
+    /// only checked.
     ///
     /// # Errors
-    /// As for [`follow`](Self::follow), as far as can be known.
+    /// As for [`follow`](Self::follow), as far as is known.
     pub fn prepare_to_follow(
         &self,
         written: &DiskSpec,
@@ -188,17 +186,17 @@ impl Server {
             }
             in_use => in_use?,
         }
-        // Takes seconds where a lock is waited for; nobody else has to wait meanwhile.
+        // Without the lock: waiting for a file lock takes seconds.
         let new = self.open(spec, &before.written());
         let new = Arc::new(new.map_err(|e| nothing_there(name, e))?);
         self.watch_damage(&new);
         Ok(prepared(New::File(new)))
     }
 
-    /// Puts a disk on what has been prepared.
+    /// Moves a disk to the file that has been prepared.
     ///
     /// # Errors
-    /// The disk goes on with the file that it had.
+    /// The disk stays on its previous file.
     pub fn carry_out(&self, prepared: Move) -> Result<(), ServerError> {
         let Move { name, before, new } = prepared;
         let name = name.as_str();
@@ -207,20 +205,20 @@ impl Server {
             New::Name(new) => return self.exchange(name, &before, &new),
             New::After(_, spec) => return self.follow(name, &spec),
             New::Same => {
-                info!("disk {name}: is on {} already", before.filename);
+                info!("disk {name}: already uses {}", before.filename);
                 return Ok(());
             }
         };
-        // Whoever made it, be it a moment ago: once it is recorded, a loss of power must not take it away.
+        // The file may be new: it must survive a loss of power before the move is persisted.
         let durable = new.make_durable().map_err(ServerError::from);
         let moved = durable.and_then(|()| self.exchange(name, &before, &new));
-        // Nobody uses the other one any more.
+        // No disk uses the old file now.
         let (left, is_old) = match &moved {
             Ok(()) => (before, true),
             Err(_) => (new, false),
         };
         let role = match is_old {
-            // All of it is durable, and the disk is elsewhere.
+            // Everything is durable, and the disk has moved.
             true => "where it was",
             false => "where it was to be",
         };
@@ -228,19 +226,19 @@ impl Server {
         moved
     }
 
-    /// Lets go of what has been opened.
+    /// Closes what has been opened.
     pub fn release(&self, prepared: Move) {
         if let New::File(new) = prepared.new {
             close(new, "where it was to be");
         }
     }
 
-    /// Has a disk go on with another node.
+    /// Continues a disk on another node.
     fn exchange(&self, name: &str, before: &Arc<Node>, new: &Arc<Node>) -> Result<(), ServerError> {
         let served = {
             let mut state = self.state();
             if !Arc::ptr_eq(&state.top(name)?.node, before) {
-                return Err(ServerError::Overrides(name.into()));
+                return Err(ServerError::ChangedMeanwhile(name.into()));
             }
             if let Some(id) = state.stops(before.name()) {
                 return Err(ServerError::NodeInUse(name.into(), id));
@@ -254,7 +252,7 @@ impl Server {
             state.moving.push(before.name().to_owned());
             served
         };
-        // Takes as long as the slowest of the requests under way.
+        // Waits for the slowest request in flight.
         let moved = self.move_to(served.as_deref(), before, new);
         if moved.is_ok() {
             if let Some(rbd) = before.rbd() {
@@ -270,12 +268,12 @@ impl Server {
             drop(state);
             let (was, is) = (&before.filename, &new.filename);
             match before.shares_file(new) {
-                // Of the same name, something else has been said.
+                // Only other settings have changed.
                 true if was == is => {}
-                true => info!("disk {name}: its file, {was} until now, goes by {is}"),
-                false => info!("disk {name}: was on {was}, is on {is}"),
+                true => info!("disk {name}: its file {was} is now named {is}"),
+                false => info!("disk {name}: moved from {was} to {is}"),
             }
-            // Who keeps what there is looks here while it is kept.
+            // After the change of `state`, which a concurrent save reads.
             if let Some(store) = self.store.get() {
                 store.finish_move(before.name());
             }
@@ -291,7 +289,7 @@ impl Server {
         before: &Node,
         new: &Arc<Node>,
     ) -> Result<(), ServerError> {
-        // A restart must find the disk where the guest has written since.
+        // A restart must find the disk on the file that the guest has written to last.
         let keep = || match self.store.get() {
             Some(store) => store.save_move(|| self.inventory(), &new.spec),
             None => Ok(()),
@@ -310,7 +308,7 @@ impl Server {
     }
 }
 
-/// That there is nothing is told otherwise of a disk that is to be new.
+/// A missing or empty file needs another message than for a new disk.
 fn nothing_there(disk: &str, error: ServerError) -> ServerError {
     let (path, problem) = match error {
         ServerError::Node(NodeError::Open(OpenError::Missing(path))) => (path, "no such file"),
@@ -325,7 +323,7 @@ fn nothing_there(disk: &str, error: ServerError) -> ServerError {
     }
 }
 
-/// Closes what no disk is on.
+/// Closes a node that no disk uses.
 pub(super) fn close(node: Arc<Node>, role: &str) {
     let (name, filename) = (node.name().to_owned(), node.filename.clone());
     let its_name = name.clone();
@@ -333,11 +331,11 @@ pub(super) fn close(node: Arc<Node>, role: &str) {
         node.close().map_err(|e| ServerError::Sync(its_name, e))
     });
     if let Err(e) = closed {
-        warn!("disk {name}: {filename}, {role}, is not closed in order: {e}");
+        warn!("disk {name}: {filename}, {role}, could not be closed cleanly: {e}");
     }
 }
 
-/// Whether a path is one of those by which the kernel names what processes have open.
+/// Whether a path is in /proc, where the kernel names open files of processes.
 fn is_in_proc(path: &Path) -> bool {
     let device = |path: &Path| fs::metadata(path).map(|there| there.dev());
     match (path.parent().map(device), device(Path::new("/proc"))) {

@@ -1,4 +1,4 @@
-//! Disks that become longer while their guests run, and files that have become shorter.
+//! Grows disks while their guests run, and detects files that have shrunk.
 
 use std::io;
 use std::sync::Arc;
@@ -11,8 +11,7 @@ use super::{Server, ServerError};
 use crate::node::Node;
 
 impl Server {
-    /// Makes a disk longer, or finds out that it has become longer, and tells its guest. Without a size it
-    /// becomes as long as its file. Returns its size in bytes.
+    /// Grows a disk to `size`, or to its file if no size is given, and notifies its guest. Returns its size in bytes.
     pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, ServerError> {
         let node = {
             let state = self.state();
@@ -24,7 +23,6 @@ impl Server {
         };
         self.check_not_shrunk(&node)?;
         if let Some(size) = size {
-            // Its storage may not answer, which is no reason for others to wait.
             node.grow_file(size)
                 .map_err(|e| ServerError::Resize(name.into(), e))?;
         }
@@ -35,8 +33,8 @@ impl Server {
         }
     }
 
-    /// Whether the file of a disk that is served is as long as the disk: nothing that is made longer brings back what was
-    /// behind its end.
+    /// Checks that the file of a served disk has not become shorter than the disk: growing the file again would not bring
+    /// back the data.
     fn check_not_shrunk(&self, node: &Arc<Node>) -> Result<(), ServerError> {
         let Ok(size) = node.file_size() else {
             return Ok(());
@@ -49,8 +47,8 @@ impl Server {
                 Err(ServerError::Resize(
                     node.name().into(),
                     format!(
-                        "its file {} has only {size} by now, and the disk {disk}: what was behind is lost, and requests \
-                         there fail; 'ringdisk replace' puts the disk on a whole copy, or detach it",
+                        "its file {} now has only {size}, and the disk {disk}: the data beyond is lost, and requests there \
+                         fail; move the disk to a complete copy with 'ringdisk replace', or detach it",
                         node.filename
                     ),
                 ))
@@ -59,7 +57,7 @@ impl Server {
         }
     }
 
-    /// Lets the disk on a node grow to what its file is now, as far as that is known. Returns its size, if it is served.
+    /// Lets the disk on a node grow to the size of its file, if that is known. Returns the disk's size, if it is served.
     fn let_grow(
         &self,
         node: &Arc<Node>,
@@ -72,24 +70,24 @@ impl Server {
             Some(_) if state.is_moving(node.name()) => Err(ServerError::Moving(node.name().into())),
             Some(export) => {
                 Node::let_grow(&export.disk, size);
-                // Also if it grew earlier: the front-end may have been away then.
+                // Also if it grew earlier: no front-end may have been connected then.
                 export.device.tell_size();
                 Ok(Some(export.disk.size()))
             }
             None if !Arc::ptr_eq(&state.top(node.name())?.node, node) => {
-                Err(ServerError::Overrides(node.name().into()))
+                Err(ServerError::ChangedMeanwhile(node.name().into()))
             }
             None => Ok(None),
         }
     }
 
-    /// Looks at all disks for growth.
+    /// Checks all disks for growth.
     pub fn look_for_growth(&self) {
         let nodes: Vec<_> = {
             let state = self.state();
             state.exports.values().map(|e| e.node.clone()).collect()
         };
-        // One after the other, and each in a thread of its own, in which it stays if its storage does not answer.
+        // Each in a thread of its own, which stays if its storage does not answer.
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         for node in nodes {
             let its = node.clone();
@@ -97,7 +95,7 @@ impl Server {
                 // What is being put on another file is as long as that in a moment.
                 Ok(size) => drop(self.let_grow(&node, &size)),
                 Err(_) => warn!(
-                    "disk {}: its storage does not answer; whether it has grown is not known",
+                    "disk {}: its storage does not answer, so its size is unknown",
                     node.name()
                 ),
             }

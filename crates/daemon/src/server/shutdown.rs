@@ -1,4 +1,4 @@
-//! How the end of a disk is waited for: until what is under way is done and durable, but not for ever.
+//! Stops disks: waits until requests in flight are done and durable, up to a limit.
 
 use std::io;
 use std::sync::mpsc;
@@ -12,21 +12,20 @@ use crate::node::Node;
 use crate::server::export::Export;
 use crate::server::handover::HandoverInhibitor;
 
-/// How long the end of a disk, or of all, may take: what is under way, and to make it durable. Less than the 90 s
-/// after which systemd kills.
+/// How long stopping one disk or all may take, including making writes durable. systemd kills after 90 s.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long storage may take to say what is only to be shown, or not changed if it doesn't.
+/// How long storage may take to answer a query.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Server {
-    /// Finishes what is under way, disconnects everybody, and makes everything durable. Storage that does
-    /// not answer is not waited for longer than a minute. What has been handed over is another's to end.
+    /// Finishes requests in flight, disconnects front-ends, and makes everything durable. Waits at most a minute for storage
+    /// that does not answer. Not after a handover.
     ///
     /// # Errors
     /// The last disk that could not be made durable.
     pub fn shut_down(&self, _inhibitor: HandoverInhibitor<'_>) -> Result<(), ServerError> {
-        // What a guest has chosen just now.
+        // A guest may have changed its write cache just now.
         if self.state().persist_scheduled {
             self.persist();
         }
@@ -37,7 +36,7 @@ impl Server {
         let ServerState {
             mut nodes, exports, ..
         } = std::mem::take(&mut *self.state());
-        // All at once, rather than each after the other.
+        // All at once, not one after the other.
         exports.values().for_each(Export::tell_to_stop);
         let exports = exports.into_values();
         let stopped = all_in_time(
@@ -61,7 +60,8 @@ impl Server {
     }
 }
 
-/// Does all of it at once, of each disk with whether it is in a cluster. Logs what fails, and returns the last of that.
+/// Runs all works at once; each has the name of its disk and whether that is in a Ceph cluster. Logs failures, and returns
+/// the last one.
 fn all_in_time<W>(
     deadline: Instant,
     works: impl Iterator<Item = (String, bool, W)>,
@@ -87,7 +87,7 @@ where
 
 type Task<T> = mpsc::Receiver<Result<T, ServerError>>;
 
-/// Does what may wait for storage in a thread of its own.
+/// Runs work that may wait for storage in a thread of its own.
 fn begin<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> Result<T, ServerError> + Send + 'static,
@@ -100,9 +100,9 @@ fn begin<T: Send + 'static>(
     Ok(result)
 }
 
-/// Waits for it, but not for ever: the thread stays with what it waits for.
+/// Waits for the work until the deadline. The thread stays until its storage answers.
 fn end<T>(name: &str, deadline: Instant, task: &Task<T>) -> Result<T, ServerError> {
-    // What is done already counts, however late it is.
+    // Work that is already done counts, even after the deadline.
     let left = deadline.saturating_duration_since(Instant::now());
     let left = left.max(Duration::from_millis(100));
     match task.recv_timeout(left) {
@@ -119,8 +119,8 @@ pub(super) fn with_deadline<T: Send + 'static>(
     end(name, deadline, &begin(name, work)?)
 }
 
-/// Waits until what is under way is finished, and makes it durable. The disk knows what its page cache has
-/// lost, which its file does not tell twice.
+/// Finishes requests in flight, and makes them durable: through the disk, which knows of writes that the page cache has
+/// lost. The kernel reports each loss only once per file.
 pub(super) fn stop(export: Export) -> Result<(), ServerError> {
     let (disk, node) = (export.disk.clone(), export.node.clone());
     drop(export);
@@ -130,7 +130,7 @@ pub(super) fn stop(export: Export) -> Result<(), ServerError> {
     disk.sync().map_err(|e| {
         let e = match node.rbd() {
             Some(rbd) if rbd.is_blocklisted() => io::Error::other(
-                "this client is on the cluster's blocklist, and what librbd's cache kept cannot be written any more",
+                "this client is on the cluster's blocklist, and data in librbd's cache can no longer be written",
             ),
             _ => e,
         };

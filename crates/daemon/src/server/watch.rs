@@ -1,4 +1,4 @@
-//! How disks are looked at, and for how long their latencies are measured.
+//! Views of disks for queries, and how long their latencies are measured.
 
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -12,10 +12,10 @@ use super::{Server, ServerState};
 use crate::node::Node;
 use crate::server::export::Export;
 
-/// How long latencies are measured after somebody has asked for statistics.
+/// How long latencies are measured after a query for statistics.
 const WATCH: Duration = Duration::from_secs(120);
 
-/// Whether latencies are measured, which costs a little.
+/// Whether latencies are measured. Measuring costs a little CPU.
 #[derive(Clone, Copy, Default)]
 pub(super) enum LatencyMode {
     #[default]
@@ -24,7 +24,7 @@ pub(super) enum LatencyMode {
     Always,
 }
 
-/// A disk, as `each` shows it.
+/// A disk, as queries see it.
 pub struct DiskView<'a> {
     pub node: &'a Arc<Node>,
     /// How it is served, if it is.
@@ -48,12 +48,12 @@ impl DiskView<'_> {
 }
 
 impl Server {
-    /// Calls `look` for every disk, in the order of their names. It may not wait for anything.
+    /// Calls `look` for every disk, in the order of their names, under the lock: it must not wait.
     pub fn each_disk(&self, mut look: impl FnMut(DiskView<'_>)) {
         let state = self.state();
         for entry in state.nodes.values() {
             let its = |export: &&Export| Arc::ptr_eq(&export.node, &entry.node);
-            // Most have the same name, and there can be thousands.
+            // Nearly all exports have the name of their node, so try that first: there can be thousands.
             let same = state.exports.get(entry.node.name()).filter(its);
             look(DiskView {
                 node: &entry.node,
@@ -64,13 +64,13 @@ impl Server {
         }
     }
 
-    /// Looks at what is served under this name, if it is. It may not wait for anything.
+    /// Calls `look` for the export of this name, if there is one, under the lock: it must not wait.
     pub fn served<T>(&self, id: &str, look: impl FnOnce(&Export) -> T) -> Option<T> {
         self.state().exports.get(id).map(look)
     }
 
-    /// Has all sockets made again that somebody has removed. Returns, and logs, a sentence for each of those in whose place
-    /// something else is.
+    /// Recreates sockets that have been removed. Logs and returns a sentence for each socket whose path is taken by something
+    /// else.
     pub fn recreate_sockets(&self) -> Vec<String> {
         let mut taken: Vec<String> = {
             let state = self.state();
@@ -78,8 +78,8 @@ impl Server {
                 let what = export.recreate_socket()?;
                 let (id, path) = (&export.id, export.socket.display());
                 Some(format!(
-                    "disk {id}: no VM can connect any more: {what} is at {path} by now, where its socket was. It is left alone; \
-                     move it away, and 'ringdisk reload' or SIGHUP makes the socket again. A VM that is connected goes on"
+                    "disk {id}: no VM can connect: {what} has taken the place of its socket {path}. It is left alone; move it away, \
+                     then 'ringdisk reload' or SIGHUP makes the socket again. A connected VM is not affected"
                 ))
             };
             state.exports.values().filter_map(taken).collect()
@@ -89,8 +89,8 @@ impl Server {
         taken
     }
 
-    /// Finds out anew what is shown of files, of all or of those that are not served: a disk knows its size. Of storage
-    /// that does not answer, what it has said last is shown.
+    /// Refreshes the sizes of files that queries show, of all or only of nodes without an export (a served disk knows its
+    /// size). If storage does not answer, its last answer is shown.
     pub fn refresh_sizes(&self, all: bool) {
         let nodes: Vec<_> = {
             let state = self.state();
@@ -102,14 +102,14 @@ impl Server {
         if nodes.is_empty() {
             return;
         }
-        // A node that hangs keeps the thread, and is passed over by the next one.
+        // A node that hangs keeps this thread; the next refresh skips it.
         let ask = move || {
             let nodes = nodes.iter().filter_map(Weak::upgrade);
             nodes.for_each(|node| node.refresh_sizes());
             Ok(())
         };
         if with_deadline("all", Instant::now() + ANSWER_TIMEOUT, ask).is_err() {
-            warn!("storage does not answer; sizes of files are shown as they were before");
+            warn!("storage does not answer; sizes of files may be out of date");
         }
     }
 
@@ -118,7 +118,7 @@ impl Server {
         self.state().set_watch(LatencyMode::Always);
     }
 
-    /// Measures the latencies of all disks for as long as somebody asks for statistics now and then.
+    /// Measures the latencies of all disks until queries for statistics stop.
     pub fn watch(self: &Arc<Self>) {
         let mut state = self.state();
         let until = LatencyMode::Until(Instant::now() + WATCH);
@@ -140,13 +140,13 @@ impl Server {
                 let thread = thread::Builder::new().name("watch".into());
                 match thread.spawn(stop_later) {
                     Ok(_) => state.set_watch(until),
-                    Err(e) => warn!("latencies are not measured, for want of a thread: {e}"),
+                    Err(e) => warn!("latencies are not measured: no thread available: {e}"),
                 }
             }
         }
     }
 
-    /// Measures no longer if nobody has asked lately; or how long to wait.
+    /// Stops measuring if there was no query lately. Otherwise returns how long to wait.
     fn end_watch(&self) -> Option<Duration> {
         let mut state = self.state();
         let LatencyMode::Until(until) = state.watch else {

@@ -1,4 +1,4 @@
-//! How clients are accepted, also when this process may have no more descriptors.
+//! Accepts clients, also when the process has run out of descriptors.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,12 +9,12 @@ use std::time::Duration;
 use datapath::LeftOut;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Accepts the clients of a socket. It keeps a descriptor to give up, so that a client can be told when there are no more.
+/// Accepts the clients of a socket. It reserves a descriptor, so that a client can be told when there are no others.
 pub struct Acceptor {
     spare: Option<OwnedFd>,
 }
 
-/// A client, and why it cannot be served, if it can only be told that.
+/// A client, and why it cannot be served, if that is so.
 pub type Client = (UnixStream, Option<io::Error>);
 
 impl Acceptor {
@@ -25,7 +25,7 @@ impl Acceptor {
     /// The next client.
     ///
     /// # Errors
-    /// There is none that could even be told why.
+    /// No client was accepted.
     pub fn accept(&mut self, listener: &UnixListener) -> io::Result<Client> {
         if self.spare.is_none() {
             self.spare = spare();
@@ -45,15 +45,15 @@ fn spare() -> Option<OwnedFd> {
     eventfd(0, EventfdFlags::CLOEXEC).ok()
 }
 
-/// What is tried again and again: less often, and with fewer lines in the log, the longer it fails.
+/// Delays retries, and thins out their log lines, the longer something fails.
 #[derive(Default)]
 pub struct Backoff {
     failures: u64,
 }
 
 impl Backoff {
-    /// Waits for a tenth of a second at first, and for a second in the end. Logs the first failure, the second, the fourth,
-    /// the eighth and so on.
+    /// Sleeps, from a tenth of a second up to one second. Logs the first failure, the second, the fourth, the eighth and so
+    /// on.
     pub fn failed(&mut self, log: impl FnOnce(LeftOut)) {
         self.failures += 1;
         if self.failures.is_power_of_two() {

@@ -1,4 +1,4 @@
-//! Keeps what is changed while disks are served, so that it is there after a restart.
+//! Persists changes that are made at run time in a state file.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -20,11 +20,10 @@ use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overri
 /// The file in the directory.
 const NAME: &str = "state.json";
 
-/// How files are opened there while this process may be root and the directory another user's: who has put a link there
-/// is not followed, and who has put a pipe there not waited for.
-const AS_IT_IS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+/// The process may be root and the directory another user's: does not follow a link there, or wait for a pipe.
+const OPEN_FLAGS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
 
-/// What the operator has written down: on the command line, and in the configuration that is in force.
+/// What the operator has configured: on the command line, and in the configuration that applies.
 #[derive(Clone, Default)]
 pub struct Configured {
     pub disks: Vec<DiskSpec>,
@@ -44,29 +43,29 @@ impl Configured {
     }
 }
 
-/// All that a host serves, as it would have to be written down.
+/// Everything that a server serves, in terms of configuration.
 pub struct Inventory {
     pub written: Configured,
-    /// Disks that are not served, as they were last, if that was on another file than is written down.
+    /// Configured disks that have been detached, if their last file was not the configured one.
     pub left: Vec<DiskSpec>,
     /// Opened files, with the limits of the disks on them.
     pub nodes: Vec<NodeOverride>,
     pub exports: Vec<ExportOverride>,
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
-    /// Choices that guests have made, by export.
+    /// Write caches that guests have chosen, by export.
     pub write_caches: Vec<(String, bool)>,
 }
 
 #[derive(Debug, Error)]
 pub enum StateError {
     #[error(
-        "{0}: cannot be used to keep state in: {cause}",
+        "{0}: cannot be used as state directory: {cause}",
         cause = block::explain(.1, "--state names a directory of this user's own")
     )]
     Directory(PathBuf, io::Error),
     #[error(
-        "{0}: another ringdisk keeps its state there; stop that one, or give each its own with --state"
+        "{0}: in use by another ringdisk; stop that one, or give each its own directory with --state"
     )]
     InUse(PathBuf),
     #[error(
@@ -76,7 +75,7 @@ pub enum StateError {
     Read(PathBuf, String),
 }
 
-/// The directory, which is this process's alone.
+/// The state directory, locked by this process.
 pub struct StateStore {
     directory: PathBuf,
     lock: File,
@@ -85,21 +84,20 @@ pub struct StateStore {
 
 #[derive(Default)]
 struct Inner {
-    /// What could not be served when this process started: it is not forgotten for that.
+    /// What could not be served when this process started, and stays in the file.
     absent: Overrides,
-    /// Disks that go on on other files, as the file says by now, and that the host has where they were until it has
-    /// been told.
+    /// Disks that are being moved: they are on their new files in the state file already, and not in the server yet.
     moved: Vec<DiskSpec>,
-    /// What the file says, if that is known.
+    /// The content of the file, if it is known.
     text: Option<String>,
     ended: bool,
 }
 
 impl StateStore {
-    /// Takes a directory and reads what is kept there. `lock` is the lock on it that another process has handed over.
+    /// Locks a directory and reads the state file. `lock` is the inherited lock, if there is one.
     ///
     /// # Errors
-    /// It cannot be used, or what is there.
+    /// The directory or the file cannot be used.
     pub fn open(directory: &Path, lock: Option<File>) -> Result<(Self, Overrides), StateError> {
         let fail = |e| StateError::Directory(directory.into(), e);
         let its = OpenOptions::new()
@@ -107,11 +105,11 @@ impl StateStore {
             .truncate(false)
             .write(true)
             .mode(0o600)
-            .custom_flags(AS_IT_IS)
+            .custom_flags(OPEN_FLAGS)
             .open(directory.join("lock"))
             .map_err(|e| StateError::Directory(directory.join("lock"), e))?;
         let there = Identity::of_fd(&its).map_err(fail)?;
-        // The other process may have had another directory.
+        // It may be the lock of another directory.
         let is_its = |lock: &File| Identity::of_fd(lock).is_ok_and(|handed| handed == there);
         let handed = lock.filter(is_its);
         let lock = handed.unwrap_or(its);
@@ -134,10 +132,11 @@ impl StateStore {
         &self.lock
     }
 
-    /// Keeps how a host differs from what is written down, durably.
+    /// Durably saves how the inventory differs from the configuration. The inventory is taken under the lock, so that the
+    /// newest is written last.
     ///
     /// # Errors
-    /// It could not be written; what was kept before is still there.
+    /// It could not be written; the previous state file is still there.
     pub fn save(&self, inventory: impl FnOnce() -> Inventory) -> io::Result<()> {
         let mut inner = self.inner();
         match inner.ended {
@@ -146,11 +145,11 @@ impl StateStore {
         }
     }
 
-    /// Keeps that a disk is being moved, durably. It counts as on its new file from now on, whoever else has something
-    /// kept, until it [is there](Self::finish_move).
+    /// Durably saves that a disk is being moved. Until [`finish_move`](Self::finish_move), every save counts it as on its new
+    /// file.
     ///
     /// # Errors
-    /// It could not be written, or the process ends: what was kept before is still there, and the disk is where it was.
+    /// It could not be written, or the process is stopping: the state file has the disk on its old file.
     pub fn save_move(
         &self,
         inventory: impl FnOnce() -> Inventory,
@@ -165,12 +164,11 @@ impl StateStore {
         kept.inspect_err(|_| inner.moved.retain(|other| other.name != moved.name))
     }
 
-    /// The host has a disk where it has been moved to.
+    /// The server has the disk on its new file.
     pub fn finish_move(&self, disk: &str) {
         self.inner().moved.retain(|moved| moved.name != disk);
     }
 
-    /// The lock is held over all of it, so that the newest is written last.
     fn write(&self, inner: &mut Inner, inventory: Inventory) -> io::Result<()> {
         let text = inner.difference(inventory).text();
         if inner.text.as_ref() == Some(&text) {
@@ -181,12 +179,12 @@ impl StateStore {
             return Ok(());
         };
         if problem.in_place {
-            // A restart must not find what the caller is told has not been kept.
+            // A restart must not find a state that the caller was told is not saved.
             let before = inner.text.take();
             match before.map(|text| (write(&self.directory, &text), text)) {
                 Some((Ok(()), text)) => inner.text = Some(text),
                 _ => error!(
-                    "{}: may say what has not come about: {}; it is written again with the next change",
+                    "{}: may contain a change that has failed: {}; the next change writes it again",
                     self.directory.join(NAME).display(),
                     problem.error
                 ),
@@ -200,7 +198,7 @@ impl StateStore {
         Err(io::Error::new(problem.error.kind(), text))
     }
 
-    /// What happens from now on is the end of the process, and is not kept.
+    /// The process is stopping: saves nothing from now on.
     pub fn end(&self) {
         self.inner().ended = true;
     }
@@ -209,7 +207,7 @@ impl StateStore {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How a host differs from what is written down.
+    /// How the inventory differs from the configuration.
     pub fn overrides(&self, inventory: impl FnOnce() -> Inventory) -> Overrides {
         self.inner().difference(inventory())
     }
@@ -239,7 +237,7 @@ impl Inventory {
         }
     }
 
-    /// Whether a node is a disk as it is attached: served once, under its own name and as it says itself.
+    /// Whether a node is served like an attached disk: once, under its own name and with its own settings.
     fn is_disk(&self, node: &NodeOverride) -> bool {
         let name = &node.disk.name;
         let mut exports = self.exports.iter().filter(|e| e.node == *name);
@@ -250,7 +248,7 @@ impl Inventory {
             && exports.next().is_none()
     }
 
-    /// How it differs from what is written down, with what is to be there besides.
+    /// How it differs from the configuration, together with `absent`.
     pub fn difference(&self, absent: &Overrides) -> Overrides {
         let written = &self.written;
         let mut changed = absent.clone();
@@ -278,14 +276,14 @@ impl Inventory {
         }
         for before in written.disks.iter().filter(|disk| !here(&disk.name)) {
             changed.gone.push(before.clone());
-            // When it comes back, it is on the file that has what was written last.
+            // When it is attached again, it is on the file that the guest has written to last.
             let left = self.left.iter().find(|left| left.name == before.name);
             changed.disks.extend(left.map(|left| DiskOverride {
                 disk: left.clone(),
                 instead_of: Some(before.clone()),
             }));
         }
-        // Nodes stand behind those that they lie on.
+        // A node follows the node that it lies on.
         let depth = |node: &NodeOverride| {
             let mut depth = 0;
             let mut below = node.over.as_ref();
@@ -329,7 +327,7 @@ pub fn export_spec(export: &ExportOverride) -> ExportSpec {
 
 fn read(path: &Path) -> Result<Overrides, String> {
     let mut options = OpenOptions::new();
-    let file = match options.read(true).custom_flags(AS_IT_IS).open(path) {
+    let file = match options.read(true).custom_flags(OPEN_FLAGS).open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Overrides::default()),
         file => file.map_err(|e| e.to_string())?,
     };

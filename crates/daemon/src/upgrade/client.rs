@@ -1,4 +1,4 @@
-//! `ringdisk upgrade`: has this program take over from one that serves.
+//! `ringdisk upgrade`: starts this program to take over from the running one.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,9 +1,10 @@
-//! How this process was started, in a file beside its control socket: `ringdisk upgrade` starts the new process so.
+//! Records how this process was started, in a file next to its control socket: `ringdisk upgrade` starts the new process
+//! the same way.
 //!
-//! Whoever takes over a process in its sandbox must gain nothing by an upgrade, so that the process is not asked how
-//! it was started, but writes it down before it enters the sandbox. With `--user`, it cannot change it afterwards, since it
-//! is root's; without, as long as the control socket is neither in nor below a directory where disks may be or state is
-//! kept. Of the environment, only what names places and levels goes on, and nothing that would load code.
+//! An attacker who has taken over a sandboxed process must gain nothing by an upgrade. Therefore the process is not asked
+//! how it was started; it writes that down before it enters the sandbox. With `--user`, it cannot change the file later,
+//! which belongs to root; without, it cannot if the control socket is outside all directories for disks and state. Of the
+//! environment, only variables with paths and log levels are passed on, none that loads code.
 
 use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
@@ -39,7 +40,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// That of this process.
+    /// How this process was started.
     ///
     /// # Errors
     /// The directory is gone.
@@ -64,16 +65,16 @@ impl Launch {
         arguments
     }
 
-    /// Whether a service manager is told of what becomes of this process.
+    /// Whether a service manager supervises this process.
     pub fn is_managed(&self) -> bool {
         let mut set = self.environment.iter();
         set.any(|(name, _)| name == "NOTIFY_SOCKET")
     }
 
-    /// Writes it down beside a control socket.
+    /// Writes the file next to a control socket.
     ///
     /// # Errors
-    /// It cannot be; what was there before is gone then.
+    /// It cannot be written; a previous file is gone then.
     pub fn write(&self, control: &Path) -> io::Result<()> {
         let path = path(control);
         if let Some(directory) = path.parent() {
@@ -83,7 +84,7 @@ impl Launch {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
-        // Not through a link that somebody has put there.
+        // Not through a link.
         let mut file = OpenOptions::new()
             .write(true)
             .create_new(true)
@@ -92,10 +93,10 @@ impl Launch {
         file.write_all(&serde_json::to_vec(self)?)
     }
 
-    /// Reads what the process with this control socket has written down.
+    /// Reads the file of the process with this control socket.
     ///
     /// # Errors
-    /// There is nothing, or somebody else may have written it.
+    /// There is none, or another user may have written it.
     pub fn read(control: &Path) -> io::Result<Self> {
         let path = path(control);
         let fail = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
@@ -157,7 +158,7 @@ pub fn path(control: &Path) -> PathBuf {
     path_of(control, "start")
 }
 
-/// A file beside a control socket.
+/// The path of a file that belongs to a control socket, in the same directory.
 pub fn path_of(control: &Path, what: &str) -> PathBuf {
     let mut path = control.as_os_str().to_owned();
     path.push(".");

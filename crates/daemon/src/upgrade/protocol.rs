@@ -1,23 +1,24 @@
-//! How one ringdisk hands all that it serves to another: messages with descriptors, on pairs of sockets.
+//! The handover protocol: messages with descriptors on pairs of sockets, by which one ringdisk hands everything that it
+//! serves to another.
 //!
-//! The new program is started by `ringdisk upgrade`, since the one that serves is in its sandbox and starts none.
-//! Between three processes, with time going down:
+//! `ringdisk upgrade` starts the new process, since the old one is in its sandbox and cannot start programs. The steps of
+//! the three processes, from top to bottom:
 //!
-//! | `ringdisk upgrade` | the old one | the new one |
+//! | `ringdisk upgrade` | old process | new process |
 //! |---|---|---|
 //! | connects, `UpgradeRequest` | | |
 //! | | `UpgradeReply`, with a channel | |
-//! | starts the new one, `Launched` | | reads its configuration, `Hello` |
-//! | | writes tables of images; pauses all disks; `Handover` | |
-//! | | | opens all, is in its sandbox, `Prepared` |
+//! | starts the new process, `Launched` | | reads its configuration, `Hello` |
+//! | | writes metadata of images; pauses all disks; `Handover` | |
+//! | | | opens everything, enters its sandbox, `Prepared` |
 //! | | `Commit` | |
 //! | | | `Serving`, and serves |
-//! | `Outcome` | ends | |
+//! | `Outcome` | exits | |
 //!
-//! Until it has sent `Serving`, the new one changes nothing, neither in a file nor in a guest's memory. *Who serves* is
-//! decided in one place: whether `Serving` came into the old one's socket before that was closed for receiving. If
-//! it did, the old one ends; if it did not, it never will, the new one finds that it cannot be sent, and the
-//! old one goes on, with its own sessions, rings and locks, whatever has become of the other.
+//! Until it has sent `Serving`, the new process changes nothing, neither in a file nor in a guest's memory. *Who serves* is
+//! decided in one place: whether `Serving` has reached the old process's socket before that is closed for receiving. If it
+//! has, the old process exits. If not, it never will: the new process finds that it cannot send it, and the old one
+//! continues with its own sessions, rings and locks, whatever happens to the new one.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -53,27 +54,27 @@ const DESCRIPTORS_MAX: usize = 1 << 20;
 const PACKET: usize = 32 << 10;
 const PACKET_DESCRIPTORS: usize = 250;
 
-/// What `ringdisk upgrade` begins with.
+/// The first message of `ringdisk upgrade`.
 #[derive(Serialize, Deserialize)]
 pub struct UpgradeRequest {
-    /// Nothing is done if this is the [program](program) that serves.
+    /// Nothing is done if the running [program](program) is this one.
     pub unless_running: Option<String>,
 }
 
-/// Whether there is anything to be done. If so, it comes with three descriptors: the new process's channel, and the
-/// old one's output and errors.
+/// Whether an upgrade is needed. `Start` comes with three descriptors: the new process's channel, and the old one's
+/// standard output and error.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum UpgradeReply {
     Start,
     SameProgram,
 }
 
-/// The answer to the process that asked.
+/// What the launcher receives.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum ReplyOrFailure {
     UpgradeReply(UpgradeReply),
-    /// No new process can be had started.
+    /// No process can be started.
     Failed(Outcome),
 }
 
@@ -82,10 +83,10 @@ pub struct Launched {
     pub pid: u32,
 }
 
-/// How it ended.
+/// The result of an upgrade.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Why the old process goes on.
+    /// Why the old process continues to serve.
     pub error: Option<String>,
     /// From the first disk that was paused until all were served again.
     pub pause_us: u64,
@@ -110,26 +111,26 @@ pub struct Handover {
     pub upgrade: bool,
     pub metrics: bool,
     pub disks: Vec<HandoverDisk>,
-    /// How what is served differs from what is written down, in the words of the file in which that is kept. Without it,
-    /// that file has to do.
+    /// How what is served differs from the configuration, in the format of the state file. If it is missing, the state file
+    /// is used.
     #[serde(default)]
     pub changed: Option<String>,
-    /// Disks that are left to other hosts for now, by name.
+    /// Disks that other hosts may have locked, by name.
     pub away: Vec<String>,
-    /// The sockets that were made, by identity: another file at one of their paths is not ours.
+    /// The files of all sockets: another file at one of the paths is not ours.
     #[serde(default)]
     pub sockets: Vec<(PathBuf, FileIdentity)>,
     pub exports: Vec<HandoverExport>,
 }
 
-/// A disk, served or not, in the words of the command line.
+/// A disk, served or not, in the syntax of the command line.
 #[derive(Serialize, Deserialize)]
 pub struct HandoverDisk {
     /// As it is now.
     pub disk: String,
-    /// As it is written down, as far as that is in force.
+    /// As it is configured.
     pub written: Option<String>,
-    /// What it is on, if that is a file and here: its name may lead nowhere by now.
+    /// Its file, if it is in one that is locked: the path may no longer exist.
     #[serde(default)]
     pub file: Option<FileIdentity>,
 }
@@ -159,7 +160,7 @@ impl From<&InheritedDisk> for HandoverDisk {
 #[derive(Serialize, Deserialize)]
 pub struct HandoverExport {
     pub socket: PathBuf,
-    /// What it is on, if that is a file and here.
+    /// Its file, if it is in one that is locked.
     pub file: Option<FileIdentity>,
     /// The guest's choice of a write cache, if it is not the default.
     pub write_cache: Option<bool>,
@@ -175,17 +176,17 @@ pub struct HandoverSession {
     pub descriptors: usize,
 }
 
-/// The messages that say nothing else.
+/// Messages without further content.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Step {
     Prepared,
     Commit,
     Serving,
-    /// The new process ends, and why. It may come instead of whatever the old one waits for.
+    /// The new process exits, and why. It may come in place of any other message.
     Failed(String),
 }
 
-/// What the new process begins with.
+/// The first message of the new process.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum FirstMessage {
@@ -193,7 +194,7 @@ pub enum FirstMessage {
     Failed(Step),
 }
 
-/// What a message begins with. A short one is one packet, which comes as a whole or not at all.
+/// The header of a message. A short message is one packet, which arrives completely or not at all.
 struct MessageHeader {
     bytes: usize,
     descriptors: usize,
@@ -224,7 +225,7 @@ impl MessageHeader {
     }
 }
 
-/// One end of a conversation.
+/// One end of a connection.
 pub struct Channel(OwnedFd);
 
 impl Channel {
@@ -273,7 +274,7 @@ impl Channel {
         loop {
             match (parts.next(), these.next()) {
                 (None, None) => return Ok(()),
-                // A packet without bytes would be the end of the conversation.
+                // A packet without bytes would mean the end of the connection.
                 (part, these) => {
                     self.packet(part.unwrap_or(b" "), these.unwrap_or(&[]), deadline)?;
                 }
@@ -314,16 +315,14 @@ impl Channel {
         let mut descriptors = VecDeque::new();
         let mut bytes = self.take(&mut descriptors, deadline)?;
         let head = MessageHeader::parse(&bytes);
-        let head = head.ok_or_else(|| io::Error::other("what came is no message"))?;
+        let head = head.ok_or_else(|| io::Error::other("received bytes that are no message"))?;
         bytes.drain(..HEAD);
         while bytes.len() < head.bytes || descriptors.len() < head.descriptors {
             bytes.extend(self.take(&mut descriptors, deadline)?);
         }
         bytes.truncate(head.bytes);
         if descriptors.len() != head.descriptors {
-            return Err(io::Error::other(
-                "more descriptors came than were announced",
-            ));
+            return Err(io::Error::other("received more descriptors than announced"));
         }
         Ok((serde_json::from_slice(&bytes)?, descriptors))
     }

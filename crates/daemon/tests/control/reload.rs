@@ -356,7 +356,7 @@ fn limits_set_by_command_are_kept_until_the_file_changes_them() {
     config.reload(&renamed("iops = 77"));
     assert_eq!(limits(), 77);
     let log = config.ringdisk.server.log();
-    let names = log.lines().filter(|line| line.contains("goes by"));
+    let names = log.lines().filter(|line| line.contains("is now named"));
     assert_eq!(names.count(), 1, "{log}");
 }
 

@@ -99,7 +99,7 @@ fn migrating_guest_continues() {
         scope.spawn(|| {
             let _stop = Stop(&done);
             for _ in 0..2 {
-                served.assert_upgrade_fails(&taking, "as it took over");
+                served.assert_upgrade_fails(&taking, "while it took over");
                 served.upgrade(&[]);
             }
         });

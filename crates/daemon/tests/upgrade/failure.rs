@@ -79,12 +79,12 @@ fn failing_programs(late: &Path) -> [(&'static str, String, &'static str); 10] {
     let other = send_message(r#"{"protocol":99,"version":"x"}"#);
     let prepared = send_message(r#""Prepared""#);
     [
-        ("exits", "exit 1".to_owned(), "has not come up"),
+        ("exits", "exit 1".to_owned(), "failed to start"),
         ("other", format!("{other}; exec sleep 1000"), "version 99"),
         (
             "noise",
             "printf xyz >&0; exec sleep 1000".into(),
-            "has not come up",
+            "failed to start",
         ),
         (
             "dies",
@@ -100,12 +100,12 @@ fn failing_programs(late: &Path) -> [(&'static str, String, &'static str); 10] {
         (
             "early",
             format!("{hello}; {RECEIVE_MESSAGE}; {prepared}; exit 0"),
-            "as it took over",
+            "while it took over",
         ),
         (
             "taking",
             format!("{hello}; {RECEIVE_MESSAGE}; {prepared}; {RECEIVE_MESSAGE}; kill -9 $$"),
-            "as it took over",
+            "while it took over",
         ),
         (
             "late",
@@ -115,7 +115,7 @@ fn failing_programs(late: &Path) -> [(&'static str, String, &'static str); 10] {
                  wait",
                 late.display()
             ),
-            "as it took over",
+            "while it took over",
         ),
         (
             "else",
@@ -183,7 +183,7 @@ fn refused_program_leaves_no_children() {
     let served = Served::start(&[disk.argument("")]);
     let child = served.dir.path().join("child");
     let script = format!("sleep 1000 & echo $! > {}; exit 1", child.display());
-    served.assert_upgrade_fails(&served.script("parent", &script), "has not come up");
+    served.assert_upgrade_fails(&served.script("parent", &script), "failed to start");
     let pid = fs::read_to_string(&child).unwrap();
     wait_for_exit(pid.trim().parse().unwrap());
     served.end();

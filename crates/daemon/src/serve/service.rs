@@ -1,0 +1,450 @@
+//! From the arguments to a server, and from there to its end.
+
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use datapath::Polling;
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tracing::{error, info, warn};
+
+use super::{Args, ServeError};
+use crate::config::Config;
+use crate::config::conflicts::check_conflicts;
+use crate::config::cpus::Cpus;
+use crate::config::spec::DiskSpec;
+use crate::credentials::{self, UserAccount};
+use crate::inherited::Inherited;
+use crate::log;
+use crate::monitor::control_socket::{self, ControlSocket};
+use crate::monitor::explain;
+use crate::monitor::metrics;
+use crate::monitor::qmp::Qmp;
+use crate::node::context::{AllowBacking, OpenContext};
+use crate::node::journal::Journals;
+use crate::resource_limits::warn_of_limits;
+use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
+use crate::sd_notify;
+use crate::server::connection_info::{self, ConnectionInfo};
+use crate::server::iothreads::IoThreads;
+use crate::server::reload::Reloader;
+use crate::server::{Server, ServerError};
+use crate::socket::Socket;
+use crate::state::Overrides;
+use crate::state::store::{Configured, StateError, StateStore};
+use crate::upgrade::socket::UpgradeSocket;
+use crate::upgrade::successor::{self, Predecessor};
+
+/// Serves disks until the process is told to stop.
+pub fn serve(args: &Args) -> Result<(), ServeError> {
+    engine::ignore_signals();
+    warn_of_limits();
+    let disks = args.disks.iter().map(|text| text.parse());
+    let command_line: Vec<DiskSpec> = disks.collect::<Result<_, _>>()?;
+    let mut config = match &args.config {
+        Some(path) => Config::read(path)?,
+        None => Config::default(),
+    };
+    let specs = [&command_line[..], &config.disks].concat();
+    check_conflicts(&specs)?;
+    let (signals, stop) = handle_signals()?;
+    let settings = Settings::new(args, &config)?;
+    let journals = Journals::new(settings.user.as_ref());
+    let persistent = persistent_directories(&settings, &journals)?;
+    let own_upgrade_socket = settings.open_upgrade_socket(args.take_over);
+    // While this is the only thread.
+    let sandbox = settings.enter_sandbox(args, &config, &specs, &persistent)?;
+    log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
+    let threads = IoThreads::new(settings.iothreads, &settings.cpus, settings.polling);
+    // A process that takes over does what takes time before guests begin to wait.
+    let ready_threads = args.take_over.then(|| {
+        engine::Support::here();
+        threads.all()
+    });
+    let received = args.take_over.then(Predecessor::receive).transpose();
+    let received = received.map_err(|e| ServeError::System("nothing was handed over", e))?;
+    let (predecessor, inherited) = received.unzip();
+    let inherited = Arc::new(inherited.unwrap_or_default());
+    let upgrade_socket =
+        own_upgrade_socket.or_else(|| UpgradeSocket::adopt(&inherited, &settings.control_path));
+    if args.take_over && upgrade_socket.is_none() {
+        warn!(
+            "live upgrade disabled: no upgrade socket inherited at {}",
+            settings.control_path.display()
+        );
+    }
+    let allow_backing = AllowBacking::new(&settings.backing);
+    allow_backing.warn_missing();
+    let context = OpenContext {
+        allow_backing,
+        journals,
+        stop,
+        inherited: inherited.clone(),
+    };
+    let server = Server::new(threads, context, sandbox.clone());
+    let store = match &settings.state {
+        Some(directory) => Some(StateStore::open(directory, inherited.lock())?),
+        None => None,
+    };
+    // If the configuration has changed since, a reload applies that once guests are served.
+    let reload = inherited.keep_files(&mut config);
+    let configured = Configured::new(&command_line, &config);
+    server.set_configured(configured.clone());
+    let (store, persisted) = store.unzip();
+    let started = start_disks(&server, &config, &configured, persisted, store.as_ref());
+    drop(ready_threads);
+    let path = args.config.as_deref();
+    let reloader = path.map(|path| Arc::new(Reloader::new(path, command_line, config)));
+    let service = Service {
+        server,
+        reloader,
+        sandbox,
+        inherited,
+        upgrade_socket,
+        take_over: args.take_over,
+    };
+    let published = started.and_then(|ready| {
+        let (metrics, control) = service.publish(&settings, predecessor, store)?;
+        Ok((ready, metrics, control))
+    });
+    let (ready, metrics, control) = match published {
+        Ok(published) => published,
+        Err(e) => return Err(service.abort(e)),
+    };
+    let explained = args.explain.then(|| explain::all(&service.server));
+    announce(&ready, metrics, explained, args.json);
+    let reloads = service.run(signals, reload);
+    service.stop(control, &reloads)
+}
+
+/// Also returns a flag that SIGTERM and SIGINT set: disks that are being opened look at it.
+fn handle_signals() -> Result<(Signals, Arc<AtomicBool>), ServeError> {
+    let fail = |e| ServeError::System("cannot handle signals", e);
+    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(fail)?;
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT] {
+        signal_hook::flag::register(signal, stop.clone()).map_err(fail)?;
+    }
+    Ok((signals, stop))
+}
+
+/// What applies to the process: command-line options override the configuration.
+struct Settings {
+    iothreads: Option<usize>,
+    cpus: Cpus,
+    polling: Polling,
+    /// As the operator has set it.
+    control: Option<PathBuf>,
+    control_path: PathBuf,
+    metrics: Option<SocketAddr>,
+    backing: Vec<PathBuf>,
+    state: Option<PathBuf>,
+    user: Option<UserAccount>,
+}
+
+impl Settings {
+    fn new(args: &Args, config: &Config) -> Result<Self, ServeError> {
+        let mut polling = config.polling();
+        polling.max = args.poll_max_us.map_or(polling.max, Duration::from_micros);
+        polling.cpu = args.poll_cpu.unwrap_or(polling.cpu);
+        let control = args.control.clone().or(config.control.clone());
+        let state = args.state.clone().or(config.state.clone());
+        let user = args.user.as_deref().or(config.user.as_deref());
+        let user = user.map(UserAccount::find).transpose();
+        let backing = match &args.allow_backing[..] {
+            [] => &config.allow_backing,
+            given => given,
+        };
+        Ok(Self {
+            iothreads: args.iothreads.map(usize::from).or(config.iothreads),
+            cpus: args
+                .cpus
+                .clone()
+                .or(config.cpus.clone())
+                .unwrap_or_default(),
+            polling,
+            control_path: control.clone().unwrap_or_else(control_socket::default_path),
+            control,
+            metrics: args.metrics.or(config.metrics),
+            backing: backing.to_vec(),
+            state: state.or_else(state_directory),
+            user: user.map_err(SandboxError::User)?,
+        })
+    }
+
+    /// A process that takes over adopts the socket of the other one instead.
+    fn open_upgrade_socket(&self, take_over: bool) -> Option<UpgradeSocket> {
+        if take_over {
+            return None;
+        }
+        // At the default path, another ringdisk may have it and keep it.
+        let patience = match self.control {
+            Some(_) => Duration::from_secs(3),
+            None => Duration::ZERO,
+        };
+        UpgradeSocket::open(&self.control_path, patience)
+    }
+
+    fn enter_sandbox(
+        &self,
+        args: &Args,
+        config: &Config,
+        disks: &[DiskSpec],
+        persistent: &[PathBuf],
+    ) -> Result<Arc<Sandbox>, ServeError> {
+        let options = SandboxOptions {
+            mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
+            allow: [&args.allow_dir[..], &config.allow].concat(),
+            user: self.user.clone(),
+        };
+        let sandbox = Sandbox::enter(
+            &options,
+            config,
+            args.config.as_deref(),
+            disks,
+            self.control.as_deref(),
+            &self.backing,
+            persistent,
+        )?;
+        Ok(Arc::new(sandbox))
+    }
+}
+
+/// The directories in which this process keeps files. Creates that of the state.
+fn persistent_directories(
+    settings: &Settings,
+    journals: &Journals,
+) -> Result<Vec<PathBuf>, ServeError> {
+    let mut directories = vec![journals.directory.clone()];
+    if let Some(state) = &settings.state {
+        credentials::make_directory(state, settings.user.as_ref())
+            .map_err(|e| StateError::Directory(state.clone(), e))?;
+        directories.push(state.clone());
+    }
+    Ok(directories)
+}
+
+/// The directory that a service manager has made for persistent state (systemd.exec(5), `StateDirectory`).
+fn state_directory() -> Option<PathBuf> {
+    let all = std::env::var_os("STATE_DIRECTORY")?;
+    let first = std::env::split_paths(&all).next();
+    first.filter(|first| first.is_absolute())
+}
+
+fn start_disks(
+    server: &Server,
+    config: &Config,
+    configured: &Configured,
+    persisted: Option<Overrides>,
+    store: Option<&StateStore>,
+) -> Result<Vec<ConnectionInfo>, ServeError> {
+    for (id, spec) in &config.threads {
+        let added = server.threads.add(id, spec.clone());
+        added.map_err(ServerError::from)?;
+    }
+    for (name, limits) in &config.groups {
+        server.add_group(name, limits)?;
+    }
+    // The old process knows better than a file that may not have been written.
+    let (ready, absent) = match server.context.inherited.overrides() {
+        Some(overrides) => {
+            let configured = without_detached(configured, &overrides);
+            server.start(&configured, &overrides)?
+        }
+        None => server.start(configured, &persisted.unwrap_or_default())?,
+    };
+    if let Some(store) = store {
+        store.set_absent(absent);
+    }
+    Ok(ready)
+}
+
+/// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed.
+fn without_detached(configured: &Configured, overrides: &Overrides) -> Configured {
+    let mut configured = configured.clone();
+    let is_gone = |disk: &DiskSpec| overrides.gone.iter().any(|gone| gone.name == disk.name);
+    configured.disks.retain(|disk| !is_gone(disk));
+    configured
+}
+
+/// A server whose disks have been started.
+struct Service {
+    server: Arc<Server>,
+    reloader: Option<Arc<Reloader>>,
+    sandbox: Arc<Sandbox>,
+    inherited: Arc<Inherited>,
+    upgrade_socket: Option<UpgradeSocket>,
+    take_over: bool,
+}
+
+impl Service {
+    /// Opens the sockets for metrics and commands, and serves. A process that takes over does so only when everything is
+    /// ready. Returns the address of metrics.
+    fn publish(
+        &self,
+        settings: &Settings,
+        predecessor: Option<Predecessor>,
+        store: Option<StateStore>,
+    ) -> Result<(Option<SocketAddr>, Option<ControlSocket>), ServeError> {
+        let start = |address| {
+            let listener = self.inherited.metrics(address);
+            let started = metrics::start(address, listener, self.server.clone());
+            started.map_err(|e| ServeError::Metrics(address, e))
+        };
+        let metrics = settings.metrics.map(start).transpose()?;
+        let socket = bind_control(settings, &self.inherited)?;
+        self.sandbox.seal()?;
+        if let Some(predecessor) = predecessor {
+            let committed = predecessor.commit(&self.inherited);
+            committed.map_err(|e| ServeError::System("the old process continues to serve", e))?;
+        }
+        if let Some(upgrade_socket) = &self.upgrade_socket {
+            upgrade_socket.own();
+            let served = upgrade_socket.serve(&self.server);
+            served.unwrap_or_else(|e| warn!("live upgrade disabled: {e}"));
+        }
+        let control = socket.map(|socket| self.serve_control(socket)).transpose();
+        let control = match control {
+            // Disks that were taken over are served without it.
+            Err(e) if self.take_over => {
+                error!("{e}");
+                None
+            }
+            control => control?,
+        };
+        if let Some(store) = store {
+            self.server.set_store(store);
+        }
+        Ok((metrics, control))
+    }
+
+    fn serve_control(&self, mut socket: Socket) -> Result<ControlSocket, ServeError> {
+        socket.own();
+        let qmp = Qmp {
+            server: self.server.clone(),
+            config: self.reloader.clone(),
+        };
+        ControlSocket::start(socket, qmp)
+            .map_err(|e| ServeError::System("cannot serve the control socket", e))
+    }
+
+    /// Closes what was opened, after an error. A process that was to take over exits here.
+    fn abort(self, error: ServeError) -> ServeError {
+        if self.take_over {
+            // Without destructors: files and sockets belong to the old process.
+            successor::report_failure(&error.to_string());
+            log::finish();
+            eprintln!("ringdisk: {error}");
+            std::process::exit(i32::from(error.exit_code()));
+        }
+        if let Ok(inhibitor) = self.server.handover.wait_and_inhibit() {
+            let _ = self.server.shut_down(inhibitor);
+        }
+        error
+    }
+
+    /// Waits until the process is told to stop, and reloads on SIGHUP; first of all if `reload` says so. Returns the threads
+    /// of reloads that may still run.
+    fn run(&self, mut signals: Signals, reload: bool) -> Vec<JoinHandle<()>> {
+        let first = reload.then_some(SIGHUP);
+        let mut reloads: Vec<JoinHandle<()>> = Vec::new();
+        for signal in first.into_iter().chain(signals.forever()) {
+            if signal != SIGHUP {
+                break;
+            }
+            // In a thread: a reload may wait for storage, and must not keep the process from stopping.
+            let (server, reloader) = (self.server.clone(), self.reloader.clone());
+            let thread = thread::Builder::new().name("reload".to_owned());
+            let spawned = thread.spawn(move || run_reload(&server, reloader.as_deref()));
+            reloads.retain(|thread| !thread.is_finished());
+            match spawned {
+                Ok(thread) => reloads.push(thread),
+                Err(e) => error!("reload skipped: no thread available: {e}"),
+            }
+        }
+        reloads
+    }
+
+    fn stop(
+        self,
+        control: Option<ControlSocket>,
+        reloads: &[JoinHandle<()>],
+    ) -> Result<(), ServeError> {
+        let Ok(inhibitor) = self.server.handover.stop() else {
+            // The process that has taken over needs a signal of its own.
+            warn!("told to stop after a handover: the new process continues to serve");
+            loop {
+                // The upgrade's thread is about to exit this process.
+                thread::park();
+            }
+        };
+        info!("stopping: finishing requests in flight");
+        sd_notify::tell(sd_notify::STOPPING);
+        let deadline = Instant::now() + control_socket::STOP_TIMEOUT;
+        drop(control);
+        while reloads.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(self.server.shut_down(inhibitor)?)
+    }
+}
+
+/// Reloads the configuration, and checks disks for growth and sockets for removal.
+fn run_reload(server: &Server, reloader: Option<&Reloader>) {
+    let Ok(_inhibitor) = server.handover.wait_and_inhibit() else {
+        return;
+    };
+    sd_notify::tell(&sd_notify::reloading());
+    if let Some(reloader) = reloader
+        && let Err(e) = reloader.reload(server)
+    {
+        error!("{e}");
+    }
+    server.look_for_growth();
+    let _ = server.recreate_sockets();
+    sd_notify::tell(sd_notify::READY);
+}
+
+/// At the default path, the socket may be in use by another ringdisk: then this one has none.
+fn bind_control(settings: &Settings, inherited: &Inherited) -> Result<Option<Socket>, ServeError> {
+    let path = &settings.control_path;
+    if let Some(listener) = inherited.control(path) {
+        return Ok(Some(Socket::adopt(listener, path, inherited.made(path))));
+    }
+    if settings.control.is_some() {
+        return Ok(Some(Socket::bind_private(path)?));
+    }
+    Ok(Socket::bind_private(path)
+        .inspect_err(|e| warn!("no control socket: {e}; --control PATH puts one elsewhere"))
+        .ok())
+}
+
+/// Prints how VMs connect to the disks, and tells the service manager that they can.
+fn announce(
+    ready: &[ConnectionInfo],
+    metrics: Option<SocketAddr>,
+    explained: Option<Value>,
+    json: bool,
+) {
+    let text = if json {
+        let metrics = metrics.map(|address| format!("http://{address}/metrics"));
+        let mut message = json!({ "ready": true, "disks": ready, "metrics": metrics });
+        if let Some(explained) = explained {
+            message["explain"] = explained;
+        }
+        message.to_string()
+    } else {
+        let explained = explained.map(|disks| explain::text(&disks) + "\n");
+        connection_info::text(ready) + &explained.unwrap_or_default() + "ready"
+    };
+    let mut out = io::stdout().lock();
+    // The reader may have gone; disks are served regardless.
+    let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+    sd_notify::tell(sd_notify::READY);
+}
