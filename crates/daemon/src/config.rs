@@ -4,6 +4,7 @@
 pub mod conflicts;
 pub mod cpus;
 pub mod limits;
+pub mod sockets;
 pub mod spec;
 
 mod sandbox_mode;

@@ -45,7 +45,7 @@ pub fn read() {
     accounts();
 }
 
-/// The number of a group, by its name or as it is.
+/// The id of a group, given by name or number.
 ///
 /// # Errors
 /// There is no such group.
@@ -55,7 +55,7 @@ pub fn group(name: &str) -> Result<u32, String> {
         .ok_or_else(|| format!("there is no group '{name}' in /etc/group; a number will do"))
 }
 
-/// The number of a user, by its name or as it is.
+/// The id of a user, given by name or number.
 ///
 /// # Errors
 /// There is no such user.
@@ -108,10 +108,10 @@ impl UserAccount {
         })
     }
 
-    /// Makes all threads of this process that user, for good.
+    /// Makes all threads of this process run as that user, permanently.
     ///
     /// # Errors
-    /// Only root may.
+    /// Only root can.
     pub fn become_user(&self) -> io::Result<()> {
         let groups: Vec<Gid> = self.groups.iter().map(|&gid| Gid::from_raw(gid)).collect();
         setgroups(&groups)?;
@@ -121,16 +121,16 @@ impl UserAccount {
     }
 }
 
-/// Makes a directory for files that ringdisk keeps, now and when it has become `user`, if it is not there.
+/// Creates a directory for ringdisk's own files, if it does not exist, for this user and for `user` later.
 ///
 /// # Errors
-/// It cannot be made, or is somebody else's, who could put other files there.
+/// It cannot be created, or belongs to another user, who could place files there.
 pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Result<()> {
     DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(directory)?;
-    // What is looked at is what is given away, and not what somebody's link leads to.
+    // The directory that is checked is the one that is given away: links are not followed.
     let mut flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
     flags.set(OFlags::NOFOLLOW, user.is_some());
     let opened = match rustix::fs::open(directory, flags, Mode::empty()) {
@@ -148,7 +148,7 @@ pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Resul
         Some(user) if owner == user.uid => Ok(()),
         _ if owner != geteuid().as_raw() => Err(io::Error::other("it belongs to another user")),
         Some(user) => {
-            // Not a directory that somebody has named by mistake.
+            // The operator may have named this directory by mistake.
             for entry in Dir::read_from(&opened)? {
                 let entry = entry?;
                 let name = OsStr::from_bytes(entry.file_name().to_bytes());
@@ -172,11 +172,11 @@ pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Resul
     }
 }
 
-/// Gives a file in such a directory to a user and a group. The user may have put it there: what is opened is looked at,
-/// and nothing is looked up again.
+/// Gives a file in such a directory to a user and a group. The user may have placed it there: it is opened once,
+/// checked, and the path is not used again.
 ///
 /// # Errors
-/// It is another's, or known by another name too, by which it may be.
+/// It belongs to another user, or has a second name, which may be in use elsewhere.
 pub fn give(file: &File, (uid, gid): (u32, u32)) -> io::Result<()> {
     let there = file.metadata()?;
     let is_ours = [geteuid().as_raw(), uid].contains(&there.uid());
@@ -225,7 +225,7 @@ mod tests {
         fs::set_permissions(&path, open).unwrap();
         let refused = make_directory(&path, None).unwrap_err();
         assert!(refused.to_string().contains("others"), "{refused}");
-        // Whoever may write to the directory above chooses where a link leads.
+        // A user who can write to the parent directory chooses the target of a link.
         let (roots, link) = (dir.path().join("roots"), dir.path().join("link"));
         fs::create_dir(&roots).unwrap();
         symlink(&roots, &link).unwrap();

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Lines that wait to be written. At 200 bytes each, they are 200 KiB.
+/// Limit of lines that wait to be written: 200 KiB at 200 bytes each.
 const LINES_MAX: usize = 1024;
 
-/// How long the end of the process waits for what is still to be written.
+/// How long the process waits for unwritten lines when it exits.
 const AT_END: Duration = Duration::from_secs(1);
 
-/// Where lines are handed over.
+/// The queue of lines.
 #[derive(Clone)]
 pub struct Log {
     lines: SyncSender<Vec<u8>>,
@@ -29,13 +29,13 @@ pub struct Log {
 struct Counts {
     handed_over: AtomicU64,
     written: AtomicU64,
-    /// Lines for which there was no room.
+    /// Lines that were dropped because the queue was full.
     lost: AtomicU64,
 }
 
 static LOG: OnceLock<Log> = OnceLock::new();
 
-/// What the thread will write, before there is one.
+/// The receiver of the queue, until the thread takes it.
 static WAITING: Mutex<Option<Receiver<Vec<u8>>>> = Mutex::new(None);
 
 impl Log {
@@ -51,13 +51,13 @@ impl Log {
         LOG.get_or_init(|| log).clone()
     }
 
-    /// Whether systemd's journal reads it, which knows times, and is told levels before each line (sd-daemon(3)).
+    /// Whether systemd's journal reads the log: it adds times, and takes a level before each line (sd-daemon(3)).
     pub fn to_journal(&self) -> bool {
         self.to_journal
     }
 }
 
-/// Whether standard error is what systemd says that the journal reads: its device and inode (systemd.exec(5)).
+/// Whether standard error is the stream that systemd names by device and inode (systemd.exec(5), `JOURNAL_STREAM`).
 pub fn is_journal() -> bool {
     let Some(said) = std::env::var_os("JOURNAL_STREAM") else {
         return false;
@@ -66,7 +66,7 @@ pub fn is_journal() -> bool {
     there.is_ok_and(|there| *said == *format!("{}:{}", there.st_dev, there.st_ino))
 }
 
-/// As syslog numbers it.
+/// The level's number in syslog.
 fn priority(level: Level) -> u8 {
     match level {
         Level::ERROR => 3,
@@ -80,10 +80,10 @@ fn waiting_lines() -> MutexGuard<'static, Option<Receiver<Vec<u8>>>> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Starts the thread that writes. Who goes into a sandbox does that first: it holds for threads that are started in it.
+/// Starts the thread that writes. Called after entering the sandbox, which applies to threads that are started in it.
 ///
 /// # Errors
-/// There is none to be had.
+/// No thread can be started.
 pub fn start() -> io::Result<()> {
     let (Some(log), Some(waiting)) = (LOG.get(), waiting_lines().take()) else {
         return Ok(());
@@ -94,9 +94,9 @@ pub fn start() -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until what was logged is written, but not for long: nobody may be reading.
+/// Waits until all lines are written, up to a limit: there may be no reader.
 pub fn finish() {
-    // Nobody serves yet, or there is no thread to be had.
+    // There is no thread yet, or none could be started.
     if let Some(waiting) = waiting_lines().take() {
         waiting.try_iter().for_each(|line| {
             let _ = io::stderr().write_all(&line);
@@ -116,7 +116,7 @@ pub fn finish() {
 fn write(lines: &Receiver<Vec<u8>>, counts: &Counts, mut to: impl Write) {
     while let Ok(line) = lines.recv() {
         let lost = counts.lost.swap(0, Ordering::Relaxed);
-        // What cannot be written is lost; there is no other place to say so.
+        // Lines that cannot be written are lost; there is no other place to report that.
         if lost > 0 {
             let _ = writeln!(
                 to,
@@ -147,7 +147,7 @@ impl<'a> MakeWriter<'a> for Log {
     }
 }
 
-/// One line; it is handed over when it is dropped.
+/// One line. Dropping it queues it.
 pub struct Line<'a> {
     log: &'a Log,
     bytes: Vec<u8>,

@@ -29,10 +29,10 @@ use tracing::{info, warn};
 
 use files::{AllowedPaths, Files};
 
+use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, SandboxMode as Mode};
 use crate::credentials::{self, UserAccount};
-use crate::socket;
 
 /// What the operator has configured.
 #[derive(Clone, Debug, Default)]
@@ -206,9 +206,9 @@ fn paths(
             FileSpec::Rbd(_) => paths.cluster = true,
             FileSpec::Null(_) => {}
         }
-        paths.socket(&socket::path(disk));
+        paths.socket(&sockets::path(disk));
     }
-    paths.socket(&socket::directory().join("any"));
+    paths.socket(&sockets::directory().join("any"));
     kept.iter().for_each(|directory| paths.kept(directory));
     if let Some(control) = control {
         paths.socket(control);

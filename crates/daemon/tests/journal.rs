@@ -109,7 +109,7 @@ fn small_metadata_cache_loses_nothing() {
         }
         kill(server);
         let mut server = image.serve(",l2-cache-size=1k");
-        server.wait_for_log(&["are done again"]);
+        server.wait_for_log(&["replayed"]);
         let mut device = connect(&server);
         for table in 0..tables {
             let found = device.queues[0].read(table * REACH, 512).unwrap();
@@ -232,10 +232,10 @@ fn replay_can_be_interrupted() -> io::Result<()> {
     let ended = starting.wait_with_output()?;
     storage.change(|c| c.mishaps.late_ms = 0);
     let said = String::from_utf8_lossy(&ended.stderr);
-    assert!(!said.contains("are done again"), "{said}");
+    assert!(!said.contains("replayed"), "{said}");
     assert!(said.contains("stopped"), "{said}");
     let server = image.serve(",format=qcow2,l2-cache-size=1k");
-    server.wait_for_log(&["are done again"]);
+    server.wait_for_log(&["replayed"]);
     let mut device = connect(&server);
     for table in 0..TABLES {
         let found = device.queues[0].read(table * REACH, 512).unwrap();
@@ -315,13 +315,13 @@ fn shutdown_on_a_full_file_system_loses_nothing() -> io::Result<()> {
     assert!(!server.terminate()?.success());
     let log = server.log();
     assert!(
-        log.contains("is in the journal") && !log.contains("may be lost"),
+        log.contains("are in the journal") && !log.contains("may be lost"),
         "{log}"
     );
     drop(filler);
     fs::remove_file(small.join("filler"))?;
     let server = image.serve(",cache=writeback");
-    server.wait_for_log(&["are done again"]);
+    server.wait_for_log(&["replayed"]);
     let mut device = connect(&server);
     for table in 0..16 {
         let found = device.queues[0].read(table * REACH, 4096).unwrap();
@@ -403,7 +403,7 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     assert!(server.terminate()?.success());
     fs::write(at.join("image.qcow2"), killed)?;
     let mut server = image.serve("");
-    server.wait_for_log(&["are done again"]);
+    server.wait_for_log(&["replayed"]);
     assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
     assert!(server.terminate()?.success());
     image.name = "above.qcow2".into();
@@ -457,7 +457,7 @@ fn damaged_journal_keeps_its_image_closed() -> io::Result<()> {
     }
     fs::write(&journal, whole)?;
     let mut server = image.serve("");
-    server.wait_for_log(&["are done again"]);
+    server.wait_for_log(&["replayed"]);
     assert!(connect(&server).queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
     assert!(server.terminate()?.success());
     Ok(())

@@ -215,7 +215,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
             Err(said) => {
                 println!("upgrade, {refused} more: {said}");
                 assert!(
-                    said.contains("RLIMIT_NOFILE") && said.contains("goes on"),
+                    said.contains("RLIMIT_NOFILE") && said.contains("continues to serve"),
                     "{said}"
                 );
             }
@@ -310,7 +310,7 @@ fn disk_is_released_without_free_descriptors() {
         let before = limit.current.replace(3);
         prlimit(pid, Resource::Nofile, limit).unwrap();
         device.stop_queue(0).unwrap();
-        server.wait_for_log(&["RLIMIT_NOFILE", "what is open of it stays so"]);
+        server.wait_for_log(&["RLIMIT_NOFILE", "its descriptor stays open"]);
         limit.current = before;
         prlimit(pid, Resource::Nofile, limit).unwrap();
         let is_left = || {

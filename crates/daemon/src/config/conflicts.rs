@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use crate::config::sockets;
 use crate::config::spec::DiskSpec;
-use crate::socket;
 
 #[derive(Debug, Error)]
 pub enum ConflictError {
@@ -26,7 +26,7 @@ pub fn check_conflicts(specs: &[DiskSpec]) -> Result<(), ConflictError> {
         if specs[..i].iter().any(|other| other.name == spec.name) {
             return Err(ConflictError::SameName(spec.name.clone()));
         }
-        let path = socket::path(spec);
+        let path = sockets::path(spec);
         if let Some(other) = sockets.insert(path.clone(), &spec.name) {
             let (other, name) = (other.to_owned(), spec.name.clone());
             return Err(ConflictError::SameSocket(other, name, path));

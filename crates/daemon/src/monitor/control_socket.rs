@@ -13,11 +13,12 @@ use datapath::LogLimiter;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tracing::{debug, error, warn};
 
+use crate::config::sockets;
 use crate::monitor::qmp::Qmp;
 use crate::server::Server;
 use crate::server::handover::locked;
+use crate::socket::Socket;
 use crate::socket::accept::{Acceptor, Backoff};
-use crate::socket::{self, Socket};
 
 /// The control socket. Dropping it ends all sessions, after running commands have been completed and answered, so that no
 /// disk stays half removed.
@@ -170,5 +171,5 @@ fn make_again(socket: &mut Socket, server: &Server) -> io::Result<()> {
 
 /// The default path of the control socket. No disk's socket has this name, since those end in `.sock`.
 pub fn default_path() -> PathBuf {
-    socket::directory().join("control.qmp")
+    sockets::directory().join("control.qmp")
 }

@@ -1,7 +1,7 @@
 //! `--metrics ADDR`: what disks and I/O threads do, for Prometheus (text exposition format 0.0.4).
 //!
-//! The text is sent as it is written, a piece at a time, so that a scrape takes the same memory with thousands of
-//! disks as with one.
+//! The text is sent in pieces while it is generated, so that a scrape needs the same memory with thousands of disks as
+//! with one.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -24,22 +24,22 @@ const BOUNDS_US: [u64; 13] = [
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 const HEADERS_MAX: usize = 64;
 
-/// Scrapes at a time; others wait for their turn. One or two scrapers are usual.
+/// Limit of concurrent scrapes; others wait. One or two scrapers are usual.
 const THREADS: usize = 4;
 
 /// Bytes that are sent at a time.
 const PIECE: usize = 32 << 10;
 
-/// How long a client may take to send its request, and then to take what it asked for.
+/// How long a client may take to send its request, and then to receive the reply.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Answers scrapers at this address until the process ends, and measures latencies from now on. Returns the address
-/// with the port that the kernel chose, if none was given.
+/// Serves metrics at this address until the process exits, and measures latencies from now on. Returns the address,
+/// with the kernel's choice for port 0.
 ///
 /// # Errors
-/// The address cannot be listened at, or there is no thread to be had.
+/// The address is not available, or no thread can be started.
 pub fn start(
     address: SocketAddr,
     inherited: Option<TcpListener>,
@@ -74,13 +74,13 @@ struct Listener {
 fn listen(listener: &Mutex<Listener>, server: &Server) {
     loop {
         if let Some(stream) = accept(listener) {
-            // It is the client's loss.
+            // The client may have gone.
             let _ = answer(&stream, |text| metrics(server, text));
         }
     }
 }
 
-/// The next client. One thread waits for it at a time, so that one thread says why there is none.
+/// The next client. One thread at a time waits for it, so that errors are logged once.
 fn accept(listener: &Mutex<Listener>) -> Option<TcpStream> {
     let mut listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
     match listener.socket.accept() {
@@ -148,15 +148,15 @@ fn answer(
         _ => metrics(&mut body)?,
     }
     body.end()?;
-    // Closed with something unread, the connection would be reset, and the answer with it.
+    // Closing with unread data would reset the connection and lose the reply.
     stream.shutdown(Shutdown::Write)?;
     stream.set_read_timeout(Some(Duration::from_millis(100)))?;
     let rest = io::copy(&mut stream.take(REQUEST_BYTES_MAX as u64), &mut io::sink());
     rest.map(drop)
 }
 
-/// The body of an answer, sent when there is a piece of it. In chunks (RFC 9112, 7.1), so that a client knows whether
-/// it has all of it; one that speaks HTTP/1.0 has it all when the connection ends.
+/// The body of a reply, sent in chunks (RFC 9112, 7.1), so that a client detects a truncated reply. With HTTP/1.0, it
+/// ends with the connection.
 struct Body<'a> {
     stream: &'a TcpStream,
     deadline: Instant,
@@ -221,7 +221,7 @@ impl Body<'_> {
 #[derive(Debug, PartialEq)]
 enum Parsed {
     More,
-    /// What is asked for is there, and may be sent in chunks (not to HTTP/1.0).
+    /// The path exists. Chunks are allowed, except for HTTP/1.0.
     Path {
         chunked: bool,
     },
@@ -246,7 +246,7 @@ fn path(request: &[u8]) -> Parsed {
     }
 }
 
-/// One disk, as it is shown.
+/// What metrics show of a disk.
 struct Shown {
     name: String,
     size: u64,
@@ -275,7 +275,7 @@ fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
          of which only sum and count are given: held back, in the image, in the engine, and on the way to the used ring.",
     )?;
     for disk in disks.iter().filter(|disk| was_used(&disk.counts)) {
-        // One disk's at a time: they are larger than all else.
+        // One disk's at a time, since histograms are large.
         if let Some(stats) = server.served(&disk.name, |export| export.disk.stats()) {
             write_latencies(&mut text, &disk.name, &stats)?;
         }
@@ -330,7 +330,7 @@ const OF_DISKS: [OfDisk; 5] = [
     ),
 ];
 
-/// The same for each operation of each disk; all are counters.
+/// A family of counters for each operation of each disk.
 type OfOperation = (&'static str, &'static str, fn(&RequestStats) -> u64);
 
 const OF_OPERATIONS: [OfOperation; 3] = [

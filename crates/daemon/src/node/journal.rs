@@ -12,9 +12,9 @@ use image::{JournalEvent, JournalFile, JournalOwner, PlainFile, journal_owner};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
+use crate::config::sockets;
 use crate::credentials::{self, UserAccount};
 use crate::node::storage::FileStorage;
-use crate::socket;
 
 /// A file for each writable image, in the directory of the disks' default sockets. That is a tmpfs nearly everywhere,
 /// which suffices: journals are useless after a crash of the host.
@@ -62,7 +62,7 @@ impl Journals {
     /// another user's image.
     pub fn new(user: Option<&UserAccount>) -> Self {
         let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
-        let directory = socket::directory().join(name);
+        let directory = sockets::directory().join(name);
         let problem = credentials::make_directory(&directory, user).err();
         Self {
             directory,

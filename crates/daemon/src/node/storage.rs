@@ -133,6 +133,8 @@ impl Aligned {
 
 #[cfg(test)]
 mod tests {
+    use block::CacheMode;
+
     use super::*;
 
     #[test]

@@ -12,27 +12,27 @@ use landlock::{
 
 use super::OutsideSandbox;
 
-/// Where this process must get at files.
+/// What this process may open, by kind of access.
 #[derive(Default)]
 pub struct AllowedPaths {
-    /// Of disks, and all below; or block devices.
+    /// Directories of disks, with everything below, or block devices.
     storage: Vec<PathBuf>,
     sockets: Vec<PathBuf>,
     readable: Vec<PathBuf>,
-    /// Of files that ringdisk makes and removes.
+    /// Directories of files that ringdisk creates and removes.
     kept: Vec<PathBuf>,
     /// Disks may be anywhere.
     pub anywhere: bool,
-    /// A disk is in a Ceph cluster, or may come to be in one: its library reads what it likes, and has a network.
+    /// Disks may be in Ceph clusters: librbd needs the network and reads files of its choice.
     pub cluster: bool,
 }
 
 impl AllowedPaths {
-    /// A disk, and what lies beside it: its backing files, and others that take its place. Of a device, no other.
+    /// Adds a disk, with its directory: backing files and replacements may be there. For a device, only the device.
     pub fn disk(&mut self, path: &Path) {
-        // Devices are found by links.
+        // Paths of devices are links.
         let Ok(path) = fs::canonicalize(path) else {
-            // A file that has been renamed, which a process has open that hands it over. Among devices, no other.
+            // The file may have been renamed, and be inherited. Among devices, only this one.
             let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
             self.storage
                 .extend(directory.filter(|d| !d.starts_with("/dev")));
@@ -45,12 +45,12 @@ impl AllowedPaths {
         }
     }
 
-    /// A directory of disks.
+    /// Adds a directory of disks.
     pub fn storage(&mut self, directory: &Path) {
         self.storage.extend(fs::canonicalize(directory));
     }
 
-    /// A socket, whose directory is made if need be.
+    /// Adds the directory of a socket, and creates it if necessary.
     pub fn socket(&mut self, path: &Path) {
         if let Ok(path) = std::path::absolute(path)
             && let Some(directory) = path.parent()
@@ -60,17 +60,17 @@ impl AllowedPaths {
         }
     }
 
-    /// A directory of sockets.
+    /// Adds a directory of sockets.
     pub fn sockets(&mut self, directory: &Path) {
         self.sockets.extend(fs::canonicalize(directory));
     }
 
-    /// A directory of files that ringdisk keeps for itself.
+    /// Adds a directory for ringdisk's own files.
     pub fn kept(&mut self, directory: &Path) {
         self.kept.extend(fs::canonicalize(directory));
     }
 
-    /// What is only read, and all below.
+    /// Adds a path for reading, with everything below.
     pub fn readable(&mut self, path: &Path) {
         let path = if path.as_os_str().is_empty() {
             Path::new(".")
@@ -81,15 +81,15 @@ impl AllowedPaths {
     }
 }
 
-/// What may be opened.
+/// The restrictions that apply.
 pub struct Files {
     paths: AllowedPaths,
-    /// Not all that Landlock can do works with this kernel.
+    /// This kernel supports only a part of the restrictions.
     partly: bool,
 }
 
 impl Files {
-    /// Restricts this thread, and those that it starts, to these places.
+    /// Restricts this thread, and those that it starts, to these paths.
     ///
     /// # Errors
     /// Why not.
@@ -101,7 +101,7 @@ impl Files {
         let read = AccessFs::ReadFile | AccessFs::ReadDir;
         let storage = read | AccessFs::WriteFile | AccessFs::Truncate | AccessFs::IoctlDev;
         let sockets = AccessFs::ReadDir | AccessFs::MakeSock | AccessFs::RemoveFile;
-        // What the kernel says of devices, NUMA nodes and this process.
+        // The kernel's information about devices, NUMA nodes and this process.
         let system = ["/sys", "/proc/self", "/proc/sys/kernel"].map(PathBuf::from);
         let restrict = || {
             let mut ruleset = Ruleset::default()
@@ -158,21 +158,21 @@ impl Files {
         }
     }
 
-    /// Whether a disk may be there.
+    /// Checks that a disk may be at this path.
     pub fn check(&self, path: &Path) -> Result<(), OutsideSandbox> {
-        // What is not there is told by whoever wants to open it.
+        // A missing file is reported when it is opened.
         let Ok(real) = fs::canonicalize(path) else {
             return Ok(());
         };
         self.is_in(&self.paths.storage, path, &real)
     }
 
-    /// Whether a socket may be there.
+    /// Checks that a socket may be at this path.
     pub fn check_socket(&self, path: &Path) -> Result<(), OutsideSandbox> {
         let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
         match directory {
             Some(real) => self.is_in(&self.paths.sockets, path, &real.join("any")),
-            // It would have to be made.
+            // The directory would have to be created.
             None => self.is_in(&self.paths.sockets, path, path),
         }
     }

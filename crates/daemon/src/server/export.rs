@@ -16,6 +16,7 @@ use guest::{SavedSession, SessionEnd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tracing::{error, info, warn};
 
+use crate::config::sockets;
 use crate::config::spec::{DiskSpec, SocketAccess};
 use crate::inherited::{Gate, InheritedExport};
 use crate::node::Node;
@@ -69,7 +70,7 @@ impl From<&DiskSpec> for ExportSpec {
     fn from(disk: &DiskSpec) -> Self {
         Self {
             id: disk.name.clone(),
-            socket: socket::path(disk),
+            socket: sockets::path(disk),
             socket_access: disk.socket_access,
             queues: disk.queues,
             queue_size: disk.queue_size,

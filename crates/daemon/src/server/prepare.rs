@@ -10,6 +10,7 @@ use engine::Identity;
 use super::replace::close;
 use super::{DISKS_MAX, Server, ServerError, ServerState, identity};
 use crate::config::conflicts::ConflictError;
+use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::Node;
 use crate::server::connection_info::ConnectionInfo;
@@ -92,7 +93,7 @@ impl Server {
             .map(|(path, id)| (socket::canonical_path(&path), id));
         let mut sockets: BTreeMap<PathBuf, String> = context.collect();
         for disk in &end.starts {
-            let path = socket::path(disk);
+            let path = sockets::path(disk);
             if let Some(other) = sockets.insert(socket::canonical_path(&path), disk.name.clone()) {
                 let e = ConflictError::SameSocket(other, disk.name.clone(), path);
                 return Err(fail(&disk.name, e.into()));

@@ -19,17 +19,17 @@ use crate::upgrade::protocol::{
     Channel, Launched, Outcome, ReplyOrFailure, UpgradeReply, UpgradeRequest, program,
 };
 
-/// How long all of it may take; the server gives up sooner.
+/// How long an upgrade may take. The server's own limits are shorter.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(clap::Args)]
 #[command(after_help = "Example:
   apt install ./ringdisk_0.2.0-1_amd64.deb && ringdisk upgrade
 
-The program that is run takes over from the one that serves, with its arguments, and with what the configuration
-says by now. VMs stay connected and notice a short pause. If anything goes wrong, the one that serves goes on, and
-the exit code is 1. Requests under way are finished first, those that a limit holds back at once; if that takes more
-than 5 s, the upgrade is given up.")]
+The new program takes over from the running one, with the same arguments and the present configuration. VMs stay
+connected and see a short pause. If anything fails, the running program continues to serve, and the exit code is 1.
+Requests in flight finish first, and those that a limit delays are not delayed further; if that takes more than 5 s, the
+upgrade is cancelled.")]
 pub struct Args {
     /// Program that takes over; default: this one
     #[arg(long, value_name = "PATH")]
@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> CommandResult {
     take_over(&args.connection, &ask, args.program.as_deref()).map(drop)
 }
 
-/// The same, if the program that serves is another than this one. Says whether it was.
+/// Upgrades if the running program is not this one. Returns whether it did.
 pub fn if_changed(connection: &Connection) -> Result<bool, CommandLineError> {
     let ask = UpgradeRequest {
         unless_running: program(),
@@ -70,7 +70,7 @@ fn take_over(
     let deadline = Instant::now() + TIMEOUT;
     let socket = path_of(&control, "upgrade");
     let server = match connect_to(&socket) {
-        // An older one does not know how, or none runs at all, which a reload says.
+        // An older version has no such socket. If none runs at all, the reload reports that.
         Err(e) if ask.unless_running.is_some() && e.kind() == io::ErrorKind::NotFound => {
             return Ok(false);
         }
@@ -85,23 +85,23 @@ fn take_over(
     let asked = server.send(ask, &[], deadline);
     asked.map_err(here("cannot ask for an upgrade"))?;
     let Some((mut child, pid)) = launch(&server, &control, program, deadline).map_err(here(
-        "the program that serves goes on as before: the one that is to take over cannot be started",
+        "the running program continues to serve: the new one cannot be started",
     ))?
     else {
         return Ok(false);
     };
     let outcome = server.receive::<Outcome>(deadline);
     let failed = |why: String, child: &mut Child| {
-        // With all that it has started: they have the log, and a socket to the one that serves.
+        // With its children: they have descriptors of the log, and a socket to the running process.
         let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
-        // Not for ever: it may be in the kernel, with storage that does not answer.
+        // Up to a limit: it may hang in the kernel, waiting for storage.
         while let Ok(None) = child.try_wait()
             && Instant::now() < deadline
         {
             std::thread::sleep(Duration::from_millis(10));
         }
         Err(CommandLineError::Here(
-            "the program that serves goes on as before",
+            "the running program continues to serve",
             io::Error::other(why),
         ))
     };
@@ -110,8 +110,8 @@ fn take_over(
             Err(CommandLineError::Here(
                 "nothing is served",
                 io::Error::other(format!(
-                    "process {pid} took over and has ended, its log says why; start ringdisk again, and VMs that \
-                     connect again go on"
+                    "process {pid} took over and has exited, its log says why; start ringdisk again, then VMs that \
+                     reconnect continue"
                 )),
             ))
         }
@@ -129,9 +129,9 @@ fn take_over(
             Ok(true)
         }
         Ok((Outcome { error: Some(e), .. }, _)) => failed(e, &mut child),
-        // Whichever of the two serves, it knows, and the other ends by itself.
+        // The two processes have decided which of them serves; the other one exits by itself.
         Err(e) => Err(CommandLineError::Here(
-            "the program that serves does not say how it went; 'ringdisk list' and the log do",
+            "the running program has not reported the result; see 'ringdisk list' and the log",
             e,
         )),
     }
@@ -144,7 +144,7 @@ fn connect_to(path: &Path) -> io::Result<Channel> {
     Ok(Channel::from(socket))
 }
 
-/// Starts the new process as the old one was started, and with its output. `None` if it is the same program.
+/// Starts the new process like the old one, and with the same output. `None` if it is the same program.
 fn launch(
     server: &Channel,
     control: &Path,
@@ -156,7 +156,9 @@ fn launch(
         ReplyOrFailure::UpgradeReply(answer) => answer,
         ReplyOrFailure::Failed(outcome) => {
             let why = outcome.error.unwrap_or_default();
-            return Err(io::Error::other(format!("who serves says: {why}")));
+            return Err(io::Error::other(format!(
+                "the running program reports: {why}"
+            )));
         }
     };
     if answer == UpgradeReply::SameProgram {
@@ -186,7 +188,7 @@ fn launch(
         .stdin(channel)
         .stdout(next()?)
         .stderr(next()?)
-        // It must not end with this one's terminal.
+        // It must survive the end of this terminal.
         .process_group(0)
         .spawn()
         .map_err(|e| {
@@ -198,13 +200,13 @@ fn launch(
     Ok(Some((child, pid)))
 }
 
-/// Whether this process is in the same control group as the one that has made the channel: systemd takes no other for the
-/// service's.
+/// Whether this process is in the control group of the server, which made the channel. systemd accepts no other process
+/// as the service.
 fn shares_cgroup(channel: &OwnedFd) -> bool {
     let group = |process: String| std::fs::read(format!("/proc/{process}/cgroup")).ok();
     let server = socket_peercred(channel).map(|server| server.pid.as_raw_nonzero());
     match server.map(|pid| group(pid.to_string())) {
-        // Nobody hides there from who serves: where that can't be seen, there is another reason.
+        // If it cannot be read, the reason is another one.
         Ok(Some(theirs)) => group("self".into()).is_none_or(|ours| ours == theirs),
         _ => true,
     }

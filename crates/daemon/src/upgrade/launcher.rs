@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Where a service manager listens, reads the log and has made directories, where this user has one, and what is logged.
+/// Variables that are passed on: of the service manager, the runtime directory, and the log level.
 const ENVIRONMENT: [&str; 6] = [
     "NOTIFY_SOCKET",
     "JOURNAL_STREAM",
@@ -24,7 +24,7 @@ const ENVIRONMENT: [&str; 6] = [
     "RINGDISK_LOG",
 ];
 
-/// The argument of a process that is to take over.
+/// The argument that tells a process to take over.
 const TAKE_OVER: &str = "--take-over";
 
 /// Longest file that is read, in bytes; the kernel takes 2 MiB of arguments.
@@ -33,7 +33,7 @@ const BYTES_MAX: u64 = 32 << 20;
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Launch {
-    /// Those after the program.
+    /// Without the program.
     pub arguments: Vec<OsString>,
     pub environment: Vec<(String, OsString)>,
     pub directory: PathBuf,
@@ -46,7 +46,7 @@ impl Launch {
     /// The directory is gone.
     pub fn here() -> io::Result<Self> {
         let set = |name: &str| Some((name.to_owned(), std::env::var_os(name)?));
-        // The argument that told a process to take over is not one of those that the user gave.
+        // `--take-over` is not an argument of the user.
         let arguments = std::env::args_os().skip(1);
         let arguments = arguments.filter(|argument| argument != TAKE_OVER);
         Ok(Self {
@@ -59,7 +59,7 @@ impl Launch {
     /// The arguments of a process that takes over from this one.
     pub fn taking_over(&self) -> Vec<OsString> {
         let mut arguments = self.arguments.clone();
-        // Right after the name of the command: `--` makes names of disks of what follows it.
+        // Right after the subcommand: after `--`, it would be a disk.
         let at = arguments.len().min(1);
         arguments.insert(at, TAKE_OVER.into());
         arguments
@@ -139,10 +139,10 @@ impl Launch {
         }
     }
 
-    /// From the bytes of the file.
+    /// Parses the file.
     ///
     /// # Errors
-    /// They say something else.
+    /// It is not valid.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let launch: Self = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
         let known = |(name, _): &(String, _)| ENVIRONMENT.contains(&name.as_str());
@@ -153,7 +153,7 @@ impl Launch {
     }
 }
 
-/// Where it is written down.
+/// The path of the file.
 pub fn path(control: &Path) -> PathBuf {
     path_of(control, "start")
 }

@@ -41,13 +41,13 @@ use serde::{Deserialize, Serialize};
 use crate::config::spec::SpecError;
 use crate::inherited::{FileIdentity, InheritedDisk};
 
-/// Of the messages below. Version 1 did not say what disks are on.
+/// The version of the messages. Version 1 lacked the files of disks.
 pub const PROTOCOL: u32 = 2;
 
-/// Bytes of a message at most: those of 4096 disks with sessions of 256 queues.
+/// Limit of a message in bytes: 4096 disks with sessions of 256 queues.
 const BYTES_MAX: usize = 256 << 20;
 
-/// Descriptors of a message at most; the kernel's own limit for a process is about as large.
+/// Limit of descriptors in a message; the kernel's limit for a process is similar.
 const DESCRIPTORS_MAX: usize = 1 << 20;
 
 /// Bytes and descriptors of a packet; the kernel takes 253 descriptors.
@@ -100,9 +100,9 @@ pub struct Hello {
     pub version: String,
 }
 
-/// All that is handed over. The descriptors are those of `files` files, of the lock on the state, of the sockets for
-/// commands, for upgrades and for metrics, and then, for each export, its socket's, and its connection's with those of
-/// the session.
+/// Everything that is handed over. Its descriptors, in this order: `files` files; the lock of the state directory; the
+/// sockets for commands, upgrades and metrics; for each export, its socket, and then its connection with the
+/// descriptors of the session.
 #[derive(Serialize, Deserialize)]
 pub struct Handover {
     pub files: usize,
@@ -200,7 +200,7 @@ struct MessageHeader {
     descriptors: usize,
 }
 
-/// Bytes of a head: two numbers, the least significant byte first.
+/// Length of the header in bytes: two little-endian numbers.
 const HEAD: usize = 16;
 
 impl MessageHeader {
@@ -229,10 +229,10 @@ impl MessageHeader {
 pub struct Channel(OwnedFd);
 
 impl Channel {
-    /// Both ends.
+    /// Both ends of a new connection.
     ///
     /// # Errors
-    /// What the kernel said.
+    /// The system call failed.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (ours, theirs) = socketpair(
             AddressFamily::UNIX,
@@ -247,16 +247,16 @@ impl Channel {
         self.0
     }
 
-    /// Takes nothing more from the other side. What has come before can still be received.
+    /// Refuses further messages. Those that have arrived can still be received.
     pub fn close_for_receiving(&self) {
-        // Of a pair of sockets that is open, it cannot fail.
+        // Cannot fail for an open pair of sockets.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Read);
     }
 
     /// Sends a message.
     ///
     /// # Errors
-    /// The other side is gone, or does not take it in time.
+    /// The other side has closed, or does not receive it in time.
     pub fn send(
         &self,
         message: &impl Serialize,
@@ -293,7 +293,7 @@ impl Channel {
             wait(self.0.as_fd(), PollFlags::OUT, deadline)?;
             let mut control = SendAncillaryBuffer::new(&mut space);
             if !descriptors.is_empty() {
-                // There is room for them.
+                // The buffer is large enough.
                 control.push(SendAncillaryMessage::ScmRights(descriptors));
             }
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
@@ -307,7 +307,7 @@ impl Channel {
     /// Receives a message.
     ///
     /// # Errors
-    /// The other side is gone, nothing comes in time, or it is another message.
+    /// The other side has closed, nothing arrives in time, or it is another message.
     pub fn receive<T: DeserializeOwned>(
         &self,
         deadline: Instant,
@@ -351,7 +351,7 @@ impl Channel {
                 }
             }
             if received.flags.contains(ReturnFlags::CTRUNC) {
-                // There is room for all that one packet has: it is this process that may have no more.
+                // The buffer is large enough: this process has reached its limit of descriptors.
                 return Err(Errno::MFILE.into());
             }
             if received.bytes == 0 {
@@ -372,7 +372,7 @@ impl From<OwnedFd> for Channel {
 /// Waits until a descriptor is ready.
 ///
 /// # Errors
-/// It is not, in time.
+/// It does not become ready in time.
 pub fn wait(fd: BorrowedFd<'_>, what: PollFlags, deadline: Instant) -> io::Result<()> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -380,7 +380,7 @@ pub fn wait(fd: BorrowedFd<'_>, what: PollFlags, deadline: Instant) -> io::Resul
             return Err(io::ErrorKind::TimedOut.into());
         }
         let mut ready = [PollFd::from_borrowed_fd(fd, what)];
-        // Rounded up, so that there is no turn with nothing left to wait for.
+        // Rounded up, since a timeout of 0 would spin.
         let left = (left + Duration::from_millis(1)).try_into();
         match poll(&mut ready, left.as_ref().ok().map(|left: &Timespec| left)) {
             Ok(0) | Err(Errno::INTR) => {}
@@ -389,7 +389,7 @@ pub fn wait(fd: BorrowedFd<'_>, what: PollFlags, deadline: Instant) -> io::Resul
     }
 }
 
-/// What tells this program from others, as `DEVICE:INODE` of its file.
+/// Identifies this program: `DEVICE:INODE` of its file.
 pub fn program() -> Option<String> {
     let file = std::fs::metadata(Path::new("/proc/self/exe")).ok()?;
     Some(format!("{}:{}", file.dev(), file.ino()))

@@ -217,7 +217,10 @@ fn guest_io_continues_in_the_overlay() {
             qemu::check(at, image, false);
         }
         assert!(
-            !ringdisk.server.log().contains("not closed in order"),
+            !ringdisk
+                .server
+                .log()
+                .contains("could not be closed cleanly"),
             "{}",
             ringdisk.server.log()
         );
@@ -339,7 +342,7 @@ fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
     let Controlled { server, dir, .. } = ringdisk;
     drop(server);
     let ringdisk = Controlled::start_in(dir, &arguments);
-    ringdisk.server.wait_for_log(&["are done again"]);
+    ringdisk.server.wait_for_log(&["replayed"]);
     let socket = ringdisk.path("disk.sock");
     guest.device.reconnect(socket, &two_queues()).unwrap();
     guest.run(Duration::from_millis(50));

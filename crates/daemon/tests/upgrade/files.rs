@@ -378,7 +378,9 @@ fn renamed_file_is_handed_over() {
     served.replace("a", &here.path("a2.raw"));
     here.write(&[("a", "a.raw", "a.sock"), ("b", "b2.raw", "b.sock")], "");
     served.upgrade(&[]);
-    served.first.wait_for_log(&["disk b", "goes by", "b2.raw"]);
+    served
+        .first
+        .wait_for_log(&["disk b", "is now named", "b2.raw"]);
     for (disk, file) in [("a", "a2.raw"), ("b", "b2.raw")] {
         let file = here.path(file);
         assert_eq!(served.disk(disk)["file"], file.to_str().unwrap());
@@ -388,7 +390,10 @@ fn renamed_file_is_handed_over() {
     // The name of another disk's file is not mistaken for it.
     fs::rename(here.path("b2.raw"), here.path("b3.raw")).unwrap();
     fs::copy(here.path("b3.raw"), here.path("b2.raw")).unwrap();
-    served.assert_upgrade_fails(Path::new(BINARY), "b2.raw by now, 'ringdisk replace b");
+    served.assert_upgrade_fails(
+        Path::new(BINARY),
+        "b2.raw, name the VM's own file with 'ringdisk replace b",
+    );
     here.write_goes_to(&mut b, 32, "b3.raw", &["b2.raw"]);
     served.end();
 }
@@ -409,7 +414,7 @@ fn guest_never_moves_to_another_file() {
     };
 
     here.write(&[("a", "a.raw", "b.sock"), ("b", "b.raw", "a.sock")], "");
-    let words = "disk 'a' is on another file than the disk that is served at";
+    let words = "uses another file than disk 'a' has now";
     served.assert_upgrade_fails(Path::new(BINARY), words);
     log(&served, words);
     fs::write(here.path("config.toml"), "disks = 2").unwrap();

@@ -93,7 +93,7 @@ impl Served {
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         println!("{}", text.trim_end());
         let fits = words.split('|').any(|words| text.contains(words));
-        assert!(fits && text.contains("goes on"), "{text}");
+        assert!(fits && text.contains("continues to serve"), "{text}");
         assert_eq!(self.list(), 0, "the old process must answer");
     }
 

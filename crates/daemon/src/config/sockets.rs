@@ -1,0 +1,29 @@
+//! Default paths of sockets.
+
+use std::path::PathBuf;
+
+use crate::config::spec::DiskSpec;
+
+/// The path of a disk's socket.
+pub fn path(spec: &DiskSpec) -> PathBuf {
+    let default = || directory().join(format!("{}.sock", spec.name));
+    spec.socket.clone().unwrap_or_else(default)
+}
+
+/// The default directory of sockets: that of the service manager (systemd.exec(5), `RuntimeDirectory`), otherwise the
+/// user's runtime directory. Never one that others may write to: a process that replaces the socket would receive the
+/// guest's memory.
+pub fn directory() -> PathBuf {
+    let root = rustix::process::geteuid().is_root();
+    if let Some(first) = std::env::var_os("RUNTIME_DIRECTORY")
+        .and_then(|all| std::env::split_paths(&all).next())
+        .filter(|first| first.is_absolute())
+    {
+        return first;
+    }
+    match std::env::var_os("XDG_RUNTIME_DIR") {
+        _ if root => "/run/ringdisk".into(),
+        Some(directory) => PathBuf::from(directory).join("ringdisk"),
+        None => std::env::current_dir().unwrap_or_default(),
+    }
+}
