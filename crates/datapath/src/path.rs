@@ -178,11 +178,10 @@ impl<E: Engine> Worker<E> {
                     }
                 }
             }
-            let ticket = fetched.chain.ticket();
-            let (segments, stamps) = (fetched.segments, needs.stamps);
+            let (chain, segments, stamps) = (&fetched.chain, fetched.segments, needs.stamps);
             match plan::plan(&queue.disk, &queue.image, fetched.request) {
                 Plan::Operation(request, at) => {
-                    let slot = (queue.slots).take(ticket, request, at, segments, stamps);
+                    let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
                     self.submit(RequestId {
                         queue: number,
                         slot,
@@ -192,14 +191,14 @@ impl<E: Engine> Worker<E> {
                 }
                 Plan::Map(request) => {
                     let at = FileOffset(0);
-                    let slot = (queue.slots).take(ticket, request, at, segments, stamps);
+                    let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
                     self.fetching.starting.push(slot);
                     submitted += 1;
                     continue;
                 }
                 Plan::Sync(request) => {
                     let at = FileOffset(0);
-                    let slot = (queue.slots).take(ticket, request, at, segments, stamps);
+                    let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
                     self.advance(
                         RequestId {
                             queue: number,
@@ -212,7 +211,9 @@ impl<E: Engine> Worker<E> {
                 }
                 Plan::Done(status, written) => {
                     queue.tally.answered(&fetched.request, status, stamps);
-                    queue.ring.complete(&ticket, status as u8, written + 1);
+                    queue
+                        .ring
+                        .complete(&chain.ticket(), status as u8, written + 1);
                 }
                 Plan::Id => fetch::answer_id(queue, &fetched),
             }
@@ -384,8 +385,13 @@ impl<E: Engine> Worker<E> {
             match Event::from(completion.token) {
                 Event::Operation(id) => {
                     let queue = self.queues.get(id.queue);
-                    let next = complete::operation(queue, id.slot, completion.result);
-                    self.advance(id, next);
+                    match complete::operation(queue, id.slot, completion.result) {
+                        // Nearly all requests, past the other stages: this saves 60 instructions for each.
+                        Next::Moved if !sync::is_needed(queue, id.slot) => {
+                            self.finish(id, Ending::OK);
+                        }
+                        next => self.advance(id, next),
+                    }
                 }
                 Event::Kick { queue } => {
                     // A kick may be reaped in the same batch as the end of the queue's last request.

@@ -20,7 +20,7 @@ const EAGAIN: i32 = -11;
 const EOPNOTSUPP: i32 = -95;
 
 /// What comes next for a request whose operation has this result: a number of bytes, or a negative errno.
-#[inline]
+#[inline(always)]
 pub(crate) fn operation(queue: &mut Queue, slot: u16, result: i32) -> Next {
     let s = queue.slots.get(slot);
     match (result, s.request) {
@@ -90,7 +90,7 @@ pub(crate) struct Finished {
 
 /// Gives back what a request has, and puts its status into the used ring. It has no clusters to be given back. `reaped_ns`
 /// is when its completion was reaped; 0 until a request of the batch asks for it.
-#[inline]
+#[inline(always)]
 pub(crate) fn finish(
     queue: &mut Queue,
     slot: u16,

@@ -86,10 +86,12 @@ pub(crate) struct Fetched<'a> {
     pub request: Request,
     /// The guest's buffers for its data.
     pub segments: &'a [Segment],
+    /// All buffers that the guest lets ringdisk write to, but for the status.
+    pub writable: &'a [Segment],
 }
 
 /// Fetches the next request of a queue. `None` if the disk does not allow it, and it was refused.
-#[inline]
+#[inline(always)]
 pub(crate) fn next<'a>(
     queue: &mut Queue,
     scratch: &'a mut [Segment],
@@ -111,19 +113,20 @@ pub(crate) fn next<'a>(
         }
     };
     let segments = match request {
-        Request::Read { .. } | Request::GetId => writable,
+        Request::Read { .. } => writable,
         _ => readable,
     };
     Ok(Some(Fetched {
         chain,
         request,
         segments,
+        writable,
     }))
 }
 
 /// Answers a request for the disk's serial.
 pub(crate) fn answer_id(queue: &mut Queue, fetched: &Fetched) {
-    let written = queue.ring.copy_to(fetched.segments, &queue.disk.id) as u32;
+    let written = queue.ring.copy_to(fetched.writable, &queue.disk.id) as u32;
     let ticket = fetched.chain.ticket();
     queue.ring.complete(&ticket, Status::Ok as u8, written + 1);
 }

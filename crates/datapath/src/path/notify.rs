@@ -13,7 +13,7 @@ use crate::queue::{Interrupt, Queue, Queues};
 ///
 /// # Errors
 /// The front-end has blocked this thread, and all other front-ends that are served here.
-#[inline]
+#[inline(always)]
 pub(crate) fn publish(queue: &mut Queue, notifier: &Notifier) -> Result<(), Blocked> {
     queue.tally.count(queue.slots.taken());
     let interrupted = if queue.ring.publish() {

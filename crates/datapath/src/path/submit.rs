@@ -13,7 +13,7 @@ use crate::resources::bounce::{self, BOUNCE_BYTES, BouncePool};
 use crate::thread_disk::ThreadDisks;
 
 /// Submits the operation that a request needs next. The engine has room for it.
-#[inline]
+#[inline(always)]
 pub(crate) fn submit<E: Engine>(
     engine: &mut E,
     id: RequestId,

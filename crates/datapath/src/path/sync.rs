@@ -18,7 +18,7 @@ use crate::thread_disk::{SyncWaiter, ThreadDisk};
 use crate::wake::Wake;
 
 /// Whether a request whose bytes were moved must be durable before it completes.
-#[inline]
+#[inline(always)]
 pub(crate) fn is_needed(queue: &mut Queue, slot: u16) -> bool {
     let s = queue.slots.get(slot);
     match s.request {
