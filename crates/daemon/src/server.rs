@@ -9,6 +9,7 @@ pub mod handover;
 pub mod iothreads;
 pub mod reload;
 
+mod deadline;
 mod numa;
 mod persist;
 mod prepare;
@@ -41,11 +42,12 @@ use crate::server::iothreads::IoThreads;
 use crate::socket::Socket;
 use crate::state::store::{Configured, StateStore};
 
+use deadline::{SHUTDOWN_TIMEOUT, with_deadline};
 pub use error::ServerError;
 use handover::HandoverState;
 pub use prepare::{PreparedDisk, TargetState};
 pub use replace::Move;
-use shutdown::{SHUTDOWN_TIMEOUT, stop, sync, with_deadline};
+use shutdown::{stop, sync};
 pub use watch::DiskView;
 use watch::LatencyMode;
 

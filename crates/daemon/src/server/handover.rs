@@ -17,7 +17,7 @@ use image::Format;
 use rustix::event::{EventfdFlags, eventfd};
 use thiserror::Error;
 
-use super::shutdown::with_deadline;
+use super::deadline::with_deadline;
 use super::{NodeEntry, Server, ServerError};
 use crate::inherited::{FileIdentity, InheritedDisk};
 use crate::node::Node;

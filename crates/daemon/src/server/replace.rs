@@ -10,7 +10,7 @@ use engine::OpenError;
 use image::Format;
 use tracing::{info, warn};
 
-use super::shutdown::{SHUTDOWN_TIMEOUT, with_deadline};
+use super::deadline::{SHUTDOWN_TIMEOUT, with_deadline};
 use super::{Server, ServerError, identity};
 use crate::config::spec::{DiskSpec, FileSpec, Problem};
 use crate::node::{Node, NodeError, format_of};

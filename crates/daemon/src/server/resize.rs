@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use tracing::warn;
 
-use super::shutdown::{ANSWER_TIMEOUT, with_deadline};
+use super::deadline::{ANSWER_TIMEOUT, with_deadline};
 use super::{Server, ServerError};
 use crate::node::Node;
 

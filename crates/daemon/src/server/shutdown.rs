@@ -1,22 +1,15 @@
 //! Stops disks: waits until requests in flight are done and durable, up to a limit.
 
 use std::io;
-use std::sync::mpsc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tracing::error;
 
+use super::deadline::{SHUTDOWN_TIMEOUT, begin, end};
 use super::{Server, ServerError, ServerState};
 use crate::node::Node;
 use crate::server::export::Export;
 use crate::server::handover::HandoverInhibitor;
-
-/// How long stopping one disk or all may take, including making writes durable. systemd kills after 90 s.
-pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// How long storage may take to answer a query.
-pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Server {
     /// Finishes requests in flight, disconnects front-ends, and makes everything durable. Waits at most a minute for storage
@@ -85,40 +78,6 @@ where
     result
 }
 
-type Task<T> = mpsc::Receiver<Result<T, ServerError>>;
-
-/// Runs work that may wait for storage in a thread of its own.
-fn begin<T: Send + 'static>(
-    name: &str,
-    work: impl FnOnce() -> Result<T, ServerError> + Send + 'static,
-) -> Result<Task<T>, ServerError> {
-    let (done, result) = mpsc::channel();
-    let thread = thread::Builder::new().name("closing".into());
-    thread
-        .spawn(move || drop(done.send(work())))
-        .map_err(|e| ServerError::Sync(name.into(), e))?;
-    Ok(result)
-}
-
-/// Waits for the work until the deadline. The thread stays until its storage answers.
-fn end<T>(name: &str, deadline: Instant, task: &Task<T>) -> Result<T, ServerError> {
-    // Work that is already done counts, even after the deadline.
-    let left = deadline.saturating_duration_since(Instant::now());
-    let left = left.max(Duration::from_millis(100));
-    match task.recv_timeout(left) {
-        Ok(result) => result,
-        Err(_) => Err(ServerError::NotResponding(name.into())),
-    }
-}
-
-pub(super) fn with_deadline<T: Send + 'static>(
-    name: &str,
-    deadline: Instant,
-    work: impl FnOnce() -> Result<T, ServerError> + Send + 'static,
-) -> Result<T, ServerError> {
-    end(name, deadline, &begin(name, work)?)
-}
-
 /// Finishes requests in flight, and makes them durable: through the disk, which knows of writes that the page cache has
 /// lost. The kernel reports each loss only once per file.
 pub(super) fn stop(export: Export) -> Result<(), ServerError> {
@@ -152,6 +111,8 @@ pub(super) fn sync(node: &Node) -> Result<(), ServerError> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use block::{CacheMode, ThrottleLimits};
 use tracing::{error, warn};
 
-use super::shutdown::{ANSWER_TIMEOUT, with_deadline};
+use super::deadline::{ANSWER_TIMEOUT, with_deadline};
 use super::{Server, ServerState};
 use crate::node::Node;
 use crate::server::export::Export;
