@@ -414,9 +414,9 @@ impl<E: Engine> Worker<E> {
     /// Takes a request from stage to stage, until it has ended or something else takes it further.
     pub fn advance(&mut self, id: RequestId, mut next: Next) {
         let slot = id.slot;
+        let queue = self.queues.get(id.queue);
+        let index = queue.thread_disk;
         loop {
-            let queue = self.queues.get(id.queue);
-            let index = queue.thread_disk;
             let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
             next = match next {
                 Next::InProgress => return,

@@ -36,10 +36,11 @@ pub(crate) fn touch(queue: &mut Queue, slots: &[u16]) {
     if slots.len() < 2 {
         return;
     }
+    let chain = chain(&queue.image);
     for &slot in slots {
         if let Request::Read { at, .. } | Request::Write { at, .. } = queue.slots.get(slot).request
         {
-            chain(&queue.image).prefetch(at);
+            chain.prefetch(at);
         }
     }
 }
@@ -98,6 +99,7 @@ pub(crate) fn next_piece(
 }
 
 /// Looks up the next piece of a read; `None` if that was of zeroes, which the guest has now.
+#[inline(always)]
 fn next_read(
     queue: &mut Queue,
     slot: u16,
@@ -152,6 +154,7 @@ fn next_read(
 }
 
 /// Looks up the next piece of a write, or takes clusters for it.
+#[inline(always)]
 fn next_write(queue: &mut Queue, slot: u16, disk: &ThreadDisk, buffers: &mut CowBuffers) -> Next {
     let (s, request) = (queue.slots.get(slot), queue.mapped.get(slot));
     let chain = chain(&queue.image);
@@ -264,6 +267,7 @@ pub(crate) fn next_turn(queue: &mut Queue, slot: u16) -> Next {
 }
 
 /// The operation of a piece has moved all its bytes.
+#[inline(always)]
 pub(crate) fn piece_moved(
     queue: &mut Queue,
     slot: u16,
@@ -292,6 +296,7 @@ pub(crate) fn piece_moved(
 }
 
 /// The piece is done, and what comes after it is looked up.
+#[inline(always)]
 fn piece_done(
     queue: &mut Queue,
     slot: u16,
@@ -428,6 +433,7 @@ impl<F: Fn() + Send + Sync> TaskWake for WakeRequest<F> {
     }
 }
 
+#[inline]
 fn chain(image: &Image) -> &Arc<Chain> {
     image.chain().expect("a mapped image is a chain")
 }

@@ -63,14 +63,14 @@ impl MappedRequest {
     }
 
     /// Makes a piece ready for the engine: it is at this place of this file.
-    #[inline]
+    #[inline(always)]
     pub fn set_piece(&mut self, slot: &mut Slot, file: FileId, at: FileOffset, len: u64) {
         self.set_len(slot, len);
         (slot.at, slot.left, self.file) = (at, len, file);
     }
 
     /// The next piece has `len` bytes: gives the slot their segments.
-    #[inline]
+    #[inline(always)]
     pub fn set_len(&mut self, slot: &mut Slot, len: u64) {
         self.len = len;
         if self.segments.is_empty() {
