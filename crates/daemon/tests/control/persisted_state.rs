@@ -281,7 +281,7 @@ fn later_configuration_wins_over_persisted_state() {
     assert_eq!(kept.disk("b")["limits"]["iops"], 77);
     let said = [
         "disk b",
-        "was detached by command",
+        "was detached at run time",
         "served again, from",
         "b.raw",
     ];

@@ -488,7 +488,7 @@ fn format_of_the_current_file_cannot_change() {
         assert_eq!(ringdisk.disk("a")["format"], format);
         super::server::rewrite(&mut device.queues[0]);
     };
-    let words = ["disk 'a'", "a.raw already, as raw", "format="];
+    let words = ["disk 'a'", "a.raw with format=raw", "format="];
     refused(&disk("a", "format = \"qcow2\""), &words, "raw");
     config.reload(&disk("a", ""));
     let image = |more: &str| disk("a", more).replace("a.raw\"", "image\"\nname = \"a\"");

@@ -288,7 +288,11 @@ fn impossible_configuration_disconnects_nobody() {
     fs::copy(served.path("renamed.raw"), served.path("a.raw")).unwrap();
     served.refuses(
         &[moved, b, c],
-        &["disk 'a'", "another file", "renamed.raw by now"],
+        &[
+            "disk 'a'",
+            "no longer the disk's file",
+            "renamed.raw by now",
+        ],
     );
     served.reload(&[("a", "renamed", "a", ""), b, c]);
     rewrite(&mut served.devices[0].queues[0]);

@@ -112,7 +112,7 @@ fn same_file_under_another_path_is_kept() {
         let path = ringdisk.path(name);
         assert_eq!(ringdisk.disk("disk")["file"], path.to_str().unwrap());
         // The same file in another format is refused.
-        let words = format!("{name} already, as raw");
+        let words = format!("{name} with format=raw");
         ringdisk
             .ringdisk(&["replace", "disk", name, "--format", "qcow2"])
             .assert_fails(1, &[&words]);
@@ -169,13 +169,13 @@ fn failed_replacement_leaves_the_disk_unchanged() {
                 &[
                     "absent.raw",
                     "no such file",
-                    "must hold what disk 'disk' holds",
+                    "must contain what disk 'disk' contains",
                 ],
             ),
             ("directory", &["directory"]),
             (
                 "empty.raw",
-                &["is empty", "must hold what disk 'disk' holds"],
+                &["is empty", "must contain what disk 'disk' contains"],
             ),
         ] {
             ringdisk
