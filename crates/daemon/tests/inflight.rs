@@ -131,7 +131,7 @@ fn journal_of_another_user_is_reported() {
     assert!(refused.contains("journals-nobody"), "{refused}");
     assert!(refused.contains("ran as another user"), "{refused}");
     let server = start(&nobody).unwrap();
-    server.wait_for_log(&["are done again"]);
+    server.wait_for_log(&["from the journal of a killed process"]);
     verify(&server);
     server.signal(Signal::KILL);
     drop(server);
@@ -192,7 +192,7 @@ fn journal_in_another_directory_is_reported() {
     server.wait_for_log(&["there is none at", "elsewhere/journals/"]);
     drop(server);
     let server = start("runtime");
-    server.wait_for_log(&["are done again"]);
+    server.wait_for_log(&["from the journal of a killed process"]);
     verify(&server);
 }
 
