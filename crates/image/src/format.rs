@@ -52,7 +52,7 @@ impl FromStr for Format {
         match text {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
-            _ => Err(format!("'{text}' is not a format; raw and qcow2 are")),
+            _ => Err(format!("'{text}' is not a supported format; use raw or qcow2")),
         }
     }
 }
