@@ -52,7 +52,9 @@ impl FromStr for Format {
         match text {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
-            _ => Err(format!("'{text}' is not a supported format; use raw or qcow2")),
+            _ => Err(format!(
+                "'{text}' is not a supported format; use raw or qcow2"
+            )),
         }
     }
 }
