@@ -323,7 +323,7 @@ fn resize_of_a_replaced_file_does_not_grow_the_disk() {
             setup.storage.control().held > 0
         });
         let moved = scope.spawn(|| ringdisk(&["replace", "disk", other.to_str().unwrap()]));
-        server.wait_for_log(&["disk disk: was on", "other.raw"]);
+        server.wait_for_log(&["disk disk: moved from", "other.raw"]);
         setup.storage.change(|s| s.hangs = false);
         (resized.join().unwrap(), moved.join().unwrap())
     });
