@@ -486,7 +486,8 @@ fn state_directory_is_exclusive_and_damage_is_refused() {
         ran.assert_fails(1, &["state.json", says, "Move it away"]);
     }
     fs::write(&file, text).unwrap();
-    let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[state, "null:1M".into()]);
+    let disk = format!("null:1M,socket={}.null", kept.ringdisk.control.display());
+    let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[state, disk]);
     let log = server.unwrap().log();
     assert!(!log.contains("cannot be read"), "{log}");
 }

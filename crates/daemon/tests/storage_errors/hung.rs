@@ -304,7 +304,11 @@ fn resize_of_a_replaced_file_does_not_grow_the_disk() {
     let other = setup.dir.path().join("other.raw");
     std::fs::write(&other, vec![0; DISK_BYTES as usize]).unwrap();
     let control = format!("--control={}", setup.control().display());
-    let arguments = ["null:1M".into(), control, allowed];
+    let unused = format!(
+        "null:1M,socket={}",
+        setup.dir.path().join("null.sock").display()
+    );
+    let arguments = [unused, control, allowed];
     let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
     // The disk has no front-end, so it moves at once.
     let file = setup.storage.file();
