@@ -118,7 +118,7 @@ pub fn made_at(sockets: &[(PathBuf, FileIdentity)], path: &Path) -> Option<Ident
     Some(made.into())
 }
 
-/// Removes a socket, unless something else is there by now.
+/// Removes a socket, unless something else has taken its place.
 fn remove_made(sockets: &[(PathBuf, FileIdentity)], path: &Path) {
     let there = fs::symlink_metadata(path);
     let is_it = |there: fs::Metadata| match made_at(sockets, path) {

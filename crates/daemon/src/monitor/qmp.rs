@@ -122,7 +122,7 @@ impl Qmp {
         let reloaded = self.config.as_ref().map(|config| config.reload(server));
         server.look_for_growth();
         let unreachable = server.recreate_sockets();
-        let none = "there is no configuration to be read anew; start ringdisk with --config FILE";
+        let none = "there is no configuration to reload; start ringdisk with --config FILE";
         let left_out = reloaded
             .ok_or_else(|| CommandError::generic(none))?
             .map_err(|e| CommandError::generic(e.to_string()))?;

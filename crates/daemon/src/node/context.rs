@@ -1,4 +1,4 @@
-//! What opening a disk needs besides its description, and how files are opened that images name.
+//! What opening a disk needs in addition to its description, and how the files that an image names are opened.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -61,7 +61,7 @@ impl AllowBacking {
     }
 }
 
-/// What opening a disk depends on, besides its description.
+/// What opening a disk depends on in addition to its description.
 #[derive(Clone)]
 pub struct OpenContext {
     pub allow_backing: AllowBacking,

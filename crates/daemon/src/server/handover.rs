@@ -26,7 +26,7 @@ use crate::server::export::Paused;
 use crate::socket::{BoundPath, PathStatus};
 use crate::state::Overrides;
 
-/// The sockets that are handed over besides those of disks, and whether a handover may begin.
+/// The sockets that are handed over in addition to those of disks, and whether a handover may begin.
 #[derive(Default)]
 pub struct HandoverState {
     pub control: Mutex<Option<OwnedFd>>,
