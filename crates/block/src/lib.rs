@@ -18,4 +18,4 @@ pub use limits::{explain, explain_thread, is_no_space, is_out_of_descriptors};
 pub use options::{Aio, CacheMode, DetectZeroes, Discard, OnError};
 pub use request::Request;
 pub use throttle::{Rate, ThrottleError, ThrottleLimits};
-pub use units::{DiskOffset, FileOffset, SECTOR_BYTES, Sector, format_size, parse_size};
+pub use units::{FileOffset, GuestOffset, SECTOR_BYTES, Sector, format_size, parse_size};

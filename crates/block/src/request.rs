@@ -1,4 +1,4 @@
-use crate::DiskOffset;
+use crate::GuestOffset;
 
 /// A guest's request to its disk, parsed and checked against the disk's size and block size.
 ///
@@ -8,14 +8,14 @@ pub enum Request {
     /// Fill the guest's buffers from the disk.
     Read {
         /// First byte on the disk.
-        at: DiskOffset,
+        at: GuestOffset,
         /// Length in bytes, a multiple of the logical block size.
         len: u64,
     },
     /// Write the guest's buffers to the disk.
     Write {
         /// First byte on the disk.
-        at: DiskOffset,
+        at: GuestOffset,
         /// Length in bytes, a multiple of the logical block size.
         len: u64,
     },
@@ -24,14 +24,14 @@ pub enum Request {
     /// The guest no longer needs this range; later reads may return anything.
     Discard {
         /// First byte on the disk.
-        at: DiskOffset,
+        at: GuestOffset,
         /// Length in bytes.
         len: u64,
     },
     /// This range reads as zeroes from now on.
     WriteZeroes {
         /// First byte on the disk.
-        at: DiskOffset,
+        at: GuestOffset,
         /// Length in bytes.
         len: u64,
         /// The space may be deallocated.

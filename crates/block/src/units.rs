@@ -11,20 +11,40 @@ pub struct Sector(pub u64);
 impl Sector {
     /// The same position in bytes, or `None` if it exceeds 64 bits.
     #[inline]
-    pub fn offset(self) -> Option<DiskOffset> {
-        self.0.checked_mul(SECTOR_BYTES).map(DiskOffset)
+    pub fn offset(self) -> Option<GuestOffset> {
+        self.0.checked_mul(SECTOR_BYTES).map(GuestOffset)
     }
 }
 
 /// A position on the guest's disk, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct DiskOffset(pub u64);
+pub struct GuestOffset(pub u64);
 
 /// A position in a host file or block device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileOffset(pub u64);
 
-impl Add<u64> for DiskOffset {
+impl GuestOffset {
+    /// The byte before; not for offset 0.
+    #[inline]
+    pub fn before(self) -> Self {
+        Self(self.0 - 1)
+    }
+
+    /// Rounds down to a multiple of `unit`, a power of two.
+    #[inline]
+    pub fn down_to(self, unit: u64) -> Self {
+        Self(self.0 & !(unit - 1))
+    }
+
+    /// Rounds up to a multiple of `unit`, a power of two.
+    #[inline]
+    pub fn up_to(self, unit: u64) -> Self {
+        Self((self.0 + (unit - 1)) & !(unit - 1))
+    }
+}
+
+impl Add<u64> for GuestOffset {
     type Output = Self;
 
     #[inline]
@@ -33,14 +53,14 @@ impl Add<u64> for DiskOffset {
     }
 }
 
-impl AddAssign<u64> for DiskOffset {
+impl AddAssign<u64> for GuestOffset {
     #[inline]
     fn add_assign(&mut self, bytes: u64) {
         self.0 += bytes;
     }
 }
 
-impl Sub for DiskOffset {
+impl Sub for GuestOffset {
     type Output = u64;
 
     #[inline]
@@ -121,7 +141,7 @@ mod tests {
 
     #[test]
     fn sector_beyond_64_bits_has_no_offset() {
-        assert_eq!(Sector(3).offset(), Some(DiskOffset(1536)));
+        assert_eq!(Sector(3).offset(), Some(GuestOffset(1536)));
         assert_eq!(Sector(u64::MAX / 512 + 1).offset(), None);
     }
 }

@@ -508,7 +508,7 @@ mod tests {
         let made = |tally: &Tally| tally.counters.times.each_ref().map(|t| t.get().is_some());
         tally.publish();
         assert_eq!(made(&tally), [false; KINDS]);
-        let at = block::DiskOffset(0);
+        let at = block::GuestOffset(0);
         let read = Request::Read { at, len: 512 };
         for (request, from) in [(read, 1), (Request::Flush, 2), (read, 3), (read, 4)] {
             tally.measured(&request, Stamps::all(from), from);

@@ -1,6 +1,6 @@
 //! virtio-blk: features, configuration space and requests (virtio 1.3 §5.2).
 
-use block::{DiskFacts, DiskOffset, Request, SECTOR_BYTES, Sector};
+use block::{DiskFacts, GuestOffset, Request, SECTOR_BYTES, Sector};
 use virtio_bindings::{virtio_blk as b, virtio_config as c, virtio_ring as r};
 
 use crate::Chain;
@@ -202,7 +202,7 @@ fn zeroes(kind: u32, bytes: &[u8; 16], size: u64, facts: &DiskFacts) -> Result<R
 }
 
 #[inline]
-fn range(sector: Sector, len: u64, size: u64, facts: &DiskFacts) -> Result<DiskOffset, Status> {
+fn range(sector: Sector, len: u64, size: u64, facts: &DiskFacts) -> Result<GuestOffset, Status> {
     let at = sector.offset().ok_or(Status::IoError)?;
     let block_mask = u64::from(facts.logical_block) - 1;
     let fits = at.0 <= size && len <= (size - at.0).min(REQUEST_BYTES_MAX);

@@ -6,7 +6,7 @@ mod open;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 
 pub use open::{ChainError, ChainOptions, FileRole, LayerFormat, OpenFiles, TopFile};
 
@@ -181,7 +181,7 @@ impl Chain {
     /// Where the range that starts at `at` is: the longest piece that is in one place. Uses memory only, without
     /// locks or system calls. Bytes after the end of the disk read as zeroes.
     #[inline]
-    pub fn map(&self, pin: &Pin, at: DiskOffset, len: u64) -> ReadLocation {
+    pub fn map(&self, pin: &Pin, at: GuestOffset, len: u64) -> ReadLocation {
         let mut len = len;
         for (number, layer) in self.layers.iter().enumerate() {
             let Some(inside) = layer.size().checked_sub(at.0).filter(|&inside| inside > 0) else {
@@ -196,7 +196,7 @@ impl Chain {
                 }
                 LayerImage::Qcow2(image) => image,
             };
-            match image.map(pin, at.into(), len) {
+            match image.map(pin, at, len) {
                 Mapping::Hole { len: hole } => len = hole,
                 Mapping::Data { at, len } => {
                     let at = at.in_file();
@@ -228,10 +228,10 @@ impl Chain {
     /// looking up the first of them. Their entries are spread over a large table, and the processor then waits for
     /// all of them at once instead of one after the other. There is no other effect.
     #[inline]
-    pub fn prefetch(&self, at: DiskOffset) {
+    pub fn prefetch(&self, at: GuestOffset) {
         for layer in &self.layers {
             match &layer.image {
-                LayerImage::Qcow2(image) if !image.prefetch(at.into()) => {}
+                LayerImage::Qcow2(image) if !image.prefetch(at) => {}
                 _ => return,
             }
         }
@@ -240,13 +240,13 @@ impl Chain {
     /// Where a write goes that starts at `at` and ends inside the disk. Uses memory only, without locks or system
     /// calls.
     #[inline]
-    pub fn map_write(&self, pin: &Pin, at: DiskOffset, len: u64) -> WriteLocation {
+    pub fn map_write(&self, pin: &Pin, at: GuestOffset, len: u64) -> WriteLocation {
         let file = self.written_file();
         let Some(image) = self.top() else {
             let at = FileOffset(at.0);
             return WriteLocation::InPlace { file, at, len };
         };
-        match image.map_write(pin, at.into(), len) {
+        match image.map_write(pin, at, len) {
             WriteMapping::InPlace { at, len } => {
                 let at = at.in_file();
                 WriteLocation::InPlace { file, at, len }
@@ -274,7 +274,7 @@ impl Chain {
     ///
     /// # Errors
     /// The write cannot be done.
-    pub fn prepare_write(&self, at: DiskOffset, len: u64) -> Result<Prepared, ImageError> {
+    pub fn prepare_write(&self, at: GuestOffset, len: u64) -> Result<Prepared, ImageError> {
         let Some(image) = self.top() else {
             return Ok(Prepared::Mapped);
         };
@@ -288,7 +288,7 @@ impl Chain {
     }
 
     /// Whether a range is known to read as zeroes.
-    fn is_zero(&self, pin: &Pin, mut from: DiskOffset, to: DiskOffset) -> bool {
+    fn is_zero(&self, pin: &Pin, mut from: GuestOffset, to: GuestOffset) -> bool {
         while from < to {
             match self.map(pin, from, to - from) {
                 ReadLocation::Zero { len } => from += len,
@@ -301,7 +301,7 @@ impl Chain {
     /// As [`prepare_write`](Self::prepare_write), without blocking. `None` if it would have to block, or if the
     /// result is anything but an allocation.
     #[inline]
-    pub fn try_prepare_write(&self, pin: &Pin, at: DiskOffset, len: u64) -> Option<Allocation> {
+    pub fn try_prepare_write(&self, pin: &Pin, at: GuestOffset, len: u64) -> Option<Allocation> {
         let mut allocation = self.top()?.try_prepare_write(at, len)?;
         allocation.find_zeroes(|from, to| self.is_zero(pin, from, to));
         Some(allocation)
@@ -351,7 +351,7 @@ impl Chain {
     /// The rest of the range is unchanged.
     pub fn zero_step(
         &self,
-        at: DiskOffset,
+        at: GuestOffset,
         len: u64,
         why: ZeroMode,
     ) -> Result<ZeroStep, ImageError> {
@@ -359,10 +359,10 @@ impl Chain {
             return Ok(ZeroStep::File(len));
         };
         let zeroes_around = match why {
-            ZeroMode::Zeroes { .. } => self.has_zeroes_around(image, at.into(), len)?,
+            ZeroMode::Zeroes { .. } => self.has_zeroes_around(image, at, len)?,
             ZeroMode::Discard => false,
         };
-        image.zero_step(at.into(), len, why, zeroes_around)
+        image.zero_step(at, len, why, zeroes_around)
     }
 
     /// The image that the guest writes to, for operations that only images have.

@@ -25,7 +25,7 @@ pub use storage::{PlainFile, Storage};
 
 use std::sync::Arc;
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 
 /// A disk image. Formats are a closed set: what a disk needs of them is this enum's methods.
 #[derive(Clone)]
@@ -53,7 +53,7 @@ pub enum Extent {
 impl Image {
     /// Where the range that starts at `at` is.
     #[inline]
-    pub fn map(&self, at: DiskOffset) -> Extent {
+    pub fn map(&self, at: GuestOffset) -> Extent {
         match self {
             Self::Raw => Extent::File(FileOffset(at.0)),
             Self::Chain(_) => Extent::Mapped,

@@ -45,6 +45,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::Waker;
 
+use block::GuestOffset;
+
 pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, ImageError};
@@ -68,8 +70,6 @@ use metadata::Metadata;
 use pins::Mark;
 use refcount::Refcounts;
 use types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
-
-pub(crate) use types::GuestOffset;
 
 /// An open image, shared by any number of threads.
 pub struct Qcow2 {
@@ -162,13 +162,13 @@ impl Qcow2 {
     /// Where the disk ends.
     #[inline]
     fn end(&self) -> GuestOffset {
-        GuestOffset::new(self.size())
+        GuestOffset(self.size())
     }
 
     /// Where the backing file ends, on the disk.
     #[inline]
     fn backing_end(&self) -> GuestOffset {
-        GuestOffset::new(self.backing_size.load(SeqCst))
+        GuestOffset(self.backing_size.load(SeqCst))
     }
 
     /// Bytes of a cluster.

@@ -1,7 +1,7 @@
 //! Random operations against a plain array: from one thread with everything that can happen to a disk,
 //! failing storage included, and from several threads, each with its own part of the disk.
 
-use block::DiskOffset;
+use block::GuestOffset;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -198,7 +198,7 @@ fn looked_up_clusters_are_not_reused_while_pinned() {
     disk.flush().unwrap();
     let pins = disk.chain.pins();
     let pin = pins.pin(3);
-    let image::ReadLocation::Data { at, .. } = disk.chain.map(&pin, DiskOffset(0), 4096) else {
+    let image::ReadLocation::Data { at, .. } = disk.chain.map(&pin, GuestOffset(0), 4096) else {
         panic!("data");
     };
     // A read is on its way, while the cluster is given up, and others are taken.
@@ -207,7 +207,7 @@ fn looked_up_clusters_are_not_reused_while_pinned() {
         disk.write(n * 4096, &[2; 4096]).unwrap();
         disk.chain.flush().unwrap();
         let pin = pins.pin(0);
-        let place = disk.chain.map(&pin, DiskOffset(n * 4096), 4096);
+        let place = disk.chain.map(&pin, GuestOffset(n * 4096), 4096);
         pins.unpin(pin);
         matches!(place, image::ReadLocation::Data { at: found, .. } if found == at)
     };
@@ -231,7 +231,7 @@ fn concurrent_writes_share_a_new_cluster() {
     let disk = open(&memory, directory, WRITE);
     // Its tables are there.
     disk.write(0, &[1; 512]).unwrap();
-    let prepare = |at: u64| disk.chain.prepare_write(DiskOffset(at), 512).unwrap();
+    let prepare = |at: u64| disk.chain.prepare_write(GuestOffset(at), 512).unwrap();
     let image::Prepared::Allocated(first) = prepare(65536) else {
         panic!("allocated");
     };
@@ -241,12 +241,12 @@ fn concurrent_writes_share_a_new_cluster() {
     // Given up, not zeroed: that waits as well.
     let zeroed = disk
         .chain
-        .zero_step(DiskOffset(0), 1 << 20, ZeroMode::Discard)
+        .zero_step(GuestOffset(0), 1 << 20, ZeroMode::Discard)
         .unwrap();
     assert_eq!(zeroed, image::ZeroStep::Done(65536));
     let zeroed = disk
         .chain
-        .zero_step(DiskOffset(65536), 65536, ZeroMode::Discard)
+        .zero_step(GuestOffset(65536), 65536, ZeroMode::Discard)
         .unwrap();
     assert_eq!(zeroed, image::ZeroStep::Wait(waiting));
     let image = disk.chain.image().unwrap();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::SeqCst};
 
 use crate::support::{Disk, How, READ, WRITE};
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 use image::{AllowedDirectories, LayerFormat, PlainFile, Storage, ZeroMode};
 use testkit::qemu_img as qemu;
 
@@ -377,11 +377,12 @@ fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
     let chain = &disk.chain;
     let prepare = |at: u64, len: u64| {
         let pin = chain.pins().pin(0);
-        while let image::WriteLocation::Load(missing) = chain.map_write(&pin, DiskOffset(at), len) {
+        while let image::WriteLocation::Load(missing) = chain.map_write(&pin, GuestOffset(at), len)
+        {
             chain.load(missing).unwrap();
         }
         chain.pins().unpin(pin);
-        match chain.prepare_write(DiskOffset(at), len).unwrap() {
+        match chain.prepare_write(GuestOffset(at), len).unwrap() {
             image::Prepared::Allocated(allocation) => allocation,
             other => panic!("{other:?}"),
         }
@@ -400,8 +401,8 @@ fn full_clusters_copy_nothing_and_the_file_grows_in_large_steps() {
     assert_eq!(
         copied,
         [
-            (Some(DiskOffset(1 << 20)), 4096),
-            (Some(DiskOffset((1 << 20) + 8192)), 57344)
+            (Some(GuestOffset(1 << 20)), 4096),
+            (Some(GuestOffset((1 << 20) + 8192)), 57344)
         ]
     );
     // Behind the backing file there are zeroes, and in new space they are there already.
@@ -483,17 +484,17 @@ fn nonblocking_calls_do_not_touch_the_file() {
         for at in (0..64 << 20).step_by(4096) {
             let pin = chain.pins().pin(0);
             while let image::WriteLocation::Load(missing) =
-                chain.map_write(&pin, DiskOffset(at), 4096)
+                chain.map_write(&pin, GuestOffset(at), 4096)
             {
                 chain.load(missing).unwrap();
             }
             let before = count.load(SeqCst);
-            let tried = chain.try_prepare_write(&pin, DiskOffset(at), 4096);
+            let tried = chain.try_prepare_write(&pin, GuestOffset(at), 4096);
             assert_eq!(count.load(SeqCst), before, "{options}, {at}");
             at_once += u64::from(tried.is_some());
             let allocation = match tried {
                 Some(allocation) => Some(allocation),
-                None => match chain.prepare_write(DiskOffset(at), 4096).unwrap() {
+                None => match chain.prepare_write(GuestOffset(at), 4096).unwrap() {
                     image::Prepared::Allocated(allocation) => {
                         otherwise += 1;
                         Some(allocation)
@@ -566,7 +567,9 @@ fn data_files_give_their_space_back() {
             let before = allocated();
             // Beginning and ending in the middle of clusters.
             let (at, len) = ((512 << 10) + 512, (2 << 20) + 4096);
-            assert!(matches!(disk.chain.zero(DiskOffset(at), len, why), Ok((n, None)) if n == len));
+            assert!(
+                matches!(disk.chain.zero(GuestOffset(at), len, why), Ok((n, None)) if n == len)
+            );
             let given_back = before.saturating_sub(allocated());
             let mut want = vec![7; 4 << 20];
             want[at as usize..(at + len) as usize].fill(0);

@@ -1,6 +1,6 @@
 //! Writes and look-ups step by step: what others do between two steps, and images that no program makes.
 
-use block::DiskOffset;
+use block::GuestOffset;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -75,13 +75,13 @@ fn in_place_writes_survive_copy_on_write() {
                 .unwrap();
         }
         let place = request(&disk, |pin| {
-            disk.chain.map_write(pin, DiskOffset(base + at), len)
+            disk.chain.map_write(pin, GuestOffset(base + at), len)
         });
         assert!(matches!(place, WriteLocation::Allocate { .. }), "{place:?}");
         disk.write(base + other, &[3; 512]).unwrap();
         let prepared = disk
             .chain
-            .prepare_write(DiskOffset(base + at), len)
+            .prepare_write(GuestOffset(base + at), len)
             .unwrap();
         // It was told where to write before what is beside it is read and put there, and writes after that.
         let fills = match &prepared {
@@ -126,10 +126,10 @@ fn write_beyond_end_of_file_terminates() {
     let place = request(&open(&memory), |pin| {
         let disk = open(&memory);
         let whole = len as u64;
-        while let ReadLocation::Load(missing) = disk.chain.map(pin, DiskOffset(0), whole) {
+        while let ReadLocation::Load(missing) = disk.chain.map(pin, GuestOffset(0), whole) {
             disk.chain.load(missing).unwrap();
         }
-        disk.chain.map(pin, DiskOffset(0), whole)
+        disk.chain.map(pin, GuestOffset(0), whole)
     });
     let ReadLocation::Data { at, len: run, .. } = place else {
         panic!("{place:?}");
@@ -149,7 +149,7 @@ fn write_beyond_end_of_file_terminates() {
             }
             let rest = len as u64 - done;
             match request(&disk, |pin| {
-                disk.chain.map_write(pin, DiskOffset(done), rest)
+                disk.chain.map_write(pin, GuestOffset(done), rest)
             }) {
                 WriteLocation::Load(missing) => disk.chain.load(missing).unwrap(),
                 WriteLocation::InPlace { at, len, .. } => {
@@ -158,7 +158,7 @@ fn write_beyond_end_of_file_terminates() {
                     done += len;
                 }
                 WriteLocation::Allocate { len } => {
-                    let prepared = disk.chain.prepare_write(DiskOffset(done), len).unwrap();
+                    let prepared = disk.chain.prepare_write(GuestOffset(done), len).unwrap();
                     assert!(matches!(prepared, Prepared::Mapped), "{prepared:?}");
                 }
                 WriteLocation::Damaged { .. } => panic!("it is sound"),
@@ -183,7 +183,7 @@ fn lookup_work_is_bounded() {
         .unwrap();
     let (mut at, mut most) = (0, 0);
     while at < size {
-        match request(&disk, |pin| disk.chain.map(pin, DiskOffset(at), size - at)) {
+        match request(&disk, |pin| disk.chain.map(pin, GuestOffset(at), size - at)) {
             ReadLocation::Zero { len } => {
                 most = most.max(len);
                 at += len;
@@ -213,7 +213,7 @@ fn cluster_search_is_bounded() {
     disk.write(used + 512, &[1; 512]).unwrap();
     let take = |at| {
         request(&disk, |pin| {
-            disk.chain.try_prepare_write(pin, DiskOffset(at), 512)
+            disk.chain.try_prepare_write(pin, GuestOffset(at), 512)
         })
     };
     let near = take(used).expect("it is the next one");

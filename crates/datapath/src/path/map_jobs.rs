@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 use image::{Allocation, Chain, ImageError, Prepared, ZeroMode};
 
 use crate::disk::Disk;
@@ -72,7 +72,7 @@ pub(crate) fn whole_blocks(at: FileOffset, len: u64, block: u32) -> Result<u64, 
 /// Reads bytes that the engine cannot read alone.
 pub(crate) fn part_of_block(
     chain: &Chain,
-    at: DiskOffset,
+    at: GuestOffset,
     len: u64,
 ) -> Result<Vec<u8>, ImageError> {
     let mut bytes = vec![0; len as usize];
@@ -83,7 +83,7 @@ pub(crate) fn part_of_block(
 }
 
 /// Takes clusters for a write, and fills what the guest does not write of them.
-pub(crate) fn prepare(chain: &Chain, at: DiskOffset, len: u64) -> Result<JobResult, ImageError> {
+pub(crate) fn prepare(chain: &Chain, at: GuestOffset, len: u64) -> Result<JobResult, ImageError> {
     Ok(match chain.prepare_write(at, len)? {
         Prepared::Mapped => JobResult::Again,
         Prepared::Wait(waiting) => JobResult::Wait(waiting),
@@ -109,7 +109,7 @@ pub(crate) fn fill(chain: &Chain, allocation: Allocation) -> Result<JobResult, I
 /// Gives a range up, as far as that is possible without waiting for other requests.
 pub(crate) fn zero(
     chain: &Chain,
-    at: DiskOffset,
+    at: GuestOffset,
     len: u64,
     why: ZeroMode,
 ) -> Result<JobResult, ImageError> {

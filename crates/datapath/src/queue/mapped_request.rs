@@ -1,6 +1,6 @@
 //! What a request to a mapped image is about to do: the piece under way, and what is left after it.
 
-use block::{DiskOffset, FileId, FileOffset, Segment};
+use block::{FileId, FileOffset, GuestOffset, Segment};
 use image::{Allocation, Pin};
 
 use super::slot::Slot;
@@ -9,7 +9,7 @@ use crate::resources::cow::CowWrite;
 /// How far a request to a mapped image has come.
 pub(crate) struct MappedRequest {
     /// Where on the disk the piece under way begins.
-    pub at: DiskOffset,
+    pub at: GuestOffset,
     /// Its length in bytes.
     pub len: u64,
     /// Bytes of the request from `at` on.
@@ -33,7 +33,7 @@ pub(crate) struct MappedRequest {
 impl MappedRequest {
     fn new() -> Self {
         Self {
-            at: DiskOffset(0),
+            at: GuestOffset(0),
             len: 0,
             rest: 0,
             file: FileId(0),
@@ -48,7 +48,7 @@ impl MappedRequest {
 
     /// Begins with a request of `len` bytes.
     #[inline]
-    pub fn begin(&mut self, at: DiskOffset, len: u64, pin: Pin) {
+    pub fn begin(&mut self, at: GuestOffset, len: u64, pin: Pin) {
         (self.at, self.len, self.rest) = (at, 0, len);
         self.segments.clear();
         self.first = 0;

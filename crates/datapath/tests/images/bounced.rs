@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::Duration;
 
-use block::{Aio, Backing, DiskFacts, DiskOffset, OnError};
+use block::{Aio, Backing, DiskFacts, GuestOffset, OnError};
 use datapath::{Disk, IoThread, Options, Polling};
 use image::Image;
 use testkit::driver::{Device, DeviceConfig, Op};
@@ -152,7 +152,7 @@ fn a_buffer_freed_by_a_job_is_reused() {
     trouble.hang(true);
     let other = thread::spawn(move || {
         chain
-            .prepare_write(DiskOffset(4 * CLUSTER as u64), 4096)
+            .prepare_write(GuestOffset(4 * CLUSTER as u64), 4096)
             .map(drop)
     });
     wait_until("no longer file", || trouble.hanging.load(Relaxed) > 0);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use block::{CacheMode, DetectZeroes, Discard, DiskFacts, DiskOffset};
+use block::{CacheMode, DetectZeroes, Discard, DiskFacts, GuestOffset};
 use datapath::{Disk, IoThread, Options, Polling};
 use image::Chain;
 use proptest::prelude::*;
@@ -473,7 +473,7 @@ impl<'a> Run<'a> {
         let service = self.service();
         let pin = service.chain.pins().pin(1);
         let mut content = vec![0; service.disk.size() as usize];
-        let read = service.chain.read(&pin, DiskOffset(0), &mut content);
+        let read = service.chain.read(&pin, GuestOffset(0), &mut content);
         service.chain.pins().unpin(pin);
         read.unwrap();
         self.model.saw(0, &content);

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use block::{Aio, Backing, DiskOffset};
+use block::{Aio, Backing, GuestOffset};
 use image::{
     AllowedDirectories, Chain, ChainOptions, FileRole, Image, LayerFormat, OpenFiles, PlainFile,
     Prepared, Storage, TopFile, WriteLocation,
@@ -102,7 +102,7 @@ impl Lying {
             None => self.files[0].read_exact_at(&mut bytes, 0).unwrap(),
             Some(chain) => {
                 let pin = chain.pins().pin(0);
-                chain.read(&pin, DiskOffset(0), &mut bytes).unwrap();
+                chain.read(&pin, GuestOffset(0), &mut bytes).unwrap();
                 chain.pins().unpin(pin);
             }
         }
@@ -135,7 +135,7 @@ fn write(chain: &Chain, bytes: &[u8]) {
     while done < bytes.len() {
         let (at, rest) = (done as u64, &bytes[done..]);
         let pin = chain.pins().pin(0);
-        let place = chain.map_write(&pin, DiskOffset(at), rest.len() as u64);
+        let place = chain.map_write(&pin, GuestOffset(at), rest.len() as u64);
         chain.pins().unpin(pin);
         done += match place {
             WriteLocation::Load(missing) => {
@@ -147,7 +147,7 @@ fn write(chain: &Chain, bytes: &[u8]) {
                 len as usize
             }
             WriteLocation::Allocate { len } => {
-                match chain.prepare_write(DiskOffset(at), len).unwrap() {
+                match chain.prepare_write(GuestOffset(at), len).unwrap() {
                     Prepared::Allocated(allocation) => {
                         let allocation = chain.fill(allocation).unwrap();
                         let (to, len) = (allocation.to, allocation.len as usize);

@@ -4,12 +4,11 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 
 use super::{Chain, Compressed, FileIndex, LayerImage, ReadLocation, WriteLocation};
 use crate::qcow2::{
-    Allocation, Damage, GuestOffset, ImageError, Mapping, PendingWrite, Pin, Prepared, Qcow2,
-    ZeroMode, ZeroStep,
+    Allocation, Damage, ImageError, Mapping, PendingWrite, Pin, Prepared, Qcow2, ZeroMode, ZeroStep,
 };
 use crate::storage::Storage;
 
@@ -21,7 +20,7 @@ impl Chain {
     ///
     /// # Errors
     /// Something could not be read.
-    pub fn read(&self, pin: &Pin, at: DiskOffset, to: &mut [u8]) -> Result<(), ImageError> {
+    pub fn read(&self, pin: &Pin, at: GuestOffset, to: &mut [u8]) -> Result<(), ImageError> {
         let mut done = 0;
         while done < to.len() {
             let (at, rest) = (at + done as u64, &mut to[done..]);
@@ -117,7 +116,7 @@ impl Chain {
     /// The rest of the range is unchanged.
     pub fn zero(
         &self,
-        at: DiskOffset,
+        at: GuestOffset,
         len: u64,
         why: ZeroMode,
     ) -> Result<(u64, Option<PendingWrite>), ImageError> {
@@ -185,7 +184,7 @@ impl Chain {
         let mut bytes = [0; 4096];
         while from < to {
             let part = &mut bytes[..(to - from).min(4096) as usize];
-            self.read(pin, from.into(), part)?;
+            self.read(pin, from, part)?;
             if part.iter().any(|&byte| byte != 0) {
                 return Ok(false);
             }
@@ -208,7 +207,7 @@ impl Chain {
         let mut new = growth.new.clone();
         while !new.is_empty() {
             let why = ZeroMode::Zeroes { unmap: true };
-            let (done, waiting) = self.zero(new.start.into(), new.end - new.start, why)?;
+            let (done, waiting) = self.zero(new.start, new.end - new.start, why)?;
             new.start += done;
             if let Some(waiting) = waiting {
                 image.wait(&waiting);
@@ -238,7 +237,7 @@ impl Chain {
 
     /// Frees the space of a range in the file, where it is at the same offset, if that is wanted and possible;
     /// returns whether it did.
-    fn gives_back(&self, at: DiskOffset, len: u64, why: ZeroMode) -> bool {
+    fn gives_back(&self, at: GuestOffset, len: u64, why: ZeroMode) -> bool {
         let wanted = why != (ZeroMode::Zeroes { unmap: false });
         let punches = self.image().is_some_and(Qcow2::punches);
         let file = self.file(self.written_file());
@@ -249,7 +248,7 @@ impl Chain {
     fn write_zeroes(
         &self,
         pin: &Pin,
-        at: DiskOffset,
+        at: GuestOffset,
         len: u64,
     ) -> Result<Result<u64, PendingWrite>, ImageError> {
         loop {

@@ -104,7 +104,7 @@ impl Qcow2 {
         let (word, bitmap) = found.words(&self.g, entry);
         Entry::decode(&self.g, word, bitmap).map_err(|_| {
             let what = "an L2 entry leads nowhere, or to metadata; offset of the disk";
-            ImageError::damaged(what, cluster.start(&self.g).bytes()).into()
+            ImageError::damaged(what, cluster.start(&self.g).0).into()
         })
     }
 

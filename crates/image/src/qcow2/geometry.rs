@@ -1,7 +1,7 @@
+use block::GuestOffset;
+
 use super::header::Header;
-use super::types::{
-    BlockIndex, GuestCluster, GuestOffset, HostCluster, L1Index, L2Index, SliceIndex,
-};
+use super::types::{BlockIndex, GuestCluster, HostCluster, L1Index, L2Index, SliceIndex};
 
 /// The largest slice of an L2 table that is read and kept at a time, as a power of two in bytes: 8192 clusters, 512
 /// MiB of disk at 64 KiB a cluster.
@@ -44,6 +44,12 @@ impl Geometry {
     #[inline]
     pub fn words(&self) -> usize {
         1 + usize::from(self.extended)
+    }
+
+    /// The offset within its cluster, in bytes.
+    #[inline]
+    pub fn in_cluster(&self, at: GuestOffset) -> u64 {
+        at.0 & (self.cluster() - 1)
     }
 
     #[inline]
@@ -109,7 +115,7 @@ impl Geometry {
     /// The first byte of the disk that an L2 table maps.
     #[inline]
     pub fn table_start(&self, table: L1Index) -> GuestOffset {
-        GuestOffset::new(table.number() * self.table_reach())
+        GuestOffset(table.number() * self.table_reach())
     }
 
     #[inline]

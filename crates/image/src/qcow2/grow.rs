@@ -18,10 +18,12 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{MutexGuard, PoisonError};
 
+use block::GuestOffset;
+
 use super::change::Retry;
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
-use super::types::{GuestOffset, L1Index, Run};
+use super::types::{HostOffset, L1Index, Run};
 use super::{ImageState, Qcow2};
 
 /// A disk that is being enlarged, by one thread at a time.
@@ -46,7 +48,7 @@ impl Qcow2 {
             match self.reach_to(&mut state, size) {
                 Ok(()) => {
                     return Ok(Growth {
-                        new: self.end()..GuestOffset::new(size),
+                        new: self.end()..GuestOffset(size),
                         _alone: alone,
                     });
                 }
@@ -75,15 +77,15 @@ impl Qcow2 {
         self.check_writable()?;
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
-        state.header.size = growth.new.end.bytes();
+        state.header.size = growth.new.end.0;
         let written = self
             .write_header(&mut state)
             .and_then(|()| self.file.flush());
         if let Err(error) = written {
-            state.header.size = growth.new.start.bytes();
+            state.header.size = growth.new.start.0;
             return Err(error);
         }
-        self.size.store(growth.new.end.bytes(), SeqCst);
+        self.size.store(growth.new.end.0, SeqCst);
         Ok(())
     }
 
@@ -117,7 +119,7 @@ impl Qcow2 {
         }
         self.outdate_bitmaps(state, true)?;
         if let Some(data) = &self.data {
-            data.grow_exactly(GuestOffset::new(size).in_data_file())?;
+            data.grow_exactly(HostOffset::in_data_file(GuestOffset(size)))?;
         }
         if entries > self.l1.entries() {
             let old = self.write_larger_l1(state, entries)?;

@@ -1,9 +1,11 @@
 use std::hint::black_box;
 use std::sync::atomic::Ordering::SeqCst;
 
+use block::GuestOffset;
+
 use super::cache::Found;
 use super::entry::{Compressed, Entry, Kind, Standard, table_at};
-use super::types::{GuestOffset, HostOffset, SliceIndex};
+use super::types::{GuestCluster, HostOffset, SliceIndex};
 use super::{Pin, Qcow2};
 
 /// Where a range that is to be read begins, and for how many bytes that holds.
@@ -111,7 +113,7 @@ impl Qcow2 {
             Kind::Hole => Mapping::Hole { len },
             Kind::Compressed(from) => Mapping::Compressed {
                 from,
-                skip: at.in_cluster(&self.g),
+                skip: self.g.in_cluster(at),
                 len,
             },
         }
@@ -149,11 +151,11 @@ impl Qcow2 {
     #[inline]
     fn data_of_one(&self, at: GuestOffset, len: u64) -> Option<(HostOffset, bool)> {
         let g = &self.g;
-        let offset = at.in_cluster(g);
+        let offset = g.in_cluster(at);
         if len == 0 || len > g.cluster() - offset {
             return None;
         }
-        let (slice, entry) = g.slice_of(at.cluster(g));
+        let (slice, entry) = g.slice_of(GuestCluster::of(at, g));
         let found = self.cache.find(slice)?;
         let (word, bitmap) = found.words(g, entry);
         if !found.valid() {
@@ -176,7 +178,7 @@ impl Qcow2 {
     /// Prefetches the L2 entry for `at` into the processor's cache; false if its slice is not in memory.
     #[inline]
     pub(crate) fn prefetch(&self, at: GuestOffset) -> bool {
-        let (slice, entry) = self.g.slice_of(at.cluster(&self.g));
+        let (slice, entry) = self.g.slice_of(GuestCluster::of(at, &self.g));
         let found = self.cache.find(slice);
         found.is_some_and(|found| {
             black_box(found.words(&self.g, entry));
@@ -201,7 +203,7 @@ impl Qcow2 {
 
     /// The bytes from `at` to the end of its cluster, at most `len`.
     pub(super) fn one_cluster(&self, at: GuestOffset, len: u64) -> u64 {
-        len.min(self.g.cluster() - at.in_cluster(&self.g))
+        len.min(self.g.cluster() - self.g.in_cluster(at))
     }
 }
 
@@ -250,7 +252,7 @@ impl<'a> Walk<'a> {
     fn step(&mut self, at: GuestOffset) -> Step {
         let image = self.image;
         let g = &image.g;
-        let (slice, entry) = g.slice_of(at.cluster(g));
+        let (slice, entry) = g.slice_of(GuestCluster::of(at, g));
         let found = match self.slice {
             Some((number, found)) if number == slice => found,
             _ => match image.cache.find(slice) {
@@ -263,7 +265,7 @@ impl<'a> Walk<'a> {
             return Step::Load(slice);
         }
         self.slice = Some((slice, found));
-        let offset = at.in_cluster(g);
+        let offset = g.in_cluster(at);
         match Entry::decode(g, word, bitmap) {
             Ok(entry) => {
                 let own = matches!(entry, Entry::Standard(s) if s.own);

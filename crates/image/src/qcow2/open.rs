@@ -3,7 +3,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
-use block::FileOffset;
+use block::{FileOffset, GuestOffset};
 use thiserror::Error;
 
 use super::cache::Cache;
@@ -20,7 +20,7 @@ use super::pins::Pins;
 use super::refcount::Refcounts;
 use super::repair::repair;
 use super::scan::snapshots;
-use super::types::{GuestOffset, HostOffset, L1Index, Run};
+use super::types::{HostOffset, L1Index, Run};
 use super::{ChangeCount, ImageState, Qcow2};
 use crate::bytes::be64;
 use crate::storage::{Storage, read_padded};
@@ -193,7 +193,7 @@ impl Qcow2 {
                 let size = data.size().doing("asking for the data file's size", 0)?;
                 let data = FileEnd::new(data, size);
                 if !options.read_only {
-                    data.grow_exactly(GuestOffset::new(header.size).in_data_file())?;
+                    data.grow_exactly(HostOffset::in_data_file(GuestOffset(header.size)))?;
                 }
                 Some(data)
             }

@@ -227,7 +227,7 @@ impl Qcow2 {
         let mut replaced = Vec::new();
         self.each_piece(entries, count, |piece, changes| {
             for (place, cluster, words) in changes {
-                let disk_at = cluster.start(&self.g).bytes();
+                let disk_at = cluster.start(&self.g).0;
                 let new = match Entry::decode(&self.g, words[0], words[1]) {
                     Ok(Entry::Standard(new)) => new,
                     _ => return misfit("an L2 entry cannot be; offset of the disk", disk_at),

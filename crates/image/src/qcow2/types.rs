@@ -7,7 +7,7 @@
 
 use std::ops::{Add, AddAssign, Sub};
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 
 use super::geometry::Geometry;
 
@@ -74,12 +74,6 @@ coordinate!(
 );
 
 coordinate!(
-    /// A position on the guest's disk, in bytes.
-    GuestOffset,
-    bytes
-);
-
-coordinate!(
     /// A cluster of the disk, counted from its start.
     GuestCluster,
     number
@@ -108,59 +102,13 @@ coordinate!(
     number
 );
 
-impl From<DiskOffset> for GuestOffset {
-    #[inline]
-    fn from(at: DiskOffset) -> Self {
-        Self(at.0)
-    }
-}
-
-impl From<GuestOffset> for DiskOffset {
-    #[inline]
-    fn from(at: GuestOffset) -> Self {
-        Self(at.0)
-    }
-}
-
-impl GuestOffset {
-    /// The cluster that contains it.
-    #[inline]
-    pub fn cluster(self, g: &Geometry) -> GuestCluster {
-        GuestCluster(self.0 >> g.cluster_bits)
-    }
-
-    /// The offset within its cluster, in bytes.
-    #[inline]
-    pub fn in_cluster(self, g: &Geometry) -> u64 {
-        self.0 & (g.cluster() - 1)
-    }
-
-    /// The offset in an external data file, which is the same.
-    #[inline]
-    pub fn in_data_file(self) -> HostOffset {
-        HostOffset(self.0)
-    }
-
-    /// The byte before; not for offset 0.
-    #[inline]
-    pub fn before(self) -> Self {
-        Self(self.0 - 1)
-    }
-
-    /// Rounds down to a multiple of `unit`, a power of two.
-    #[inline]
-    pub fn down_to(self, unit: u64) -> Self {
-        Self(self.0 & !(unit - 1))
-    }
-
-    /// Rounds up to a multiple of `unit`.
-    #[inline]
-    pub fn up_to(self, unit: u64) -> Self {
-        Self(self.0.next_multiple_of(unit))
-    }
-}
-
 impl GuestCluster {
+    /// The cluster that contains `at`.
+    #[inline]
+    pub fn of(at: GuestOffset, g: &Geometry) -> Self {
+        Self(at.0 >> g.cluster_bits)
+    }
+
     /// Where it begins.
     #[inline]
     pub fn start(self, g: &Geometry) -> GuestOffset {
@@ -200,6 +148,12 @@ impl HostOffset {
     #[inline]
     pub fn is_of_cluster(self, cluster_bytes: u64) -> bool {
         self.0.is_multiple_of(cluster_bytes) && self.0 >> HOST_BITS == 0
+    }
+
+    /// The offset in an external data file of a position on the disk, which is the same.
+    #[inline]
+    pub fn in_data_file(at: GuestOffset) -> Self {
+        Self(at.0)
     }
 
     /// The cluster that contains it.

@@ -7,12 +7,12 @@ use std::sync::{Arc, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 
 use super::change::{MayBlock, Retry};
 use super::entry::{COPIED, Entry, Kind, Standard};
 use super::error::ImageError;
-use super::types::{GuestCluster, GuestOffset, HostCluster, HostOffset, Run};
+use super::types::{GuestCluster, HostCluster, HostOffset, Run};
 use super::{ImageState, Qcow2};
 
 /// What the caller must do for a write that may need clusters.
@@ -34,7 +34,7 @@ pub enum Prepared {
 #[must_use = "others wait until it is committed or aborted"]
 pub struct Allocation {
     /// First byte on the disk.
-    pub at: DiskOffset,
+    pub at: GuestOffset,
     /// Bytes; possibly fewer than requested.
     pub len: u64,
     /// Where the guest's data goes, in the file that holds it.
@@ -60,7 +60,7 @@ pub struct Fill {
     /// Bytes.
     pub len: u64,
     /// The offset on the disk to copy from, looked up like any other read; `None` for zeroes.
-    pub from: Option<DiskOffset>,
+    pub from: Option<GuestOffset>,
 }
 
 /// Another write, which must end first.
@@ -71,10 +71,10 @@ pub struct PendingWrite {
 
 impl Allocation {
     /// Replaces copies of ranges for which `is_zero` is true by zeroes.
-    pub(crate) fn find_zeroes(&mut self, is_zero: impl Fn(DiskOffset, DiskOffset) -> bool) {
+    pub(crate) fn find_zeroes(&mut self, is_zero: impl Fn(GuestOffset, GuestOffset) -> bool) {
         let fresh = self.fresh;
         self.fills.retain_mut(|fill| {
-            let zero = |from: DiskOffset| is_zero(from, from + fill.len);
+            let zero = |from: GuestOffset| is_zero(from, from + fill.len);
             fill.from = fill.from.filter(|&from| !zero(from));
             fill.from.is_some() || !fresh
         });
@@ -87,17 +87,15 @@ impl Qcow2 {
     ///
     /// # Errors
     /// The write cannot be done.
-    pub fn prepare_write(&self, at: DiskOffset, len: u64) -> Result<Prepared, ImageError> {
-        let at = at.into();
+    pub fn prepare_write(&self, at: GuestOffset, len: u64) -> Result<Prepared, ImageError> {
         self.change(|state| self.prepare_in(state, at, len, MayBlock::Yes))
     }
 
     /// The same without blocking: `None` if it would have to wait for a lock or to access the file, or if no
     /// cluster can be allocated.
-    pub fn try_prepare_write(&self, at: DiskOffset, len: u64) -> Option<Allocation> {
+    pub fn try_prepare_write(&self, at: GuestOffset, len: u64) -> Option<Allocation> {
         let mut state = self.ready()?;
-        let at = GuestOffset::from(at);
-        let (slice, _) = self.g.slice_of(at.cluster(&self.g));
+        let (slice, _) = self.g.slice_of(GuestCluster::of(at, &self.g));
         let (table, _) = self.g.table_of(slice);
         if self.l1.get(table) & COPIED == 0 {
             return None;
@@ -244,11 +242,11 @@ impl Qcow2 {
         may_block: MayBlock,
     ) -> Result<Prepared, Retry> {
         let g = &self.g;
-        let first = at.cluster(g);
+        let first = GuestCluster::of(at, g);
         // Within one slice, so that a commit needs only that slice.
         let (slice, _) = g.slice_of(first);
         let end = (at + len).min(g.slice_end(slice).start(g));
-        let mut last = end.before().cluster(g);
+        let mut last = GuestCluster::of(end.before(), g);
         if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {
                 return Ok(Prepared::Wait(waiting));
@@ -316,7 +314,7 @@ impl Qcow2 {
         let token = state.tokens;
         state.pending.insert(first, (last, token));
         Ok(Prepared::Allocated(Allocation {
-            at: at.into(),
+            at,
             len: end - at,
             to: (host + from).in_file(),
             fills,
@@ -338,11 +336,11 @@ impl Qcow2 {
     ) -> Result<WriteTarget, Retry> {
         let g = &self.g;
         let entry = self.entry(cluster)?;
-        let in_data_file = cluster.start(g).in_data_file();
+        let in_data_file = HostOffset::in_data_file(cluster.start(g));
         Ok(match entry {
             Entry::Standard(s) if g.external && s.host.is_some_and(|host| host != in_data_file) => {
                 let what = "data is not where it should be in the data file; offset of the disk";
-                return Err(ImageError::damaged(what, cluster.start(g).bytes()).into());
+                return Err(ImageError::damaged(what, cluster.start(g).0).into());
             }
             Entry::Standard(Standard {
                 host: Some(host),
@@ -362,8 +360,8 @@ impl Qcow2 {
 
     /// Whether the subcluster at an offset of the disk holds data.
     fn has_data(&self, at: GuestOffset) -> Result<bool, Retry> {
-        let entry = self.entry(at.cluster(&self.g))?;
-        let (kind, _) = entry.at(&self.g, at.in_cluster(&self.g));
+        let entry = self.entry(GuestCluster::of(at, &self.g))?;
+        let (kind, _) = entry.at(&self.g, self.g.in_cluster(at));
         Ok(matches!(kind, Kind::Data(_)))
     }
 
@@ -379,7 +377,7 @@ impl Qcow2 {
         match &self.data {
             // A raw data file ends where the disk ends.
             Some(data) if self.raw_external => {
-                Ok(data.grow_exactly(end.min(self.end().in_data_file()))?)
+                Ok(data.grow_exactly(end.min(HostOffset::in_data_file(self.end())))?)
             }
             Some(data) => Ok(data.grow_exactly(end)?),
             None => {
@@ -405,7 +403,7 @@ impl Qcow2 {
         fresh: bool,
     ) -> Result<Vec<Fill>, Retry> {
         let g = &self.g;
-        let (first, last) = (at.cluster(g), end.before().cluster(g));
+        let (first, last) = (GuestCluster::of(at, g), GuestCluster::of(end.before(), g));
         let begin = match self.copied_whole(first)? {
             true => first.start(g),
             false => at.down_to(self.allocation_bytes()),
@@ -431,7 +429,7 @@ impl Qcow2 {
                 fills.push(Fill {
                     to: (host + (from - first.start(g))).in_file(),
                     len: to - from,
-                    from: (!zero).then_some(from.into()),
+                    from: (!zero).then_some(from),
                 });
             }
         }
@@ -445,11 +443,11 @@ impl Qcow2 {
 
     /// Whether a part of one cluster is known to read as zeroes.
     fn reads_zero(&self, from: GuestOffset, to: GuestOffset) -> Result<bool, Retry> {
-        let entry = self.entry(from.cluster(&self.g))?;
+        let entry = self.entry(GuestCluster::of(from, &self.g))?;
         let backing_end = self.backing_end();
         let mut at = from;
         while at < to {
-            let (kind, len) = entry.at(&self.g, at.in_cluster(&self.g));
+            let (kind, len) = entry.at(&self.g, self.g.in_cluster(at));
             match kind {
                 Kind::Zero => {}
                 Kind::Hole if at >= backing_end => {}
@@ -505,7 +503,7 @@ impl Qcow2 {
         host: HostCluster,
     ) -> Entry {
         let g = &self.g;
-        let (start, at) = (cluster.start(g), GuestOffset::from(allocation.at));
+        let (start, at) = (cluster.start(g), allocation.at);
         let from = at.max(start) - start;
         let end = at + allocation.len;
         let touched = g.touched(from, end.min(start + g.cluster()) - start);

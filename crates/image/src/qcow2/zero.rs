@@ -3,11 +3,13 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 
+use block::GuestOffset;
+
 use super::change::{MayBlock, Retry};
 use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
-use super::types::{GuestCluster, GuestOffset};
+use super::types::{GuestCluster, HostOffset};
 use super::write::PendingWrite;
 use super::{ImageState, Qcow2};
 
@@ -80,7 +82,7 @@ impl Qcow2 {
             end
         };
         let at = at.up_to(unit);
-        let in_file = at.in_data_file().in_file();
+        let in_file = HostOffset::in_data_file(at).in_file();
         if at < end && self.punch.load(SeqCst) && data.storage().punch(in_file, end - at).is_err() {
             self.punch.store(false, SeqCst);
         }
@@ -95,10 +97,10 @@ impl Qcow2 {
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
-        let first = at.cluster(g);
+        let first = GuestCluster::of(at, g);
         let (slice, _) = g.slice_of(first);
         let mut end = (at + len).min(g.slice_end(slice).start(g));
-        let last = end.before().cluster(g);
+        let last = GuestCluster::of(end.before(), g);
         if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {
                 return Ok(ZeroStep::Wait(waiting));
@@ -158,7 +160,7 @@ impl Qcow2 {
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
-        let cluster = at.cluster(g);
+        let cluster = GuestCluster::of(at, g);
         let end = at + self.one_cluster(at, end - at);
         let first = self.subcluster_of(at);
         let whole = first.start == at && first.end <= end;
@@ -201,12 +203,12 @@ impl Qcow2 {
     /// The kind of the subcluster of `at`.
     fn kind_of_part(&self, at: GuestOffset) -> Result<Kind, Retry> {
         let g = &self.g;
-        let cluster = at.cluster(g);
+        let cluster = GuestCluster::of(at, g);
         let (table, _) = g.table_of(g.slice_of(cluster).0);
         if let Ok(None) = table_at(g, self.l1.get(table)) {
             return Ok(Kind::Hole);
         }
-        let (kind, _) = self.entry(cluster)?.at(g, at.in_cluster(g));
+        let (kind, _) = self.entry(cluster)?.at(g, g.in_cluster(at));
         Ok(kind)
     }
 

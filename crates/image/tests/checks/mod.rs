@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 use image::{
     AllowedDirectories, Chain, ChainOptions, FileRole, JournalEvent, JournalFile, LayerFormat,
     OpenFiles, Prepared, ReadLocation, Storage, TopFile, WriteLocation, ZeroMode, ZeroStep, check,
@@ -286,7 +286,7 @@ fn read(chain: &Chain, at: u64, len: u64) {
     let mut done = 0;
     let mut loads = 0;
     while done < len {
-        match chain.map(&pin, DiskOffset(at + done), len - done) {
+        match chain.map(&pin, GuestOffset(at + done), len - done) {
             ReadLocation::Load(missing) => {
                 loads += 1;
                 assert!(loads < 10_000, "the same is loaded again and again");
@@ -323,7 +323,7 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
         if done >= len {
             break;
         }
-        match chain.map_write(&pin, DiskOffset(at + done), len - done) {
+        match chain.map_write(&pin, GuestOffset(at + done), len - done) {
             WriteLocation::Load(missing) => {
                 if chain.load(missing).is_err() {
                     break;
@@ -336,7 +336,7 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
                 done += len;
             }
             WriteLocation::Allocate { len } => {
-                match chain.prepare_write(DiskOffset(at + done), len) {
+                match chain.prepare_write(GuestOffset(at + done), len) {
                     Ok(Prepared::Allocated(allocation)) => {
                         assert!(allocation.len > 0 && allocation.len <= len);
                         done += allocation.len;
@@ -367,7 +367,7 @@ fn zero(chain: &Chain, at: u64, len: u64, why: ZeroMode) {
         if done >= len {
             break;
         }
-        match chain.zero_step(DiskOffset(at + done), len - done, why) {
+        match chain.zero_step(GuestOffset(at + done), len - done, why) {
             Ok(ZeroStep::Done(n) | ZeroStep::Write(n) | ZeroStep::File(n)) => {
                 assert!(n > 0 && n <= len - done);
                 done += n;

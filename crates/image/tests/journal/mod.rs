@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::support::memory::Memory;
 use crate::support::{Disk, HostFiles, How, WRITE};
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 use image::{
     Allocation, AllowedDirectories, ChainError, ImageError, JournalEvent, JournalFile, LayerFormat,
     Prepared, Storage, ZeroMode, check,
@@ -169,7 +169,9 @@ impl Host {
 
     /// Takes clusters for a write that needs them, and has its data there.
     fn prepare(disk: &Disk, at: u64, bytes: &[u8]) -> Allocation {
-        let prepared = disk.chain.prepare_write(DiskOffset(at), bytes.len() as u64);
+        let prepared = disk
+            .chain
+            .prepare_write(GuestOffset(at), bytes.len() as u64);
         let Ok(Prepared::Allocated(allocation)) = prepared else {
             panic!("{prepared:?}");
         };

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use block::{DiskOffset, FileOffset};
+use block::{FileOffset, GuestOffset};
 use image::{
     AllowedDirectories, Chain, ChainError, ChainOptions, FileIndex, FileRole, ImageError,
     JournalFile, LayerFormat, OpenFiles, Pin, PlainFile, Prepared, ReadLocation, Storage, TopFile,
@@ -140,7 +140,7 @@ impl Disk {
             let piece = |len: u64| usize::try_from(len).unwrap();
             match self
                 .chain
-                .map(pin, DiskOffset(at + done as u64), rest.len() as u64)
+                .map(pin, GuestOffset(at + done as u64), rest.len() as u64)
             {
                 ReadLocation::Load(missing) => self.chain.load(missing)?,
                 ReadLocation::Data { file, at, len } => {
@@ -186,7 +186,7 @@ impl Disk {
         let mut done = 0;
         while done < from.len() {
             let (at, rest) = (at + done as u64, &from[done..]);
-            match chain.map_write(pin, DiskOffset(at), rest.len() as u64) {
+            match chain.map_write(pin, GuestOffset(at), rest.len() as u64) {
                 WriteLocation::Load(missing) => chain.load(missing)?,
                 WriteLocation::InPlace { file, at, len } => {
                     assert!(len > 0);
@@ -197,11 +197,11 @@ impl Disk {
                     done += len;
                 }
                 WriteLocation::Allocate { len } => {
-                    match chain.prepare_write(DiskOffset(at), len)? {
+                    match chain.prepare_write(GuestOffset(at), len)? {
                         Prepared::Mapped => {}
                         Prepared::Wait(waiting) => chain.image().unwrap().wait(&waiting),
                         Prepared::Allocated(allocation) => {
-                            assert_eq!(allocation.at, DiskOffset(at));
+                            assert_eq!(allocation.at, GuestOffset(at));
                             let len = allocation.len as usize;
                             assert!(len > 0 && len <= rest.len());
                             match self.move_data(pin, &allocation, &rest[..len]) {
@@ -217,7 +217,7 @@ impl Disk {
                 }
                 WriteLocation::Damaged { .. } => {
                     // It says what is wrong.
-                    let error = chain.prepare_write(DiskOffset(at), 1).unwrap_err();
+                    let error = chain.prepare_write(GuestOffset(at), 1).unwrap_err();
                     return Err(error);
                 }
             }
@@ -246,7 +246,7 @@ impl Disk {
         let mut done = 0;
         while done < len {
             let (at, left) = (at + done, len - done);
-            match self.chain.zero_step(DiskOffset(at), left, why)? {
+            match self.chain.zero_step(GuestOffset(at), left, why)? {
                 ZeroStep::Done(n) => {
                     assert!(n > 0 && n <= left, "{n} of {left}");
                     done += n;

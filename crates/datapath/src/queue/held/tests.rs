@@ -1,7 +1,7 @@
 //! Guests, disks and threads in virtual time: what is tested is the admission as the threads use it,
 //! with a clock that takes no time.
 
-use block::{DiskFacts, DiskOffset, Rate, ThrottleLimits};
+use block::{DiskFacts, GuestOffset, Rate, ThrottleLimits};
 use image::Image;
 use testkit::random::Random;
 
@@ -57,12 +57,12 @@ fn iops(average: u64) -> ThrottleLimits {
 }
 
 fn read(len: u64) -> Request {
-    let at = DiskOffset(0);
+    let at = GuestOffset(0);
     Request::Read { at, len }
 }
 
 fn write(len: u64) -> Request {
-    let at = DiskOffset(0);
+    let at = GuestOffset(0);
     Request::Write { at, len }
 }
 
@@ -265,7 +265,7 @@ fn large_requests_count_in_proportion() {
 #[test]
 fn bytes_are_limited_and_discards_count_as_writes() {
     let zeroes = Request::WriteZeroes {
-        at: DiskOffset(0),
+        at: GuestOffset(0),
         len: 65536,
         unmap: true,
     };
