@@ -13,6 +13,7 @@
 //! Lock order: `growing`, `flushing`, `state`. Tables are loaded without any lock held.
 
 mod begin;
+mod bitmaps;
 mod cache;
 mod change;
 pub(crate) mod check;
@@ -32,9 +33,11 @@ mod map;
 mod metadata;
 mod open;
 mod pins;
+mod progress;
 mod refcount;
 mod repair;
 mod replay;
+mod retry;
 mod scan;
 mod types;
 mod write;
@@ -51,9 +54,10 @@ pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, ImageError};
 pub use header::HeaderError;
-pub use journal::{JournalEvent, JournalFile, JournalOwner, journal_owner};
-pub use open::{OpenOptions, Progress, Qcow2Error};
+pub use journal::{JournalEvent, JournalFile, JournalOwner};
+pub use open::{OpenOptions, Qcow2Error, journal_owner};
 pub use pins::{Pin, Pins, ThreadPins};
+pub use progress::Progress;
 pub use write::{Allocation, Fill, PendingWrite, Prepared};
 pub use zero::{ZeroMode, ZeroStep};
 

@@ -6,8 +6,8 @@
 
 use super::entry::{COPIED, Entry, Standard, table_at};
 use super::error::ImageError;
-use super::file::FileEnd;
 use super::journal::Change;
+use super::retry::{MayBlock, Retry};
 use super::types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
 use super::{ImageState, Load, Qcow2};
 
@@ -17,45 +17,6 @@ const DIRTY_BYTES_MAX: u64 = 32 << 20;
 
 /// Unlinked clusters, which only a flush makes reusable, at most: 1 GiB at 64 KiB a cluster.
 const UNLINKED_MAX: u64 = 16384;
-
-/// What must be done without the state lock before a change can be tried again.
-#[derive(Debug)]
-pub(crate) enum Retry {
-    /// The refcount table must grow.
-    TableFull,
-    /// A slice must be loaded.
-    Load(SliceIndex),
-    /// All frames for a slice have changes that must be written.
-    CacheFull,
-    /// The file must be read or extended, or the search takes longer than the caller may spend.
-    WouldBlock,
-    /// The search was interrupted so that others get the lock; it continues where it stopped.
-    Later,
-    Error(ImageError),
-}
-
-impl From<ImageError> for Retry {
-    fn from(error: ImageError) -> Self {
-        Self::Error(error)
-    }
-}
-
-/// Whether a change may read or extend the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MayBlock {
-    Yes,
-    No,
-}
-
-impl MayBlock {
-    /// Fails if the file must be extended to `to` and the caller may not block.
-    pub fn grow(self, end: &FileEnd, to: HostOffset) -> Result<(), Retry> {
-        match self {
-            Self::No if end.get() < to => Err(Retry::WouldBlock),
-            _ => Ok(()),
-        }
-    }
-}
 
 impl Qcow2 {
     /// Makes a change under the state lock, after doing what it needs without the lock.
@@ -99,7 +60,7 @@ impl Qcow2 {
 
     /// The L2 entry of a cluster.
     pub(super) fn entry(&self, cluster: GuestCluster) -> Result<Entry, Retry> {
-        let (slice, entry) = self.g.slice_of(cluster);
+        let (slice, entry) = cluster.slice(&self.g);
         let found = self.cache.find(slice).ok_or(Retry::Load(slice))?;
         let (word, bitmap) = found.words(&self.g, entry);
         Entry::decode(&self.g, word, bitmap).map_err(|_| {
@@ -139,7 +100,7 @@ impl Qcow2 {
         cluster: GuestCluster,
         entry: Entry,
     ) -> Result<(), Retry> {
-        let (slice, place) = self.g.slice_of(cluster);
+        let (slice, place) = cluster.slice(&self.g);
         let frame = self.cache.find(slice).ok_or(Retry::Load(slice))?.frame;
         let words = self.g.words();
         // Before a lookup can find it: a writer that finds it asks whether a flush is needed.
@@ -157,7 +118,7 @@ impl Qcow2 {
     /// it only after that is durable, see [`flush`](super::flush).
     pub(super) fn own_table(&self, state: &mut ImageState, slice: SliceIndex) -> Result<(), Retry> {
         let g = &self.g;
-        let (table, _) = g.table_of(slice);
+        let (table, _) = slice.table(g);
         let l1_entry = self.l1.get(table);
         let Ok(old) = table_at(g, l1_entry) else {
             return Err(ImageError::damaged("an L1 entry leads nowhere", l1_entry).into());

@@ -3,9 +3,9 @@
 use std::ops::ControlFlow;
 
 use super::error::{Doing, ImageError};
-use super::open::Qcow2Error;
+use super::open::{Qcow2Error, read_header};
 use super::refcount::get;
-use super::scan::{Scan, ScanError};
+use super::scan::{Scan, WINDOW};
 use super::types::{BlockIndex, HostOffset, Run};
 use crate::storage::{Storage, read_padded};
 
@@ -37,7 +37,7 @@ impl CheckReport {
 /// # Errors
 /// The file is not such an image, or a table could not be read.
 pub fn check(storage: &dyn Storage) -> Result<CheckReport, Qcow2Error> {
-    let (header, _) = super::open::read_header(storage)?;
+    let (header, _) = read_header(storage)?;
     let mut report = CheckReport::default();
     let mut scan = Scan::new(storage, &header, true).map_err(Qcow2Error::from_scan)?;
     for window in 0..scan.windows() {
@@ -67,7 +67,7 @@ fn compare(
 ) -> Result<(), ImageError> {
     let per_block = scan.g.block_entries();
     let (g, end) = (&scan.g, range.end());
-    let last = scan.windows() * super::scan::WINDOW <= end.number() || end == scan.clusters.end();
+    let last = scan.windows() * WINDOW <= end.number() || end == scan.clusters.end();
     let blocks = match last {
         true => scan.refcount_table.len() as u64,
         false => end.number().div_ceil(per_block),
@@ -76,12 +76,12 @@ fn compare(
         let place = range.place_of(cluster);
         place.map_or(0, |place| counts.get(place).copied().unwrap_or(0))
     };
-    let first_block = g.block_of(range.first).0.number();
+    let first_block = range.first.refcount_at(g).0.number();
     for block in first_block..blocks.max(end.number().div_ceil(per_block)) {
         let at = scan.refcount_table.get(block as usize).copied();
         let at = at.unwrap_or_default();
         let block = BlockIndex::new(block);
-        let first = g.counted_by(block).max(range.first);
+        let first = block.first(g).max(range.first);
         let mut bytes = vec![0; g.cluster() as usize];
         if at == HostOffset::START {
             if first >= end {
@@ -91,11 +91,11 @@ fn compare(
             let read = read_padded(storage, at.in_file(), &mut bytes);
             read.doing("reading refcounts", at.bytes())?;
         }
-        for cluster in Run::between(first, g.counted_by(block + 1)).each() {
+        for cluster in Run::between(first, (block + 1).first(g)).each() {
             if !last && cluster >= end {
                 break;
             }
-            let has = get(&bytes, g.refcount_order, g.block_of(cluster).1);
+            let has = get(&bytes, g.refcount_order, cluster.refcount_at(g).1);
             let should = u64::from(used(cluster));
             if has < should {
                 let what = "a cluster is used more often than its refcount says";
@@ -106,14 +106,4 @@ fn compare(
         }
     }
     Ok(())
-}
-
-impl Qcow2Error {
-    pub(super) fn from_scan(error: ScanError) -> Self {
-        match error {
-            ScanError::Image(error) => Self::Image(error),
-            ScanError::TooMuch => Self::TooMuchToRepair,
-            ScanError::Stopped => Self::Stopped,
-        }
-    }
 }

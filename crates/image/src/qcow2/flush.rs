@@ -198,7 +198,7 @@ impl Qcow2 {
         let Some(slice) = self.cache.slice_in(frame) else {
             return;
         };
-        let (table, offset) = self.g.table_of(slice);
+        let (table, offset) = slice.table(&self.g);
         let Ok(Some(at)) = table_at(&self.g, self.l1.get(table)) else {
             return;
         };

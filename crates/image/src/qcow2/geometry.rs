@@ -1,8 +1,5 @@
 use block::GuestOffset;
 
-use super::header::Header;
-use super::types::{BlockIndex, GuestCluster, HostCluster, L1Index, L2Index, SliceIndex};
-
 /// The largest slice of an L2 table that is read and kept at a time, as a power of two in bytes: 8192 clusters, 512
 /// MiB of disk at 64 KiB a cluster.
 const SLICE_BITS_MAX: u32 = 16;
@@ -24,16 +21,6 @@ pub(crate) struct Geometry {
 }
 
 impl Geometry {
-    pub fn new(header: &Header) -> Self {
-        Self {
-            cluster_bits: header.cluster_bits,
-            refcount_order: header.refcount_order,
-            extended: header.extended_l2(),
-            version: header.version,
-            external: header.external_data(),
-        }
-    }
-
     /// The size of a cluster in bytes.
     #[inline]
     pub fn cluster(&self) -> u64 {
@@ -86,38 +73,6 @@ impl Geometry {
         1 << (self.slice_bits() - self.entry_bits())
     }
 
-    /// The slice that maps a cluster, and the index of the entry in it.
-    #[inline]
-    pub fn slice_of(&self, cluster: GuestCluster) -> (SliceIndex, L2Index) {
-        let (cluster, entries) = (cluster.number(), self.slice_entries());
-        (
-            SliceIndex::new(cluster / entries),
-            L2Index::new((cluster % entries) as usize),
-        )
-    }
-
-    /// The first cluster after those that a slice maps.
-    #[inline]
-    pub fn slice_end(&self, slice: SliceIndex) -> GuestCluster {
-        GuestCluster::new((slice.number() + 1) * self.slice_entries())
-    }
-
-    /// The L2 table that a slice belongs to, and the offset of the slice in it, in bytes.
-    #[inline]
-    pub fn table_of(&self, slice: SliceIndex) -> (L1Index, u64) {
-        let (slice, slices) = (slice.number(), self.cluster() / self.slice_bytes());
-        (
-            L1Index::new(slice / slices),
-            slice % slices * self.slice_bytes(),
-        )
-    }
-
-    /// The first byte of the disk that an L2 table maps.
-    #[inline]
-    pub fn table_start(&self, table: L1Index) -> GuestOffset {
-        GuestOffset(table.number() * self.table_reach())
-    }
-
     #[inline]
     pub fn subcluster_bits(&self) -> u32 {
         self.cluster_bits - if self.extended { 5 } else { 0 }
@@ -144,19 +99,6 @@ impl Geometry {
         (self.cluster() * 8) >> self.refcount_order
     }
 
-    /// The refcount block that counts a cluster, and the index of the cluster's refcount in it.
-    #[inline]
-    pub fn block_of(&self, cluster: HostCluster) -> (BlockIndex, u64) {
-        let (cluster, entries) = (cluster.number(), self.block_entries());
-        (BlockIndex::new(cluster / entries), cluster % entries)
-    }
-
-    /// The first cluster that a refcount block counts.
-    #[inline]
-    pub fn counted_by(&self, block: BlockIndex) -> HostCluster {
-        HostCluster::new(block.number() * self.block_entries())
-    }
-
     /// The unit in which changed metadata is written, in bytes.
     #[inline]
     pub fn piece(&self) -> u64 {
@@ -175,36 +117,16 @@ impl Geometry {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
-    fn geometry(cluster_bits: u32, extended: bool) -> Geometry {
+    pub fn geometry(cluster_bits: u32, extended: bool) -> Geometry {
         Geometry {
             cluster_bits,
             refcount_order: 4,
             extended,
             version: 3,
             external: false,
-        }
-    }
-
-    #[test]
-    fn slices_cover_tables_without_gaps() {
-        for (bits, extended) in [(9, false), (16, false), (21, false), (14, true), (21, true)] {
-            let g = geometry(bits, extended);
-            let entry_bytes = 8 * g.words() as u64;
-            for cluster in [0, 1, g.slice_entries(), g.table_entries() * 3 + 17] {
-                let (slice, entry) = g.slice_of(GuestCluster::new(cluster));
-                let (table, at) = g.table_of(slice);
-                assert_eq!(table.number(), cluster / g.table_entries());
-                assert_eq!(
-                    g.slice_end(slice) - GuestCluster::new(cluster),
-                    g.slice_entries() - entry.number() as u64
-                );
-                let want = cluster % g.table_entries() * entry_bytes;
-                let found = at + entry.number() as u64 * entry_bytes;
-                assert_eq!(found, want, "{bits} {extended}");
-            }
         }
     }
 

@@ -20,9 +20,9 @@ use std::sync::{MutexGuard, PoisonError};
 
 use block::GuestOffset;
 
-use super::change::Retry;
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
+use super::retry::Retry;
 use super::types::{HostOffset, L1Index, Run};
 use super::{ImageState, Qcow2};
 

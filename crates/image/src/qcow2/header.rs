@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use super::compressed::Compression;
+use super::geometry::Geometry;
 use super::types::{HOST_BITS, HostOffset};
 use crate::bytes::{be16, be32, be64, put32, put64};
 
@@ -252,6 +253,17 @@ impl Header {
             return Err(field("autoclear_features", self.autoclear, why));
         }
         Ok(())
+    }
+
+    /// How the image divides the disk and the file.
+    pub fn geometry(&self) -> Geometry {
+        Geometry {
+            cluster_bits: self.cluster_bits,
+            refcount_order: self.refcount_order,
+            extended: self.extended_l2(),
+            version: self.version,
+            external: self.external_data(),
+        }
     }
 
     /// The incompatible and autoclear features.

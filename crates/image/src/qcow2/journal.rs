@@ -87,13 +87,13 @@ use std::time::{Duration, Instant};
 
 use block::FileOffset;
 
-pub(super) use matching::{Found, fits, journal_bits, read};
-pub use matching::{JournalOwner, journal_owner};
+pub use matching::JournalOwner;
+pub(super) use matching::{Found, fits, journal_bits, owner, read};
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
-use super::change::MayBlock;
 use super::file::Piece;
+use super::retry::MayBlock;
 use super::types::HostOffset;
 use super::{ImageError, ImageState, Qcow2};
 use crate::storage::Storage;

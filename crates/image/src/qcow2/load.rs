@@ -1,9 +1,9 @@
 use std::sync::PoisonError;
 
-use super::change::Retry;
 use super::entry::{BAD, Entry, table_at};
 use super::error::ImageError;
 use super::metadata::Metadata;
+use super::retry::Retry;
 use super::types::{Run, SliceIndex};
 use super::{ImageState, Load, Qcow2};
 use crate::bytes::be64;
@@ -19,7 +19,7 @@ impl Qcow2 {
 
     /// Loads a slice of an L2 table. If another thread is loading it, waits for that.
     fn load_slice(&self, slice: SliceIndex) -> Result<(), ImageError> {
-        let (table, offset) = self.g.table_of(slice);
+        let (table, offset) = slice.table(&self.g);
         let mut state = self.lock();
         let (frame, at) = loop {
             if self.cache.find(slice).is_some() {

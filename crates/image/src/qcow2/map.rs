@@ -155,7 +155,7 @@ impl Qcow2 {
         if len == 0 || len > g.cluster() - offset {
             return None;
         }
-        let (slice, entry) = g.slice_of(GuestCluster::of(at, g));
+        let (slice, entry) = GuestCluster::of(at, g).slice(g);
         let found = self.cache.find(slice)?;
         let (word, bitmap) = found.words(g, entry);
         if !found.valid() {
@@ -178,7 +178,7 @@ impl Qcow2 {
     /// Prefetches the L2 entry for `at` into the processor's cache; false if its slice is not in memory.
     #[inline]
     pub(crate) fn prefetch(&self, at: GuestOffset) -> bool {
-        let (slice, entry) = self.g.slice_of(GuestCluster::of(at, &self.g));
+        let (slice, entry) = GuestCluster::of(at, &self.g).slice(&self.g);
         let found = self.cache.find(slice);
         found.is_some_and(|found| {
             black_box(found.words(&self.g, entry));
@@ -252,7 +252,7 @@ impl<'a> Walk<'a> {
     fn step(&mut self, at: GuestOffset) -> Step {
         let image = self.image;
         let g = &image.g;
-        let (slice, entry) = g.slice_of(GuestCluster::of(at, g));
+        let (slice, entry) = GuestCluster::of(at, g).slice(g);
         let found = match self.slice {
             Some((number, found)) if number == slice => found,
             _ => match image.cache.find(slice) {
@@ -279,12 +279,12 @@ impl<'a> Walk<'a> {
     #[inline]
     fn without_slice(&self, at: GuestOffset, slice: SliceIndex) -> Step {
         let g = &self.image.g;
-        let (table, _) = g.table_of(slice);
+        let (table, _) = slice.table(g);
         match table_at(g, self.image.l1.get(table)) {
             Ok(None) => Step::Run {
                 kind: Kind::Hole,
                 own: false,
-                len: g.table_start(table + 1) - at,
+                len: (table + 1).start(g) - at,
             },
             Ok(Some(_)) => Step::Load(slice),
             Err(_) => Step::Damaged,

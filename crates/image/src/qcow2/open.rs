@@ -1,5 +1,4 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
@@ -13,13 +12,14 @@ use super::file::FileEnd;
 use super::flush::Flushed;
 use super::geometry::Geometry;
 use super::header::{HEADER_BYTES, Header, HeaderError};
-use super::journal::{self, Changes, JournalFile};
+use super::journal::{self, Changes, JournalFile, JournalOwner};
 use super::l1::L1;
 use super::metadata::Metadata;
 use super::pins::Pins;
+use super::progress::ReportProgress;
 use super::refcount::Refcounts;
 use super::repair::repair;
-use super::scan::snapshots;
+use super::scan::{ScanError, snapshots};
 use super::types::{HostOffset, L1Index, Run};
 use super::{ChangeCount, ImageState, Qcow2};
 use crate::bytes::be64;
@@ -49,16 +49,7 @@ pub struct OpenOptions<'a> {
     /// acknowledged.
     pub flush_changes: bool,
     /// Receives the progress of a repair or a replay. It may stop it, and the image is then not opened.
-    pub progress: &'a mut dyn FnMut(Progress) -> ControlFlow<()>,
-}
-
-/// The progress of a repair or a replay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
-    /// Tables read so far, or changes processed by a replay.
-    pub done: u64,
-    /// The value of `done` at the end.
-    pub total: u64,
+    pub progress: ReportProgress<'a>,
 }
 
 /// Why an image was not opened. Each message says what to do next.
@@ -122,6 +113,28 @@ pub enum Qcow2Error {
     DataFile,
 }
 
+impl Qcow2Error {
+    pub(super) fn from_scan(error: ScanError) -> Self {
+        match error {
+            ScanError::Image(error) => Self::Image(error),
+            ScanError::TooMuch => Self::TooMuchToRepair,
+            ScanError::Stopped => Self::Stopped,
+        }
+    }
+}
+
+/// Whether a journal that was found somewhere belongs to an image.
+pub fn journal_owner(
+    journal: &dyn Storage,
+    identity: &[u8; 32],
+    image: &dyn Storage,
+) -> JournalOwner {
+    match read_header(image) {
+        Ok((header, _)) => journal::owner(journal, identity, &header),
+        Err(_) => JournalOwner::Other,
+    }
+}
+
 /// Reads the header. Also returns the bytes of the first cluster.
 pub(crate) fn read_header(storage: &dyn Storage) -> Result<(Header, Vec<u8>), Qcow2Error> {
     let mut first = vec![0; 512];
@@ -145,7 +158,7 @@ impl Qcow2 {
         (mut header, first): (Header, Vec<u8>),
         mut options: OpenOptions<'_>,
     ) -> Result<Self, Qcow2Error> {
-        let g = Geometry::new(&header);
+        let g = header.geometry();
         if header.corrupt() && !(options.read_only && options.allow_corrupt) {
             return Err(Qcow2Error::Corrupt);
         }
@@ -163,7 +176,8 @@ impl Qcow2 {
         let mut header_block = first[..unit.min(first.len())].to_vec();
         let journal = options.journal.take();
         if header.dirty() && !options.read_only && !counts_are_right(&header, journal.as_ref()) {
-            repair(&*storage, &mut header, &mut header_block, options.progress)?;
+            repair(&*storage, &mut header, &mut header_block, options.progress)
+                .map_err(Qcow2Error::from_scan)?;
         }
         let image = Self::assemble(storage, data, header, header_block, &options)
             .map_err(Qcow2Error::Image)?;
@@ -185,7 +199,7 @@ impl Qcow2 {
         header_block: Vec<u8>,
         options: &OpenOptions<'_>,
     ) -> Result<Self, ImageError> {
-        let g = Geometry::new(&header);
+        let g = header.geometry();
         let size = storage.size().doing("asking for the file's size", 0)?;
         let file = FileEnd::new(storage, size);
         let data = match data {

@@ -7,12 +7,12 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
 use super::ChangeCount;
-use super::change::{MayBlock, Retry};
 use super::error::ImageError;
 use super::file::{FileEnd, Piece};
 use super::geometry::Geometry;
 use super::journal::{Change, Changes};
 use super::metadata::Metadata;
+use super::retry::{MayBlock, Retry};
 use super::types::{BlockIndex, HOST_BITS, HostCluster, HostOffset, Run};
 use crate::bytes::{be64, put64};
 
@@ -109,7 +109,7 @@ impl Refcounts {
 
     /// The refcount of a cluster.
     pub fn get(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<u64, ImageError> {
-        let (block, entry) = self.g.block_of(cluster);
+        let (block, entry) = cluster.refcount_at(&self.g);
         if !self.has_block(block) {
             return Ok(0);
         }
@@ -124,7 +124,7 @@ impl Refcounts {
         cluster: HostCluster,
         refcount: u64,
     ) -> Result<(), ImageError> {
-        let (block, entry) = self.g.block_of(cluster);
+        let (block, entry) = cluster.refcount_at(&self.g);
         let order = self.g.refcount_order;
         self.count.add();
         put(&mut self.load(end, block)?.bytes, order, entry, refcount);
@@ -146,7 +146,7 @@ impl Refcounts {
         refcount: u64,
         also_less: bool,
     ) -> Result<(), ImageError> {
-        let (block, _) = self.g.block_of(cluster);
+        let (block, _) = cluster.refcount_at(&self.g);
         match self.in_table(block) {
             None => Ok(()),
             Some(HostOffset::START) => {
@@ -224,7 +224,7 @@ impl Refcounts {
             if left == 0 {
                 return Err(later);
             }
-            let (block, from) = self.g.block_of(at);
+            let (block, from) = at.refcount_at(&self.g);
             self.check_reach(block)?;
             if !self.has_block(block) {
                 may_block.grow(end, (at + 1).start(&self.g))?;
@@ -243,7 +243,7 @@ impl Refcounts {
                 continue;
             };
             let run = Run {
-                first: self.g.counted_by(block) + run.start,
+                first: block.first(&self.g) + run.start,
                 clusters: run.end - run.start,
             };
             may_block.grow(end, run.end().start(&self.g))?;
@@ -275,15 +275,15 @@ impl Refcounts {
         let mut start = self.cursor;
         let mut at = start;
         while at < start + need {
-            self.check_reach(self.g.block_of(at).0)?;
+            self.check_reach(at.refcount_at(&self.g).0)?;
             if self.get(end, at)? != 0 {
                 start = at + 1;
             }
             at += 1;
         }
         let mut first = start;
-        let last = self.g.block_of(start + (need - 1)).0;
-        let mut block = self.g.block_of(start).0;
+        let last = (start + (need - 1)).refcount_at(&self.g).0;
+        let mut block = start.refcount_at(&self.g).0;
         while block <= last {
             if !self.has_block(block) {
                 self.make_block_in(end, metadata, block, first, start + need)?;
@@ -298,7 +298,7 @@ impl Refcounts {
     }
 
     fn check_reach(&self, block: BlockIndex) -> Result<(), Retry> {
-        if self.g.counted_by(block).number() >= 1 << (HOST_BITS - self.g.cluster_bits) {
+        if block.first(&self.g).number() >= 1 << (HOST_BITS - self.g.cluster_bits) {
             return Err(ImageError::Full("qcow2 addresses 64 PiB of a file").into());
         }
         if block.number() >= self.table.len() as u64 {
@@ -375,7 +375,7 @@ impl Refcounts {
 
     /// Fails if the block that counts a cluster must be read and the caller may not block.
     pub fn have_cluster(&self, cluster: HostCluster, may_block: MayBlock) -> Result<(), Retry> {
-        self.have(self.g.block_of(cluster).0, may_block)
+        self.have(cluster.refcount_at(&self.g).0, may_block)
     }
 
     fn have(&self, block: BlockIndex, may_block: MayBlock) -> Result<(), Retry> {
@@ -499,7 +499,7 @@ impl Refcounts {
                 .rev()
                 .find(|&entry| get(bytes, order, entry) != 0);
             if let Some(last) = last {
-                return Ok(Some(self.g.counted_by(block) + (last + 1)));
+                return Ok(Some(block.first(&self.g) + (last + 1)));
             }
         }
         Ok(None)

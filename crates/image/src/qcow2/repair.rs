@@ -4,14 +4,12 @@
 //! them and marks the image as clean. A crash before that leaves the image unchanged. The clusters of the old
 //! refcounts are free afterwards.
 
-use std::ops::ControlFlow;
-
 use super::error::{Doing, ImageError};
 use super::geometry::Geometry;
 use super::header::{Header, REFCOUNT_TABLE_BYTES_MAX};
-use super::open::{Progress, Qcow2Error};
+use super::progress::ReportProgress;
 use super::refcount::{put, refcount_max};
-use super::scan::Scan;
+use super::scan::{Scan, ScanError};
 use super::types::{BlockIndex, HostCluster, HostOffset, Run};
 use crate::bytes::put64;
 use crate::storage::{Storage, read_padded};
@@ -21,10 +19,10 @@ pub(super) fn repair(
     storage: &dyn Storage,
     header: &mut Header,
     header_block: &mut [u8],
-    progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
-) -> Result<(), Qcow2Error> {
+    progress: ReportProgress<'_>,
+) -> Result<(), ScanError> {
     let before = header.clone();
-    let mut scan = Scan::new(storage, &before, false).map_err(Qcow2Error::from_scan)?;
+    let mut scan = Scan::new(storage, &before, false)?;
     let mut blocks = Blocks {
         storage,
         g: scan.g,
@@ -35,21 +33,20 @@ pub(super) fn repair(
         used: false,
     };
     for window in 0..scan.windows() {
-        let counted = scan.count(window, progress);
-        let (range, counts) = counted.map_err(Qcow2Error::from_scan)?;
+        let (range, counts) = scan.count(window, progress)?;
         if let Some(&(what, at)) = scan.findings.first() {
-            return Err(Qcow2Error::Image(ImageError::damaged(what, at)));
+            return Err(ImageError::damaged(what, at).into());
         }
         for (cluster, &count) in range.each().zip(&counts) {
             if u64::from(count) > refcount_max(scan.g.refcount_order) {
                 let at = cluster.start(&scan.g);
                 let what = "a cluster is used more often than refcounts can say";
-                return Err(Qcow2Error::Image(ImageError::damaged(what, at.bytes())));
+                return Err(ImageError::damaged(what, at.bytes()).into());
             }
-            blocks.set(cluster, count).map_err(Qcow2Error::Image)?;
+            blocks.set(cluster, count)?;
         }
         let piece = scan.g.piece();
-        let fixed = scan.wrong_copied(&range, &counts, |at, entry| {
+        scan.wrong_copied(&range, &counts, |at, entry| {
             let mut bytes = vec![0; piece as usize];
             let start = at.down_to(piece);
             let read = read_padded(storage, start.in_file(), &mut bytes);
@@ -57,11 +54,9 @@ pub(super) fn repair(
             bytes[(at - start) as usize..][..8].copy_from_slice(&entry);
             let written = storage.write_at(start.in_file(), &bytes);
             written.doing("writing a table", at.bytes())
-        });
-        fixed.map_err(Qcow2Error::from_scan)?;
+        })?;
     }
-    let finished = blocks.finish(scan.clusters.end());
-    let table = finished.map_err(Qcow2Error::Image)?;
+    let table = blocks.finish(scan.clusters.end())?;
     header.refcount_table_at = table.first.start(&scan.g);
     header.refcount_table_clusters = table.clusters as u32;
     header.clear_dirty();
@@ -70,9 +65,7 @@ pub(super) fn repair(
         .flush()
         .and_then(|()| storage.write_at(HostOffset::START.in_file(), header_block))
         .and_then(|()| storage.flush());
-    written
-        .doing("writing the header", 0)
-        .map_err(Qcow2Error::Image)
+    Ok(written.doing("writing the header", 0)?)
 }
 
 /// Writes refcounts to the file, in ascending order.
@@ -91,7 +84,7 @@ struct Blocks<'a> {
 
 impl Blocks<'_> {
     fn set(&mut self, cluster: HostCluster, count: u32) -> Result<(), ImageError> {
-        let (block, entry) = self.g.block_of(cluster);
+        let (block, entry) = cluster.refcount_at(&self.g);
         while block > self.number {
             self.end_block()?;
         }

@@ -23,13 +23,10 @@ use super::entry::{COPIED, Entry, table_at};
 use super::error::ImageError;
 use super::file::Piece;
 use super::journal::{Change, Found, Journal, JournalEvent, JournalFile, journal_bits, read};
-use super::open::Progress;
+use super::progress::{Progress, ReportProgress};
 use super::types::{BlockIndex, GuestCluster, HOST_BITS, HostOffset, L1Index, Run};
 use super::{ImageState, Qcow2, Qcow2Error};
 use crate::bytes::{be64, put64};
-
-/// Receives the progress; may stop the replay.
-type ReportProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
 /// A new L2 entry: the cluster of the disk, and the words of its entry.
 type NewEntry = (GuestCluster, [u64; 2]);

@@ -1,14 +1,13 @@
 //! All references of an image to its clusters, read from the file for checks and repairs.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 
-use super::begin::{BITMAP_DIRECTORY_BYTES_MAX, bitmap_directory};
+use super::bitmaps::{BITMAP_DIRECTORY_BYTES_MAX, bitmap_directory};
 use super::entry::{COPIED, Entry, table_at};
 use super::error::{Doing, ImageError};
 use super::geometry::Geometry;
 use super::header::{AUTOCLEAR_BITMAPS, Header, Snapshot, snapshot};
-use super::open::Progress;
+use super::progress::{Progress, ReportProgress};
 use super::types::{HostCluster, HostOffset, Run};
 use crate::bytes::{be64, put64};
 use crate::storage::{Storage, read_padded};
@@ -73,7 +72,7 @@ impl<'a> Scan<'a> {
         header: &'a Header,
         refcounts: bool,
     ) -> Result<Self, ScanError> {
-        let g = Geometry::new(header);
+        let g = header.geometry();
         let size = storage.size().doing("asking for the file's size", 0)?;
         let mut scan = Self {
             storage,
@@ -229,7 +228,7 @@ impl<'a> Scan<'a> {
     pub fn count(
         &mut self,
         window: u64,
-        progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+        progress: ReportProgress<'_>,
     ) -> Result<(Run, Vec<u32>), ScanError> {
         let first = HostCluster::new(window * WINDOW);
         let range = Run::between(first, (first + WINDOW).min(self.clusters.end()));

@@ -120,14 +120,42 @@ impl GuestCluster {
     pub fn before(self) -> Self {
         Self(self.0 - 1)
     }
+
+    /// The slice that maps it, and the index of its entry in the slice.
+    #[inline]
+    pub fn slice(self, g: &Geometry) -> (SliceIndex, L2Index) {
+        let entries = g.slice_entries();
+        (
+            SliceIndex(self.0 / entries),
+            L2Index((self.0 % entries) as usize),
+        )
+    }
+}
+
+impl SliceIndex {
+    /// The first cluster after those that it maps.
+    #[inline]
+    pub fn end(self, g: &Geometry) -> GuestCluster {
+        GuestCluster((self.0 + 1) * g.slice_entries())
+    }
+
+    /// The L2 table that it belongs to, and its offset in the table, in bytes.
+    #[inline]
+    pub fn table(self, g: &Geometry) -> (L1Index, u64) {
+        let slices = g.cluster() / g.slice_bytes();
+        (L1Index(self.0 / slices), self.0 % slices * g.slice_bytes())
+    }
+}
+
+impl L1Index {
+    /// The first byte of the disk that its L2 table maps.
+    #[inline]
+    pub fn start(self, g: &Geometry) -> GuestOffset {
+        GuestOffset(self.0 * g.table_reach())
+    }
 }
 
 impl L2Index {
-    #[inline]
-    pub const fn new(number: usize) -> Self {
-        Self(number)
-    }
-
     #[inline]
     pub const fn number(self) -> usize {
         self.0
@@ -187,6 +215,21 @@ impl HostCluster {
     pub fn start(self, g: &Geometry) -> HostOffset {
         HostOffset(self.0 << g.cluster_bits)
     }
+
+    /// The refcount block that counts it, and the index of its refcount in the block.
+    #[inline]
+    pub fn refcount_at(self, g: &Geometry) -> (BlockIndex, u64) {
+        let entries = g.block_entries();
+        (BlockIndex(self.0 / entries), self.0 % entries)
+    }
+}
+
+impl BlockIndex {
+    /// The first cluster that it counts.
+    #[inline]
+    pub fn first(self, g: &Geometry) -> HostCluster {
+        HostCluster(self.0 * g.block_entries())
+    }
 }
 
 /// A contiguous run of clusters in the file.
@@ -226,5 +269,31 @@ impl Run {
     /// Each of the clusters.
     pub fn each(self) -> impl Iterator<Item = HostCluster> {
         (self.first.0..self.end().0).map(HostCluster)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::geometry::tests::geometry;
+
+    #[test]
+    fn slices_cover_tables_without_gaps() {
+        for (bits, extended) in [(9, false), (16, false), (21, false), (14, true), (21, true)] {
+            let g = geometry(bits, extended);
+            let entry_bytes = 8 * g.words() as u64;
+            for cluster in [0, 1, g.slice_entries(), g.table_entries() * 3 + 17] {
+                let (slice, entry) = GuestCluster::new(cluster).slice(&g);
+                let (table, at) = slice.table(&g);
+                assert_eq!(table.number(), cluster / g.table_entries());
+                assert_eq!(
+                    slice.end(&g) - GuestCluster::new(cluster),
+                    g.slice_entries() - entry.number() as u64
+                );
+                let want = cluster % g.table_entries() * entry_bytes;
+                let found = at + entry.number() as u64 * entry_bytes;
+                assert_eq!(found, want, "{bits} {extended}");
+            }
+        }
     }
 }

@@ -9,9 +9,9 @@ use std::thread::{self, Thread};
 
 use block::{FileOffset, GuestOffset};
 
-use super::change::{MayBlock, Retry};
 use super::entry::{COPIED, Entry, Kind, Standard};
 use super::error::ImageError;
+use super::retry::{MayBlock, Retry};
 use super::types::{GuestCluster, HostCluster, HostOffset, Run};
 use super::{ImageState, Qcow2};
 
@@ -95,8 +95,8 @@ impl Qcow2 {
     /// cluster can be allocated.
     pub fn try_prepare_write(&self, at: GuestOffset, len: u64) -> Option<Allocation> {
         let mut state = self.ready()?;
-        let (slice, _) = self.g.slice_of(GuestCluster::of(at, &self.g));
-        let (table, _) = self.g.table_of(slice);
+        let (slice, _) = GuestCluster::of(at, &self.g).slice(&self.g);
+        let (table, _) = slice.table(&self.g);
         if self.l1.get(table) & COPIED == 0 {
             return None;
         }
@@ -244,8 +244,8 @@ impl Qcow2 {
         let g = &self.g;
         let first = GuestCluster::of(at, g);
         // Within one slice, so that a commit needs only that slice.
-        let (slice, _) = g.slice_of(first);
-        let end = (at + len).min(g.slice_end(slice).start(g));
+        let (slice, _) = first.slice(g);
+        let end = (at + len).min(slice.end(g).start(g));
         let mut last = GuestCluster::of(end.before(), g);
         if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {

@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use block::GuestOffset;
 
-use super::change::{MayBlock, Retry};
 use super::entry::{Entry, Kind, Standard, table_at};
 use super::error::ImageError;
 use super::file::FileEnd;
+use super::retry::{MayBlock, Retry};
 use super::types::{GuestCluster, HostOffset};
 use super::write::PendingWrite;
 use super::{ImageState, Qcow2};
@@ -98,8 +98,8 @@ impl Qcow2 {
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
         let first = GuestCluster::of(at, g);
-        let (slice, _) = g.slice_of(first);
-        let mut end = (at + len).min(g.slice_end(slice).start(g));
+        let (slice, _) = first.slice(g);
+        let mut end = (at + len).min(slice.end(g).start(g));
         let last = GuestCluster::of(end.before(), g);
         if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {
@@ -110,7 +110,7 @@ impl Qcow2 {
         if self.raw_external {
             return Ok(ZeroStep::File(end - at));
         }
-        let (table, _) = g.table_of(slice);
+        let (table, _) = slice.table(g);
         let empty = matches!(table_at(g, self.l1.get(table)), Ok(None));
         if empty && at >= self.backing_end() {
             return Ok(ZeroStep::Done(end - at));
@@ -183,7 +183,7 @@ impl Qcow2 {
                 _ => return Ok(ZeroStep::Write(len)),
             }
         }
-        self.own_table(state, g.slice_of(cluster).0)?;
+        self.own_table(state, cluster.slice(g).0)?;
         let Entry::Standard(old) = self.entry(cluster)? else {
             return Ok(self.left(why, len));
         };
@@ -204,7 +204,7 @@ impl Qcow2 {
     fn kind_of_part(&self, at: GuestOffset) -> Result<Kind, Retry> {
         let g = &self.g;
         let cluster = GuestCluster::of(at, g);
-        let (table, _) = g.table_of(g.slice_of(cluster).0);
+        let (table, _) = cluster.slice(g).0.table(g);
         if let Ok(None) = table_at(g, self.l1.get(table)) {
             return Ok(Kind::Hole);
         }

@@ -7,7 +7,6 @@ use block::FileOffset;
 use super::records::{Change, READ_MAX, RECORDS_AT, Slot};
 use super::{GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation};
 use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
-use crate::qcow2::open::read_header;
 use crate::storage::{Storage, read_padded};
 
 /// What the header of an image says about its journal.
@@ -91,16 +90,13 @@ pub enum JournalOwner {
     Other,
 }
 
-/// Whether a journal that was found somewhere belongs to an image.
-pub fn journal_owner(
+/// Whether a journal that was found somewhere belongs to the image with this header.
+pub(in crate::qcow2) fn owner(
     journal: &dyn Storage,
     identity: &[u8; 32],
-    image: &dyn Storage,
+    header: &Header,
 ) -> JournalOwner {
-    let Ok((header, _)) = read_header(image) else {
-        return JournalOwner::Other;
-    };
-    let journal_bits = journal_bits(&header);
+    let journal_bits = journal_bits(header);
     match Contents::read(journal) {
         Ok(Ok(contents)) => match contents.match_image(identity, journal_bits) {
             JournalMatch::Complete | JournalMatch::Truncated => JournalOwner::ThisImage,

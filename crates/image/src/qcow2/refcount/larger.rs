@@ -1,11 +1,11 @@
 //! A larger refcount table, for a file that has outgrown the current one.
 
 use super::Refcounts;
-use crate::qcow2::change::Retry;
 use crate::qcow2::error::ImageError;
 use crate::qcow2::file::FileEnd;
 use crate::qcow2::header::REFCOUNT_TABLE_BYTES_MAX;
 use crate::qcow2::metadata::Metadata;
+use crate::qcow2::retry::Retry;
 use crate::qcow2::types::{BlockIndex, HostCluster, HostOffset, Run};
 
 /// A larger table that is not the current one yet.
@@ -66,7 +66,7 @@ impl Refcounts {
 
     /// Drops the larger table again.
     pub fn revoke(&mut self, end: &FileEnd, metadata: &mut Metadata, larger: &LargerTable) {
-        let covered_end = self.g.counted_by(BlockIndex::new(larger.len as u64));
+        let covered_end = BlockIndex::new(larger.len as u64).first(&self.g);
         for cluster in larger.run.each() {
             if cluster < covered_end {
                 // A cluster that is not released is only leaked.
@@ -85,7 +85,7 @@ impl Refcounts {
         }
         self.table.truncate(len);
         let end = BlockIndex::new(len as u64);
-        self.changes.forget_blocks(end, self.g.counted_by(end));
+        self.changes.forget_blocks(end, end.first(&self.g));
         self.blocks.retain(|&block, _| block < end);
         self.dirty_blocks.retain(|&(block, _)| block < end);
         self.writing.retain(|&block| block < end);

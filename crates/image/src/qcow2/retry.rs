@@ -1,0 +1,44 @@
+//! Why a change to the tables must be tried again, and what it may do.
+
+use super::error::ImageError;
+use super::file::FileEnd;
+use super::types::{HostOffset, SliceIndex};
+
+/// What must be done without the state lock before a change can be tried again.
+#[derive(Debug)]
+pub(crate) enum Retry {
+    /// The refcount table must grow.
+    TableFull,
+    /// A slice must be loaded.
+    Load(SliceIndex),
+    /// All frames for a slice have changes that must be written.
+    CacheFull,
+    /// The file must be read or extended, or the search takes longer than the caller may spend.
+    WouldBlock,
+    /// The search was interrupted so that others get the lock; it continues where it stopped.
+    Later,
+    Error(ImageError),
+}
+
+impl From<ImageError> for Retry {
+    fn from(error: ImageError) -> Self {
+        Self::Error(error)
+    }
+}
+
+/// Whether a change may read or extend the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MayBlock {
+    Yes,
+    No,
+}
+
+impl MayBlock {
+    /// Fails if the file must be extended to `to` and the caller may not block.
+    pub fn grow(self, end: &FileEnd, to: HostOffset) -> Result<(), Retry> {
+        match self {
+            Self::No if end.get() < to => Err(Retry::WouldBlock),
+            _ => Ok(()),
+        }
+    }
+}
