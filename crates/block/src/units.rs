@@ -44,30 +44,38 @@ impl GuestOffset {
     }
 }
 
-impl Add<u64> for GuestOffset {
-    type Output = Self;
+/// Lets a length be added to an offset, and two offsets be subtracted.
+macro_rules! distance {
+    ($offset:ident) => {
+        impl Add<u64> for $offset {
+            type Output = Self;
 
-    #[inline]
-    fn add(self, bytes: u64) -> Self {
-        Self(self.0 + bytes)
-    }
+            #[inline]
+            fn add(self, bytes: u64) -> Self {
+                Self(self.0 + bytes)
+            }
+        }
+
+        impl AddAssign<u64> for $offset {
+            #[inline]
+            fn add_assign(&mut self, bytes: u64) {
+                self.0 += bytes;
+            }
+        }
+
+        impl Sub for $offset {
+            type Output = u64;
+
+            #[inline]
+            fn sub(self, before: Self) -> u64 {
+                self.0 - before.0
+            }
+        }
+    };
 }
 
-impl AddAssign<u64> for GuestOffset {
-    #[inline]
-    fn add_assign(&mut self, bytes: u64) {
-        self.0 += bytes;
-    }
-}
-
-impl Sub for GuestOffset {
-    type Output = u64;
-
-    #[inline]
-    fn sub(self, before: Self) -> u64 {
-        self.0 - before.0
-    }
-}
+distance!(GuestOffset);
+distance!(FileOffset);
 
 impl fmt::Display for Sector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

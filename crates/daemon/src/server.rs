@@ -268,8 +268,8 @@ impl Server {
             events.emit(&Event::BlockImageCorrupted(BlockImageCorrupted {
                 device: String::new(),
                 node_name: Some(name.clone()),
-                msg: damage.what.into(),
-                offset: Some(damage.at),
+                msg: damage.to_string(),
+                offset: damage.file_offset(),
                 size: None,
                 fatal: true,
             }));

@@ -397,7 +397,7 @@ impl Chain {
                         true => ImageError::Lost { source },
                         false => ImageError::Io {
                             doing: "making the disk durable",
-                            at: 0,
+                            at: FileOffset(0),
                             source,
                         },
                     })

@@ -52,7 +52,7 @@ use block::GuestOffset;
 
 pub use check::CheckReport;
 pub use compressed::Compression;
-pub use error::{Damage, ImageError};
+pub use error::{Damage, DamagedPart, ImageError};
 pub use header::HeaderError;
 pub use journal::{JournalEvent, JournalFile, JournalOwner};
 pub use open::{OpenOptions, Qcow2Error, journal_owner};
@@ -73,7 +73,7 @@ use l1::L1;
 use metadata::Metadata;
 use pins::Mark;
 use refcount::Refcounts;
-use types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
+use types::{Frame, GuestCluster, HostOffset, L1Index, PieceIndex, Run, SliceIndex};
 
 /// An open image, shared by any number of threads.
 pub struct Qcow2 {
@@ -130,18 +130,19 @@ struct ImageState {
     /// Changes not recorded yet, except those of refcounts.
     changes: Changes,
     /// Slices being loaded, with the frame for each.
-    loading: HashMap<SliceIndex, usize>,
+    loading: HashMap<SliceIndex, Frame>,
     /// Frames with changes, with a mask of the changed pieces.
-    dirty_l2: BTreeMap<usize, u32>,
+    dirty_l2: BTreeMap<Frame, u32>,
     /// Frames that a flush is writing.
-    writing_l2: HashSet<usize>,
+    writing_l2: HashSet<Frame>,
     /// Pieces of the L1 table with changes.
-    dirty_l1: BTreeSet<u64>,
-    /// Ranges of clusters with an allocation in progress: first cluster to last cluster and token.
-    pending: BTreeMap<GuestCluster, (GuestCluster, u64)>,
-    tokens: u64,
-    /// Wakers of those that wait for the allocation with a token to end.
-    waiters: HashMap<u64, Vec<Waker>>,
+    dirty_l1: BTreeSet<PieceIndex>,
+    /// Ranges of clusters with an allocation in progress: first cluster to last cluster and the write.
+    pending: BTreeMap<GuestCluster, (GuestCluster, PendingWrite)>,
+    /// Allocations begun so far.
+    allocations: u64,
+    /// Wakers of those that wait for a write to end.
+    waiters: HashMap<PendingWrite, Vec<Waker>>,
     /// Clusters unlinked from the tables in memory; the tables in the file may still refer to them.
     unlinked: Vec<Run>,
     unlinked_clusters: u64,

@@ -8,7 +8,7 @@ use block::{FileOffset, GuestOffset};
 
 use super::{Chain, Compressed, FileIndex, LayerImage, ReadLocation, WriteLocation};
 use crate::qcow2::{
-    Allocation, Damage, ImageError, Mapping, PendingWrite, Pin, Prepared, Qcow2, ZeroMode, ZeroStep,
+    Allocation, ImageError, Mapping, PendingWrite, Pin, Prepared, Qcow2, ZeroMode, ZeroStep,
 };
 use crate::storage::Storage;
 
@@ -43,8 +43,8 @@ impl Chain {
                     compressed.len
                 }
                 ReadLocation::Damaged { .. } => {
-                    let what = "a table entry of the disk is invalid; offset of the disk";
-                    return Err(ImageError::Damaged(Damage { what, at: at.0 }));
+                    let what = "a table entry of the disk is invalid";
+                    return Err(ImageError::damaged_disk(what, at));
                 }
             };
             done += n as usize;
@@ -59,7 +59,7 @@ impl Chain {
     pub fn unpack(&self, piece: &Compressed) -> Result<Vec<u8>, ImageError> {
         let error = |source| ImageError::Io {
             doing: "reading a compressed cluster",
-            at: piece.at.0,
+            at: piece.at,
             source,
         };
         let mut packed = vec![0; piece.bytes as usize];
@@ -81,7 +81,7 @@ impl Chain {
         let written = self.file(self.written_file()).write_at(at, from);
         written.map_err(|source| ImageError::Io {
             doing: "writing data",
-            at: at.0,
+            at,
             source,
         })
     }
@@ -227,7 +227,7 @@ impl Chain {
         // The part added to a file reads as zeroes.
         file.set_size(size).map_err(|source| ImageError::Io {
             doing: "making the file longer",
-            at: size,
+            at: FileOffset(size),
             source,
         })?;
         self.flush()?;
@@ -293,7 +293,7 @@ impl Chain {
         let read = self.file(file).read_at(at, to);
         let n = read.map_err(|source: io::Error| ImageError::Io {
             doing: "reading data",
-            at: at.0,
+            at,
             source,
         })?;
         to[n..].fill(0);

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 
 use super::geometry::Geometry;
-use super::types::{L2Index, SliceIndex};
+use super::types::{Frame, L2Index, SliceIndex};
 
 /// Frames that a slice may be in; their tags are adjacent, in half a cache line.
 const WAYS: usize = 4;
@@ -35,7 +35,7 @@ pub(crate) struct Found<'a> {
     tag: &'a AtomicU64,
     expected: u64,
     words: &'a [AtomicU64],
-    pub frame: usize,
+    pub frame: Frame,
 }
 
 impl Cache {
@@ -67,17 +67,17 @@ impl Cache {
     #[inline]
     pub fn find(&self, slice: SliceIndex) -> Option<Found<'_>> {
         let first = self.first_way(slice);
-        for frame in first..first + WAYS {
-            let tag = &self.tags[frame];
+        for frame in (first..first + WAYS).map(Frame) {
+            let tag = &self.tags[frame.0];
             let expected = tag.load(SeqCst);
             if expected >> COUNT_BITS == slice.number() + 1 {
-                if !self.used[frame].load(SeqCst) {
-                    self.used[frame].store(true, SeqCst);
+                if !self.used[frame.0].load(SeqCst) {
+                    self.used[frame.0].store(true, SeqCst);
                 }
                 return Some(Found {
                     tag,
                     expected,
-                    words: self.frames[frame].get()?,
+                    words: self.frames[frame.0].get()?,
                     frame,
                 });
             }
@@ -86,24 +86,28 @@ impl Cache {
     }
 
     /// The slice in a frame.
-    pub fn slice_in(&self, frame: usize) -> Option<SliceIndex> {
-        let slice = (self.tags[frame].load(SeqCst) >> COUNT_BITS).checked_sub(1);
+    pub fn slice_in(&self, frame: Frame) -> Option<SliceIndex> {
+        let slice = (self.tags[frame.0].load(SeqCst) >> COUNT_BITS).checked_sub(1);
         slice.map(SliceIndex::new)
     }
 
     /// Empties a frame for `slice`, unless all candidates are `kept`. The caller holds the state lock.
-    pub fn evict_for(&self, slice: SliceIndex, kept: impl Fn(usize) -> bool) -> Option<usize> {
+    pub fn evict_for(&self, slice: SliceIndex, kept: impl Fn(Frame) -> bool) -> Option<Frame> {
         let first = self.first_way(slice);
-        let candidates = || (first..first + WAYS).filter(|&frame| !kept(frame));
+        let candidates = || {
+            (first..first + WAYS)
+                .map(Frame)
+                .filter(|&frame| !kept(frame))
+        };
         let empty = candidates().find(|&frame| self.slice_in(frame).is_none());
         let victim = empty.or_else(|| {
             // Second chance: a frame that was used since is spared once.
             let hand = self.hand.fetch_add(1, SeqCst) % WAYS;
             let in_turn = || {
-                let ways = (0..WAYS).map(move |way| first + (hand + way) % WAYS);
+                let ways = (0..WAYS).map(move |way| Frame(first + (hand + way) % WAYS));
                 ways.filter(|&frame| !kept(frame))
             };
-            let idle = in_turn().find(|&frame| !self.used[frame].swap(false, SeqCst));
+            let idle = in_turn().find(|&frame| !self.used[frame.0].swap(false, SeqCst));
             idle.or_else(|| in_turn().next())
         })?;
         self.take_tag(victim);
@@ -111,32 +115,31 @@ impl Cache {
     }
 
     /// Clears the tag; only its counter remains, increased by one.
-    fn take_tag(&self, frame: usize) {
-        let count = self.tags[frame].load(SeqCst).wrapping_add(1) & ((1 << COUNT_BITS) - 1);
-        self.tags[frame].store(count, SeqCst);
+    fn take_tag(&self, frame: Frame) {
+        let count = self.tags[frame.0].load(SeqCst).wrapping_add(1) & ((1 << COUNT_BITS) - 1);
+        self.tags[frame.0].store(count, SeqCst);
     }
 
-    fn give_tag(&self, frame: usize, slice: SliceIndex) {
-        let count = self.tags[frame].load(SeqCst) & ((1 << COUNT_BITS) - 1);
-        self.used[frame].store(true, SeqCst);
-        self.tags[frame].store((slice.number() + 1) << COUNT_BITS | count, SeqCst);
+    fn give_tag(&self, frame: Frame, slice: SliceIndex) {
+        let count = self.tags[frame.0].load(SeqCst) & ((1 << COUNT_BITS) - 1);
+        self.used[frame.0].store(true, SeqCst);
+        self.tags[frame.0].store((slice.number() + 1) << COUNT_BITS | count, SeqCst);
     }
 
     /// Fills a frame that was emptied.
-    pub fn fill(&self, frame: usize, slice: SliceIndex, words: impl Iterator<Item = u64>) {
-        let places =
-            self.frames[frame].get_or_init(|| (0..self.words).map(|_| AtomicU64::new(0)).collect());
+    pub fn fill(&self, frame: Frame, slice: SliceIndex, words: impl Iterator<Item = u64>) {
+        let empty = || (0..self.words).map(|_| AtomicU64::new(0)).collect();
         let mut words = words;
-        for place in places {
-            place.store(words.next().unwrap_or(0), SeqCst);
+        for to in self.frames[frame.0].get_or_init(empty) {
+            to.store(words.next().unwrap_or(0), SeqCst);
         }
         self.give_tag(frame, slice);
     }
 
     /// Changes one entry of the slice in this frame.
-    pub fn set(&self, frame: usize, entry: L2Index, entry_words: &[u64]) {
+    pub fn set(&self, frame: Frame, entry: L2Index, entry_words: &[u64]) {
         let entry = entry.number();
-        let Some(words) = self.frames[frame].get() else {
+        let Some(words) = self.frames[frame.0].get() else {
             return;
         };
         if let [word] = entry_words {
@@ -154,8 +157,8 @@ impl Cache {
     }
 
     /// A copy of some words of a frame.
-    pub fn copy(&self, frame: usize, words: std::ops::Range<usize>) -> Vec<u64> {
-        let from = self.frames[frame].get();
+    pub fn copy(&self, frame: Frame, words: std::ops::Range<usize>) -> Vec<u64> {
+        let from = self.frames[frame.0].get();
         let from = from.and_then(|from| from.get(words)).unwrap_or(&[]);
         from.iter().map(|word| word.load(SeqCst)).collect()
     }

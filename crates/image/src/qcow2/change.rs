@@ -8,7 +8,7 @@ use super::entry::{COPIED, Entry, Standard, table_at};
 use super::error::ImageError;
 use super::journal::Change;
 use super::retry::{MayBlock, Retry};
-use super::types::{GuestCluster, HostOffset, L1Index, Run, SliceIndex};
+use super::types::{GuestCluster, HostOffset, L1Index, PieceIndex, Run, SliceIndex};
 use super::{ImageState, Load, Qcow2};
 
 /// Changed metadata kept for the next flush at most, in bytes: 8192 pieces of 4 KiB, which is what 4 Mi
@@ -64,8 +64,8 @@ impl Qcow2 {
         let found = self.cache.find(slice).ok_or(Retry::Load(slice))?;
         let (word, bitmap) = found.words(&self.g, entry);
         Entry::decode(&self.g, word, bitmap).map_err(|_| {
-            let what = "an L2 entry leads nowhere, or to metadata; offset of the disk";
-            ImageError::damaged(what, cluster.start(&self.g).0).into()
+            let what = "an L2 entry leads nowhere, or to metadata";
+            ImageError::damaged_disk(what, cluster.start(&self.g)).into()
         })
     }
 
@@ -100,15 +100,15 @@ impl Qcow2 {
         cluster: GuestCluster,
         entry: Entry,
     ) -> Result<(), Retry> {
-        let (slice, place) = cluster.slice(&self.g);
+        let (slice, index) = cluster.slice(&self.g);
         let frame = self.cache.find(slice).ok_or(Retry::Load(slice))?.frame;
         let words = self.g.words();
         // Before a lookup can find it: a writer that finds it asks whether a flush is needed.
         self.changes.add();
         self.cache
-            .set(frame, place, &entry.encode(&self.g)[..words]);
-        let piece = (place.number() * words * 8) as u64 / self.g.piece();
-        *state.dirty_l2.entry(frame).or_default() |= 1 << piece;
+            .set(frame, index, &entry.encode(&self.g)[..words]);
+        let piece = PieceIndex::of((index.number() * words * 8) as u64, &self.g);
+        *state.dirty_l2.entry(frame).or_default() |= 1 << piece.number();
         Ok(())
     }
 
@@ -121,7 +121,7 @@ impl Qcow2 {
         let (table, _) = slice.table(g);
         let l1_entry = self.l1.get(table);
         let Ok(old) = table_at(g, l1_entry) else {
-            return Err(ImageError::damaged("an L1 entry leads nowhere", l1_entry).into());
+            return Err(ImageError::bad_entry("an L1 entry leads nowhere", l1_entry).into());
         };
         if old.is_some() && self.cache.find(slice).is_none() {
             return Err(Retry::Load(slice));
@@ -154,7 +154,7 @@ impl Qcow2 {
     pub(super) fn set_table(&self, state: &mut ImageState, index: L1Index, word: u64) {
         self.changes.add();
         self.l1.set(index, word);
-        state.dirty_l1.insert(index.number() * 8 / self.g.piece());
+        state.dirty_l1.insert(index.piece(&self.g));
     }
 
     fn write_table(

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use super::error::{Doing, ImageError};
+use super::error::{Damage, Doing, ImageError};
 use super::open::{Qcow2Error, read_header};
 use super::refcount::get;
 use super::scan::{Scan, WINDOW};
@@ -24,10 +24,10 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    fn error(&mut self, what: &str, at: u64) {
+    fn error(&mut self, damage: &Damage) {
         self.errors += 1;
         if self.shown.len() < SHOWN_MAX {
-            self.shown.push(format!("{what} ({at:#x})"));
+            self.shown.push(format!("{} ({})", damage.what, damage.at));
         }
     }
 }
@@ -47,13 +47,14 @@ pub fn check(storage: &dyn Storage) -> Result<CheckReport, Qcow2Error> {
         let compared = compare(storage, &scan, &mut report, range, &counts);
         compared.map_err(Qcow2Error::Image)?;
         let copied = scan.wrong_copied(&range, &counts, |at, _| {
-            report.error("an entry says wrongly whose its cluster is", at.bytes());
+            let what = "the copied flag of an entry is wrong";
+            report.error(&Damage::in_file(what, at));
             Ok(())
         });
         copied.map_err(Qcow2Error::from_scan)?;
     }
-    for (what, at) in &scan.findings {
-        report.error(what, *at);
+    for damage in &scan.findings {
+        report.error(damage);
     }
     Ok(report)
 }
@@ -73,8 +74,8 @@ fn compare(
         false => end.number().div_ceil(per_block),
     };
     let used = |cluster| {
-        let place = range.place_of(cluster);
-        place.map_or(0, |place| counts.get(place).copied().unwrap_or(0))
+        let index = range.position(cluster);
+        index.map_or(0, |index| counts.get(index).copied().unwrap_or(0))
     };
     let first_block = range.first.refcount_at(g).0.number();
     for block in first_block..blocks.max(end.number().div_ceil(per_block)) {
@@ -89,7 +90,7 @@ fn compare(
             }
         } else {
             let read = read_padded(storage, at.in_file(), &mut bytes);
-            read.doing("reading refcounts", at.bytes())?;
+            read.doing("reading refcounts", at)?;
         }
         for cluster in Run::between(first, (block + 1).first(g)).each() {
             if !last && cluster >= end {
@@ -99,7 +100,7 @@ fn compare(
             let should = u64::from(used(cluster));
             if has < should {
                 let what = "a cluster is used more often than its refcount says";
-                report.error(what, cluster.start(g).bytes());
+                report.error(&Damage::in_file(what, cluster.start(g)));
             } else if has > should {
                 report.leaks += 1;
             }

@@ -1,16 +1,19 @@
 use std::fmt;
 use std::io;
 
+use block::{FileOffset, GuestOffset};
 use thiserror::Error;
+
+use super::types::HostOffset;
 
 /// Why an operation on an open image failed.
 #[derive(Debug, Error)]
 pub enum ImageError {
     /// A table could not be read or written. The caller may retry the change.
-    #[error("{doing} at byte {at}: {source}")]
+    #[error("{doing} at {at}: {source}")]
     Io {
         doing: &'static str,
-        at: u64,
+        at: FileOffset,
         source: io::Error,
     },
     /// The kernel could not write data from the page cache, and has dropped it. Nothing that was written since the
@@ -40,17 +43,53 @@ pub enum ImageError {
 pub struct Damage {
     /// What was found.
     pub what: &'static str,
-    /// The offset in the file, or on the disk if `what` says so.
-    pub at: u64,
+    pub at: DamagedPart,
+}
+
+/// The part of an image that a [`Damage`] is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DamagedPart {
+    /// What is at this offset in the file.
+    File(FileOffset),
+    /// What maps this position on the disk.
+    Disk(GuestOffset),
+    /// An entry of a table with this value.
+    Entry(u64),
 }
 
 impl fmt::Display for Damage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "the image is damaged: {} (at byte {})",
-            self.what, self.at
-        )
+        write!(f, "the image is damaged: {} ({})", self.what, self.at)
+    }
+}
+
+impl fmt::Display for DamagedPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(at) => write!(f, "at byte {}", at.0),
+            Self::Disk(at) => write!(f, "at byte {} of the disk", at.0),
+            Self::Entry(entry) => write!(f, "the entry is {entry:#x}"),
+        }
+    }
+}
+
+impl Damage {
+    /// The offset in the image's file, if the damage is at one.
+    pub fn file_offset(&self) -> Option<u64> {
+        match self.at {
+            DamagedPart::File(at) => Some(at.0),
+            DamagedPart::Disk(_) | DamagedPart::Entry(_) => None,
+        }
+    }
+
+    pub(crate) fn in_file(what: &'static str, at: HostOffset) -> Self {
+        let at = DamagedPart::File(at.in_file());
+        Self { what, at }
+    }
+
+    pub(crate) fn in_entry(what: &'static str, entry: u64) -> Self {
+        let at = DamagedPart::Entry(entry);
+        Self { what, at }
     }
 }
 
@@ -76,18 +115,28 @@ impl ImageError {
         !matches!(self, Self::Io { .. })
     }
 
-    pub(crate) fn damaged(what: &'static str, at: u64) -> Self {
+    pub(crate) fn damaged(what: &'static str, at: HostOffset) -> Self {
+        Self::Damaged(Damage::in_file(what, at))
+    }
+
+    pub(crate) fn damaged_disk(what: &'static str, at: GuestOffset) -> Self {
+        let at = DamagedPart::Disk(at);
         Self::Damaged(Damage { what, at })
+    }
+
+    pub(crate) fn bad_entry(what: &'static str, entry: u64) -> Self {
+        Self::Damaged(Damage::in_entry(what, entry))
     }
 }
 
 /// Adds the operation and the offset to an error of a [`Storage`](crate::Storage).
 pub(crate) trait Doing<T> {
-    fn doing(self, doing: &'static str, at: u64) -> Result<T, ImageError>;
+    fn doing(self, doing: &'static str, at: HostOffset) -> Result<T, ImageError>;
 }
 
 impl<T> Doing<T> for io::Result<T> {
-    fn doing(self, doing: &'static str, at: u64) -> Result<T, ImageError> {
+    fn doing(self, doing: &'static str, at: HostOffset) -> Result<T, ImageError> {
+        let at = at.in_file();
         self.map_err(|source| ImageError::Io { doing, at, source })
     }
 }

@@ -34,12 +34,12 @@ pub(crate) struct FileEnd {
 }
 
 impl FileEnd {
-    pub fn new(storage: Arc<dyn Storage>, bytes: u64) -> Self {
+    pub fn new(storage: Arc<dyn Storage>, end: HostOffset) -> Self {
         let forgets = storage.loses_data_on_failed_flush();
         Self {
             storage,
-            end: AtomicU64::new(bytes),
-            first: HostOffset::new(bytes),
+            end: AtomicU64::new(end.bytes()),
+            first: end,
             forgets,
             unflushed: AtomicBool::new(false),
             lost: OnceLock::new(),
@@ -62,14 +62,14 @@ impl FileEnd {
         if to <= end {
             return Ok(());
         }
-        let (end, to) = (end.bytes(), to.bytes());
+        let (end, least) = (end.bytes(), to.bytes());
         let more = (end / 16).clamp(GROWTH.0, GROWTH.1);
-        let ample = end.saturating_add(more).max(to).min(i64::MAX as u64);
+        let ample = end.saturating_add(more).max(least).min(i64::MAX as u64);
         let mut reached = ample;
         let mut result = self.storage.set_size(ample);
-        if result.is_err() && ample > to {
-            reached = to;
-            result = self.storage.set_size(to);
+        if result.is_err() && ample > least {
+            reached = least;
+            result = self.storage.set_size(least);
         }
         match result {
             Ok(()) => {
@@ -87,11 +87,9 @@ impl FileEnd {
     pub fn trim(&self, to: HostOffset) -> Result<(), ImageError> {
         let to = to.max(self.first);
         if to < self.get() {
-            let to = to.bytes();
-            self.storage
-                .set_size(to)
-                .doing("cutting the file's end off", to)?;
-            self.end.store(to, SeqCst);
+            let trimmed = self.storage.set_size(to.bytes());
+            trimmed.doing("cutting the file's end off", to)?;
+            self.end.store(to.bytes(), SeqCst);
         }
         Ok(())
     }
@@ -100,10 +98,9 @@ impl FileEnd {
     /// length for that of the disk. Only one thread at a time may call this.
     pub fn grow_exactly(&self, to: HostOffset) -> Result<(), ImageError> {
         if to > self.get() {
-            let to = to.bytes();
-            let grown = self.storage.set_size(to);
+            let grown = self.storage.set_size(to.bytes());
             grown.doing("making the data file longer", to)?;
-            self.end.store(to, SeqCst);
+            self.end.store(to.bytes(), SeqCst);
         }
         Ok(())
     }
@@ -133,7 +130,7 @@ impl FileEnd {
         from: &[u8],
     ) -> Result<(), ImageError> {
         let written = self.storage.write_at(at.in_file(), from);
-        written.doing(doing, at.bytes())
+        written.doing(doing, at)
     }
 
     /// Fills `to`, with zeroes after the end of the file; returns the number of bytes that the file had.
@@ -143,7 +140,7 @@ impl FileEnd {
         at: HostOffset,
         to: &mut [u8],
     ) -> Result<usize, ImageError> {
-        read_padded(&*self.storage, at.in_file(), to).doing(doing, at.bytes())
+        read_padded(&*self.storage, at.in_file(), to).doing(doing, at)
     }
 
     /// Makes everything durable that was written. Only one thread at a time may call this: the kernel reports a write
@@ -163,7 +160,7 @@ impl FileEnd {
             let _ = self.lost.set(source.raw_os_error().unwrap_or(EIO));
             return Err(ImageError::Lost { source });
         }
-        Err(source).doing("making the image durable", 0)
+        Err(source).doing("making the image durable", HostOffset::START)
     }
 
     /// Whether no flush can succeed after one that failed.

@@ -42,7 +42,7 @@ use super::error::ImageError;
 use super::file::{FileEnd, Piece};
 use super::journal::Rotated;
 use super::refcount::Dirty;
-use super::types::{HostCluster, L1Index, Run};
+use super::types::{Frame, HostCluster, L1Index, PieceIndex, Run};
 use super::{ImageState, Qcow2};
 use crate::bytes::put64;
 
@@ -59,8 +59,8 @@ struct Batch {
     refcounts: Dirty,
     blocks: Vec<Piece>,
     table: Vec<Piece>,
-    l2: BTreeMap<usize, u32>,
-    l1: BTreeSet<u64>,
+    l2: BTreeMap<Frame, u32>,
+    l1: BTreeSet<PieceIndex>,
     entries: Vec<Piece>,
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
@@ -194,7 +194,7 @@ impl Qcow2 {
         })
     }
 
-    fn l2_pieces(&self, state: &ImageState, frame: usize, pieces: u32, entries: &mut Vec<Piece>) {
+    fn l2_pieces(&self, state: &ImageState, frame: Frame, pieces: u32, entries: &mut Vec<Piece>) {
         let Some(slice) = self.cache.slice_in(frame) else {
             return;
         };
@@ -215,19 +215,19 @@ impl Qcow2 {
         }
     }
 
-    fn l1_piece(&self, state: &ImageState, number: u64) -> Piece {
-        let piece = self.g.piece();
+    fn l1_piece(&self, state: &ImageState, piece: PieceIndex) -> Piece {
+        let start = piece.start(&self.g);
         Piece {
-            at: state.header.l1_at + number * piece,
-            bytes: self.l1_bytes(L1Index::new(number * piece / 8), piece / 8),
+            at: state.header.l1_at + start,
+            bytes: self.l1_bytes(L1Index::new(start / 8), self.g.piece() / 8),
         }
     }
 
     /// Entries of the L1 table as written to the file; entries after its end are 0.
     pub(super) fn l1_bytes(&self, first: L1Index, entries: u64) -> Vec<u8> {
         let mut bytes = vec![0; entries as usize * 8];
-        for place in 0..entries {
-            put64(&mut bytes, place as usize * 8, self.l1.get(first + place));
+        for (at, entry) in (0..bytes.len()).step_by(8).zip(0..entries) {
+            put64(&mut bytes, at, self.l1.get(first + entry));
         }
         bytes
     }
@@ -282,7 +282,7 @@ impl Qcow2 {
                 Ok(1) if last_users.insert(cluster) => continue,
                 Ok(1) => Err(ImageError::damaged(
                     "a cluster is used more often than its refcount says",
-                    cluster.start(&self.g).bytes(),
+                    cluster.start(&self.g),
                 )),
                 Ok(_) => state.refcounts.release(&self.file, cluster),
                 Err(error) => Err(error),

@@ -223,7 +223,7 @@ impl Qcow2 {
         let written = self.write_header(state).and_then(|()| self.file.flush());
         written.map_err(|_| {
             let what = "its header could not be written, and may be the old or the new one";
-            self.report(state, ImageError::damaged(what, 0))
+            self.report(state, ImageError::damaged(what, HostOffset::START))
         })
     }
 }

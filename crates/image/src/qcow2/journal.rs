@@ -171,9 +171,10 @@ pub(super) struct Journal {
     stamped: Option<Instant>,
     stamp_interval: Duration,
     /// Where the records that no flush has made unnecessary begin, and where they end.
-    start: u64,
-    end: u64,
-    punched: u64,
+    start: FileOffset,
+    end: FileOffset,
+    /// The space of the records before this was freed.
+    punched: FileOffset,
     /// Changes were left out, so later changes must not be recorded.
     broken: bool,
     /// Some of the changes left out may be in the file.
@@ -184,7 +185,7 @@ pub(super) struct Journal {
 
 /// How far a flush makes the journal unnecessary.
 pub(super) struct Rotated {
-    end: u64,
+    end: FileOffset,
     /// The generation that the image has after the flush, if the flush changes it.
     generation: Option<u64>,
 }
@@ -278,8 +279,7 @@ impl Journal {
             self.end,
             self.session,
         );
-        let at = FileOffset(self.end);
-        match self.file.storage.write_at(at, &self.record) {
+        match self.file.storage.write_at(self.end, &self.record) {
             Ok(()) => self.end += self.record.len() as u64,
             Err(e) => self.failed(e),
         }
@@ -314,13 +314,13 @@ impl Journal {
         if self.start == self.end && worth_it {
             result = self
                 .restart()
-                .and_then(|()| self.file.storage.set_size(RECORDS_AT));
+                .and_then(|()| self.file.storage.set_size(RECORDS_AT.0));
         } else {
             // First write the slot, which says that the records before `start` are no longer needed.
             result = self.write_slot();
             if result.is_ok() && self.start - self.punched > PUNCH {
-                let (at, len) = (FileOffset(self.punched), self.start - self.punched);
-                match self.file.storage.punch(at, len) {
+                let len = self.start - self.punched;
+                match self.file.storage.punch(self.punched, len) {
                     Ok(()) => self.punched = self.start,
                     // A journal that takes no more records is soon restarted.
                     Err(e) if len > READ_MAX => result = Err(e),

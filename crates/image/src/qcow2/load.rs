@@ -4,7 +4,7 @@ use super::entry::{BAD, Entry, table_at};
 use super::error::ImageError;
 use super::metadata::Metadata;
 use super::retry::Retry;
-use super::types::{Run, SliceIndex};
+use super::types::{Frame, Run, SliceIndex};
 use super::{ImageState, Load, Qcow2};
 use crate::bytes::be64;
 
@@ -27,7 +27,7 @@ impl Qcow2 {
             }
             let l1_entry = self.l1.get(table);
             let Ok(at) = table_at(&self.g, l1_entry) else {
-                let error = ImageError::damaged("an L1 entry leads nowhere", l1_entry);
+                let error = ImageError::bad_entry("an L1 entry leads nowhere", l1_entry);
                 return Err(self.report(&mut state, error));
             };
             let Some(at) = at else {
@@ -62,7 +62,7 @@ impl Qcow2 {
                 Ok(())
             }
             Ok(_) => {
-                let error = ImageError::damaged("the file ends before an L2 table", at.bytes());
+                let error = ImageError::damaged("the file ends before an L2 table", at);
                 Err(self.report(&mut state, error))
             }
             Err(error) => Err(error),
@@ -70,7 +70,7 @@ impl Qcow2 {
     }
 
     /// Empties a frame for a slice, if there is one without changes.
-    fn evict_for(&self, state: &ImageState, slice: SliceIndex) -> Option<usize> {
+    fn evict_for(&self, state: &ImageState, slice: SliceIndex) -> Option<Frame> {
         self.cache.evict_for(slice, |frame| {
             state.dirty_l2.contains_key(&frame)
                 || state.writing_l2.contains(&frame)

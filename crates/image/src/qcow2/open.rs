@@ -140,7 +140,7 @@ pub(crate) fn read_header(storage: &dyn Storage) -> Result<(Header, Vec<u8>), Qc
     let mut first = vec![0; 512];
     let read = |bytes: &mut Vec<u8>| {
         let read = read_padded(storage, FileOffset(0), bytes);
-        read.doing("reading the header", 0)
+        read.doing("reading the header", HostOffset::START)
             .map_err(Qcow2Error::Image)
     };
     read(&mut first)?;
@@ -200,12 +200,16 @@ impl Qcow2 {
         options: &OpenOptions<'_>,
     ) -> Result<Self, ImageError> {
         let g = header.geometry();
-        let size = storage.size().doing("asking for the file's size", 0)?;
-        let file = FileEnd::new(storage, size);
+        let size = storage
+            .size()
+            .doing("asking for the file's size", HostOffset::START)?;
+        let file = FileEnd::new(storage, HostOffset::new(size));
         let data = match data {
             Some(data) => {
-                let size = data.size().doing("asking for the data file's size", 0)?;
-                let data = FileEnd::new(data, size);
+                let size = data
+                    .size()
+                    .doing("asking for the data file's size", HostOffset::START)?;
+                let data = FileEnd::new(data, HostOffset::new(size));
                 if !options.read_only {
                     data.grow_exactly(HostOffset::in_data_file(GuestOffset(header.size)))?;
                 }
@@ -265,7 +269,7 @@ impl Qcow2 {
                 writing_l2: HashSet::new(),
                 dirty_l1: BTreeSet::new(),
                 pending: BTreeMap::new(),
-                tokens: 0,
+                allocations: 0,
                 waiters: HashMap::new(),
                 unlinked: Vec::new(),
                 unlinked_clusters: 0,
@@ -305,7 +309,7 @@ fn read_refcounts(
     let bytes = u64::from(header.refcount_table_clusters) << g.cluster_bits;
     if at == HostOffset::START || bytes == 0 {
         let what = "it has no refcount table";
-        return Err(ImageError::damaged(what, at.bytes()));
+        return Err(ImageError::damaged(what, at));
     }
     let table = read_all(file, at, bytes, "the refcount table")?;
     let refcounts = Refcounts::new(g, &table, at, file, changes.clone());
@@ -315,7 +319,7 @@ fn read_refcounts(
     match blocks.windows(2).find(|two| two[0] == two[1]) {
         Some(two) => Err(ImageError::damaged(
             "its refcount table refers to a block more than once",
-            two[0].bytes(),
+            two[0],
         )),
         None => Ok(refcounts),
     }
@@ -331,7 +335,7 @@ fn read_all(
     // Memory is allocated only for bytes that the file has.
     if at.bytes().saturating_add(bytes) > file.get().bytes().next_multiple_of(512) {
         let what = "the file ends before a table; was it cut off?";
-        return Err(ImageError::damaged(what, at.bytes()));
+        return Err(ImageError::damaged(what, at));
     }
     let mut buffer = vec![0; bytes as usize];
     file.read_at(name, at, &mut buffer)?;

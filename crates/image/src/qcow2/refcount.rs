@@ -13,7 +13,9 @@ use super::geometry::Geometry;
 use super::journal::{Change, Changes};
 use super::metadata::Metadata;
 use super::retry::{MayBlock, Retry};
-use super::types::{BlockIndex, HOST_BITS, HostCluster, HostOffset, Run};
+use super::types::{
+    BlockIndex, HOST_BITS, HostCluster, HostOffset, PieceIndex, RefcountIndex, Run,
+};
 use crate::bytes::{be64, put64};
 
 /// Refcount blocks kept in memory, in bytes, in addition to those with changes: 32 MiB count 1 TiB of
@@ -36,8 +38,8 @@ pub(crate) struct Refcounts {
     table_at: HostOffset,
     blocks: HashMap<BlockIndex, Block>,
     /// Blocks, each with one of its changed pieces.
-    dirty_blocks: BTreeSet<(BlockIndex, u64)>,
-    dirty_table: BTreeSet<u64>,
+    dirty_blocks: BTreeSet<(BlockIndex, PieceIndex)>,
+    dirty_table: BTreeSet<PieceIndex>,
     /// Blocks that a flush is writing: the file still has old ones.
     writing: HashSet<BlockIndex>,
     /// No cluster before this one is free.
@@ -128,8 +130,9 @@ impl Refcounts {
         let order = self.g.refcount_order;
         self.count.add();
         put(&mut self.load(end, block)?.bytes, order, entry, refcount);
-        let byte = (entry << order) / 8;
-        self.dirty_blocks.insert((block, byte / self.g.piece()));
+        let byte = (entry.number() << order) / 8;
+        let piece = PieceIndex::of(byte, &self.g);
+        self.dirty_blocks.insert((block, piece));
         self.changes.push(Change::Refcount {
             run: Run::one(cluster),
             refcount,
@@ -151,7 +154,7 @@ impl Refcounts {
             None => Ok(()),
             Some(HostOffset::START) => {
                 let at = cluster.start(&self.g);
-                Err(ImageError::damaged("a cluster has no refcount", at.bytes()))
+                Err(ImageError::damaged("a cluster has no refcount", at))
             }
             Some(_) => {
                 if also_less || self.get(end, cluster)? < refcount {
@@ -183,7 +186,7 @@ impl Refcounts {
         let refcount = self.get(end, cluster)?;
         let Some(less) = refcount.checked_sub(1) else {
             let what = "a cluster in use has the refcount 0";
-            return Err(ImageError::damaged(what, cluster.start(&self.g).bytes()));
+            return Err(ImageError::damaged(what, cluster.start(&self.g)));
         };
         self.set(end, cluster, less)?;
         if less == 0 {
@@ -235,7 +238,7 @@ impl Refcounts {
             self.have(block, may_block)?;
             let order = self.g.refcount_order;
             let bytes = &self.load(end, block)?.bytes;
-            let entries = from..per_block.min(from + left);
+            let entries = from..(from + left).min(RefcountIndex::new(per_block));
             let looked = entries.end - from;
             let Some(run) = free_run(bytes, order, entries, want) else {
                 at += looked;
@@ -243,7 +246,7 @@ impl Refcounts {
                 continue;
             };
             let run = Run {
-                first: block.first(&self.g) + run.start,
+                first: block.first(&self.g) + run.start.number(),
                 clusters: run.end - run.start,
             };
             may_block.grow(end, run.end().start(&self.g))?;
@@ -311,7 +314,7 @@ impl Refcounts {
     fn take(&mut self, end: &FileEnd, metadata: &Metadata, run: Run) -> Result<(), ImageError> {
         if let Some(_what) = metadata.within(run) {
             let what = "metadata is in a cluster that has the refcount 0";
-            return Err(ImageError::damaged(what, run.first.start(&self.g).bytes()));
+            return Err(ImageError::damaged(what, run.first.start(&self.g)));
         }
         end.grow(run.end().start(&self.g))?;
         for cluster in run.each() {
@@ -345,7 +348,7 @@ impl Refcounts {
         let offset = at.start(&self.g);
         if metadata.within(Run::one(at)).is_some() {
             let what = "metadata is in a cluster that has the refcount 0";
-            return Err(ImageError::damaged(what, offset.bytes()));
+            return Err(ImageError::damaged(what, offset));
         }
         end.grow(offset + self.g.cluster())?;
         self.insert_block(block, offset);
@@ -369,8 +372,8 @@ impl Refcounts {
         // All of it: the cluster in the file may hold old data.
         let pieces = self.g.cluster() / self.g.piece();
         self.dirty_blocks
-            .extend((0..pieces).map(|piece| (block, piece)));
-        self.dirty_table.insert(block.number() * 8 / self.g.piece());
+            .extend((0..pieces).map(|piece| (block, PieceIndex::new(piece))));
+        self.dirty_table.insert(block.piece(&self.g));
     }
 
     /// Fails if the block that counts a cluster must be read and the caller may not block.
@@ -388,17 +391,16 @@ impl Refcounts {
     fn load(&mut self, end: &FileEnd, block: BlockIndex) -> Result<&mut Block, ImageError> {
         self.clock += 1;
         if !self.blocks.contains_key(&block) {
-            let said = self.table[block.number() as usize].bytes();
-            let at = HostOffset::of_cluster(said, &self.g).filter(|&at| at != HostOffset::START);
-            let Some(at) = at else {
+            let at = self.table[block.number() as usize];
+            if !at.is_of_cluster(self.g.cluster()) || at == HostOffset::START {
                 let what = "a refcount block cannot be where it should";
-                return Err(ImageError::damaged(what, said));
-            };
+                return Err(ImageError::damaged(what, at));
+            }
             self.make_room();
             let mut bytes = vec![0; self.g.cluster() as usize].into_boxed_slice();
             if end.read_at("reading refcounts", at, &mut bytes)? < bytes.len() {
                 let what = "the file ends before its refcounts";
-                return Err(ImageError::damaged(what, at.bytes()));
+                return Err(ImageError::damaged(what, at));
             }
             self.blocks.insert(block, Block { bytes, used: 0 });
         }
@@ -413,7 +415,8 @@ impl Refcounts {
         if self.blocks.len() < most {
             return;
         }
-        let pieces = |block: BlockIndex| (block, 0)..(block + 1, 0);
+        let first = PieceIndex::default();
+        let pieces = |block: BlockIndex| (block, first)..(block + 1, first);
         let clean = self.blocks.iter().filter(|&(&block, _)| {
             !self.writing.contains(&block)
                 && self.dirty_blocks.range(pieces(block)).next().is_none()
@@ -435,11 +438,11 @@ impl Refcounts {
         let dirty = std::mem::take(&mut self.dirty_blocks);
         self.writing.extend(dirty.iter().map(|&(block, _)| block));
         let piece = self.g.piece() as usize;
-        let copies = dirty.iter().map(|&(block, number)| {
-            let from = number as usize * piece;
+        let copies = dirty.iter().map(|&(block, index)| {
+            let start = index.start(&self.g);
             Piece {
-                at: self.table[block.number() as usize] + from as u64,
-                bytes: self.blocks[&block].bytes[from..from + piece].to_vec(),
+                at: self.table[block.number() as usize] + start,
+                bytes: self.blocks[&block].bytes[start as usize..][..piece].to_vec(),
             }
         });
         let copies = copies.collect();
@@ -455,19 +458,22 @@ impl Refcounts {
 
     /// Copies of the changed pieces of the table.
     pub fn table_pieces(&self, dirty: &Dirty) -> Vec<Piece> {
-        let piece = self.g.piece();
-        let copies = dirty.table.iter().map(|&number| Piece {
-            at: self.table_at + number * piece,
-            bytes: self.table_bytes(number * piece / 8..(number + 1) * piece / 8),
+        let copies = dirty.table.iter().map(|piece| {
+            let start = piece.start(&self.g);
+            Piece {
+                at: self.table_at + start,
+                bytes: self.table_bytes(BlockIndex::new(start / 8), self.g.piece() / 8),
+            }
         });
         copies.collect()
     }
 
-    fn table_bytes(&self, entries: Range<u64>) -> Vec<u8> {
-        let mut bytes = vec![0; (entries.end - entries.start) as usize * 8];
-        for (place, entry) in entries.enumerate() {
-            let at = self.in_table(BlockIndex::new(entry)).unwrap_or_default();
-            put64(&mut bytes, place * 8, at.bytes());
+    /// Entries of the table as written to the file; entries after its end are 0.
+    fn table_bytes(&self, first: BlockIndex, entries: u64) -> Vec<u8> {
+        let mut bytes = vec![0; entries as usize * 8];
+        for (at, entry) in (0..bytes.len()).step_by(8).zip(0..entries) {
+            let block = self.in_table(first + entry).unwrap_or_default();
+            put64(&mut bytes, at, block.bytes());
         }
         bytes
     }
@@ -497,7 +503,7 @@ impl Refcounts {
             let bytes = &self.load(end, block)?.bytes;
             let last = (0..per_block)
                 .rev()
-                .find(|&entry| get(bytes, order, entry) != 0);
+                .find(|&entry| get(bytes, order, RefcountIndex::new(entry)) != 0);
             if let Some(last) = last {
                 return Ok(Some(block.first(&self.g) + (last + 1)));
             }
@@ -508,47 +514,53 @@ impl Refcounts {
 
 /// Changes taken to be written: blocks with their pieces, and pieces of the table.
 pub(crate) struct Dirty {
-    blocks: BTreeSet<(BlockIndex, u64)>,
-    table: BTreeSet<u64>,
+    blocks: BTreeSet<(BlockIndex, PieceIndex)>,
+    table: BTreeSet<PieceIndex>,
 }
 
 /// The first run of free entries, at most `want`.
-fn free_run(bytes: &[u8], order: u32, within: Range<u64>, want: u64) -> Option<Range<u64>> {
-    let mut entries = within.clone();
-    let first = entries.find(|&entry| get(bytes, order, entry) == 0)?;
-    let most = within.end.min(first.saturating_add(want));
-    let end = (first..most).find(|&entry| get(bytes, order, entry) != 0);
-    Some(first..end.unwrap_or(most))
+fn free_run(
+    bytes: &[u8],
+    order: u32,
+    within: Range<RefcountIndex>,
+    want: u64,
+) -> Option<Range<RefcountIndex>> {
+    let is_free = |entry: u64| get(bytes, order, RefcountIndex::new(entry)) == 0;
+    let (from, to) = (within.start.number(), within.end.number());
+    let first = (from..to).find(|&entry| is_free(entry))?;
+    let most = to.min(first.saturating_add(want));
+    let end = (first..most).find(|&entry| !is_free(entry));
+    Some(RefcountIndex::new(first)..RefcountIndex::new(end.unwrap_or(most)))
 }
 
 /// Reads a refcount of `1 << order` bits. Refcounts narrower than a byte begin with the lowest bits.
 #[inline]
-pub(crate) fn get(bytes: &[u8], order: u32, entry: u64) -> u64 {
+pub(crate) fn get(bytes: &[u8], order: u32, entry: RefcountIndex) -> u64 {
     let width = 1_usize << order;
     if width < 8 {
-        let bit = entry as usize * width;
+        let bit = entry.number() as usize * width;
         let mask = (1_u8 << width) - 1;
         return u64::from(bytes[bit / 8] >> (bit % 8) & mask);
     }
     let len = width / 8;
-    let from = entry as usize * len;
+    let from = entry.number() as usize * len;
     let value = bytes[from..from + len].iter();
     value.fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
 /// Writes a refcount, limited to the highest that fits.
-pub(crate) fn put(bytes: &mut [u8], order: u32, entry: u64, refcount: u64) {
+pub(crate) fn put(bytes: &mut [u8], order: u32, entry: RefcountIndex, refcount: u64) {
     let width = 1_usize << order;
     let refcount = refcount.min(refcount_max(order));
     if width < 8 {
-        let bit = entry as usize * width;
+        let bit = entry.number() as usize * width;
         let mask = ((1_u16 << width) - 1) as u8;
         let byte = &mut bytes[bit / 8];
         *byte = *byte & !(mask << (bit % 8)) | (refcount as u8) << (bit % 8);
         return;
     }
     let len = width / 8;
-    let from = entry as usize * len;
+    let from = entry.number() as usize * len;
     bytes[from..from + len].copy_from_slice(&refcount.to_be_bytes()[8 - len..]);
 }
 
@@ -568,25 +580,31 @@ mod tests {
             let entries = (512 * 8) >> order;
             let value = |entry: u64| (entry * 0x9e37_79b9) & refcount_max(order);
             for entry in (0..entries).rev() {
-                put(&mut bytes, order, entry, value(entry));
+                put(&mut bytes, order, RefcountIndex::new(entry), value(entry));
             }
             for entry in 0..entries {
-                assert_eq!(get(&bytes, order, entry), value(entry), "{order} {entry}");
+                let found = get(&bytes, order, RefcountIndex::new(entry));
+                assert_eq!(found, value(entry), "{order} {entry}");
             }
         }
         // As QEMU writes them: big-endian, and the lowest bits first.
         let mut bytes = vec![0; 8];
-        put(&mut bytes, 4, 1, 0x102);
-        put(&mut bytes, 0, 0, 1);
+        put(&mut bytes, 4, RefcountIndex::new(1), 0x102);
+        put(&mut bytes, 0, RefcountIndex::new(0), 1);
         assert_eq!(bytes[..4], [1, 0, 1, 2]);
     }
 
     #[test]
     fn free_runs() {
         let bytes = [0b0110_0001];
-        assert_eq!(free_run(&bytes, 0, 0..8, 2), Some(1..3));
-        assert_eq!(free_run(&bytes, 0, 0..8, 9), Some(1..5));
-        assert_eq!(free_run(&bytes, 0, 5..8, 9), Some(7..8));
-        assert_eq!(free_run(&bytes, 0, 5..7, 9), None);
+        let index = RefcountIndex::new;
+        let free = |within: Range<u64>, want| {
+            let run = free_run(&bytes, 0, index(within.start)..index(within.end), want);
+            run.map(|run| run.start.number()..run.end.number())
+        };
+        assert_eq!(free(0..8, 2), Some(1..3));
+        assert_eq!(free(0..8, 9), Some(1..5));
+        assert_eq!(free(5..8, 9), Some(7..8));
+        assert_eq!(free(5..7, 9), None);
     }
 }

@@ -34,14 +34,14 @@ pub(super) fn repair(
     };
     for window in 0..scan.windows() {
         let (range, counts) = scan.count(window, progress)?;
-        if let Some(&(what, at)) = scan.findings.first() {
-            return Err(ImageError::damaged(what, at).into());
+        if let Some(damage) = scan.findings.first() {
+            return Err(ImageError::Damaged(damage.clone()).into());
         }
         for (cluster, &count) in range.each().zip(&counts) {
             if u64::from(count) > refcount_max(scan.g.refcount_order) {
                 let at = cluster.start(&scan.g);
                 let what = "a cluster is used more often than refcounts can say";
-                return Err(ImageError::damaged(what, at.bytes()).into());
+                return Err(ImageError::damaged(what, at).into());
             }
             blocks.set(cluster, count)?;
         }
@@ -50,10 +50,10 @@ pub(super) fn repair(
             let mut bytes = vec![0; piece as usize];
             let start = at.down_to(piece);
             let read = read_padded(storage, start.in_file(), &mut bytes);
-            read.doing("reading a table", at.bytes())?;
+            read.doing("reading a table", at)?;
             bytes[(at - start) as usize..][..8].copy_from_slice(&entry);
             let written = storage.write_at(start.in_file(), &bytes);
-            written.doing("writing a table", at.bytes())
+            written.doing("writing a table", at)
         })?;
     }
     let table = blocks.finish(scan.clusters.end())?;
@@ -65,7 +65,7 @@ pub(super) fn repair(
         .flush()
         .and_then(|()| storage.write_at(HostOffset::START.in_file(), header_block))
         .and_then(|()| storage.flush());
-    Ok(written.doing("writing the header", 0)?)
+    Ok(written.doing("writing the header", HostOffset::START)?)
 }
 
 /// Writes refcounts to the file, in ascending order.
@@ -107,7 +107,7 @@ impl Blocks<'_> {
             at = self.next.start(&self.g);
             self.next += 1;
             let written = self.storage.write_at(at.in_file(), &self.block);
-            written.doing("writing refcounts", at.bytes())?;
+            written.doing("writing refcounts", at)?;
             self.block.fill(0);
             self.used = false;
         }
@@ -153,7 +153,7 @@ impl Blocks<'_> {
         }
         let at = self.next.start(&self.g);
         let wrote = self.storage.write_at(at.in_file(), &bytes);
-        wrote.doing("writing the refcount table", at.bytes())?;
+        wrote.doing("writing the refcount table", at)?;
         Ok(Run {
             first: self.next,
             clusters: table,

@@ -150,7 +150,7 @@ impl Qcow2 {
         let cluster = self.g.cluster();
         let known = at.is_of_cluster(cluster) && at != HostOffset::START;
         if !known || at + cluster > self.file.get() || !state.refcounts.put_block(number, at) {
-            return misfit("a refcount block is elsewhere", at.bytes());
+            return Err(ImageError::damaged("a refcount block is elsewhere", at));
         }
         state.metadata.add_table(at.cluster(&self.g));
         Ok(())
@@ -165,12 +165,13 @@ impl Qcow2 {
         count: &mut Counted<'_>,
     ) -> Result<(), ReplayError> {
         if run.end().number() > 1 << (HOST_BITS - self.g.cluster_bits) {
-            misfit("a refcount is that of no cluster", run.first.number())?;
+            let what = "a refcount is that of no cluster";
+            return Err(ImageError::bad_entry(what, run.first.number()).into());
         }
         // No process takes more clusters at a time than its file has.
         if run.clusters > self.g.clusters(self.file.get().bytes()) {
             let end = run.end().start(&self.g);
-            misfit("the file is shorter than it was", end.bytes())?;
+            return Err(ImageError::damaged("the file is shorter than it was", end).into());
         }
         for cluster in run.each() {
             let refcounts = &mut state.refcounts;
@@ -189,17 +190,18 @@ impl Qcow2 {
         word: u64,
     ) -> Result<(), ImageError> {
         let Ok(Some(at)) = table_at(&self.g, word) else {
-            return misfit("an L1 entry leads nowhere", word);
+            return Err(ImageError::bad_entry("an L1 entry leads nowhere", word));
         };
         let file_end = self.file.get();
         if word & COPIED == 0
             || index.number() >= self.l1.entries()
             || at + self.g.cluster() > file_end
         {
-            return misfit("an L2 table is elsewhere", at.bytes());
+            return Err(ImageError::damaged("an L2 table is elsewhere", at));
         }
-        let Ok(old) = table_at(&self.g, self.l1.get(index)) else {
-            return misfit("an L1 entry leads nowhere", self.l1.get(index));
+        let old = self.l1.get(index);
+        let Ok(old) = table_at(&self.g, old) else {
+            return Err(ImageError::bad_entry("an L1 entry leads nowhere", old));
         };
         if old == Some(at) {
             return Ok(());
@@ -224,17 +226,17 @@ impl Qcow2 {
         let mut replaced = Vec::new();
         self.each_piece(entries, count, |piece, changes| {
             for (place, cluster, words) in changes {
-                let disk_at = cluster.start(&self.g).0;
+                let at = cluster.start(&self.g);
                 let new = match Entry::decode(&self.g, words[0], words[1]) {
                     Ok(Entry::Standard(new)) => new,
-                    _ => return misfit("an L2 entry cannot be; offset of the disk", disk_at),
+                    _ => return Err(ImageError::damaged_disk("a new L2 entry is invalid", at)),
                 };
                 let bitmap = match self.g.extended {
                     true => be64(&piece.bytes, place + 8),
                     false => 0,
                 };
                 let Ok(old) = Entry::decode(&self.g, be64(&piece.bytes, place), bitmap) else {
-                    return misfit("an L2 entry leads nowhere; offset of the disk", disk_at);
+                    return Err(ImageError::damaged_disk("an L2 entry leads nowhere", at));
                 };
                 if let Some(host) = new.host.filter(|_| !self.g.external) {
                     self.check_host(state, host, new.data != 0)?;
@@ -261,7 +263,7 @@ impl Qcow2 {
             || state.metadata.within(Run::one(cluster)).is_some()
             || state.refcounts.get(&self.file, cluster)? == 0
         {
-            return misfit("data is where it cannot be", host.bytes());
+            return Err(ImageError::damaged("data is where it cannot be", host));
         }
         Ok(())
     }
@@ -295,33 +297,27 @@ impl Qcow2 {
         let per_piece = self.g.piece() / entry_bytes as u64;
         let piece_of = |(cluster, _): &NewEntry| cluster.number() / per_piece;
         for group in entries.chunk_by(|a, b| piece_of(a) == piece_of(b)) {
-            let first = piece_of(&group[0]) * per_piece;
-            let (table, place) = (
-                first / self.g.table_entries(),
-                first % self.g.table_entries(),
-            );
-            let word = self.l1.get(L1Index::new(table));
+            let first = GuestCluster::new(piece_of(&group[0]) * per_piece);
+            let (slice, index) = first.slice(&self.g);
+            let (table, offset) = slice.table(&self.g);
+            let word = self.l1.get(table);
+            let disk_at = first.start(&self.g);
             let Ok(Some(at)) = table_at(&self.g, word) else {
-                return Ok(misfit(
-                    "an L2 entry has no table; cluster of the disk",
-                    first,
-                )?);
+                return Err(ImageError::damaged_disk("an L2 entry has no table", disk_at).into());
             };
             if word & COPIED == 0 {
-                misfit(
-                    "an L2 entry has no table of its own; cluster of the disk",
-                    first,
-                )?;
+                let what = "an L2 entry has no table of its own";
+                return Err(ImageError::damaged_disk(what, disk_at).into());
             }
-            let at = at + place * entry_bytes as u64;
+            let at = at + (offset + (index.number() * entry_bytes) as u64);
             let mut bytes = vec![0; self.g.piece() as usize];
             let read = self.file.read_at("reading an L2 table", at, &mut bytes)?;
             if read < bytes.len() {
-                misfit("the file ends before an L2 table", at.bytes())?;
+                return Err(ImageError::damaged("the file ends before an L2 table", at).into());
             }
             let mut piece = Piece { at, bytes };
             let places = group.iter().map(|&(cluster, words)| {
-                let place = (cluster.number() - first) as usize * entry_bytes;
+                let place = (cluster - first) as usize * entry_bytes;
                 (place, cluster, words)
             });
             visit(&mut piece, &mut { places })?;
@@ -356,9 +352,4 @@ impl Counted<'_> {
             ControlFlow::Break(()) => Err(ReplayError::Stopped),
         }
     }
-}
-
-/// An error: the journal belongs to this image, but a change in it is invalid.
-fn misfit(what: &'static str, at: u64) -> Result<(), ImageError> {
-    Err(ImageError::damaged(what, at))
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::bitmaps::{BITMAP_DIRECTORY_BYTES_MAX, bitmap_directory};
 use super::entry::{COPIED, Entry, table_at};
-use super::error::{Doing, ImageError};
+use super::error::{Damage, Doing, ImageError};
 use super::geometry::Geometry;
 use super::header::{AUTOCLEAR_BITMAPS, Header, Snapshot, snapshot};
 use super::progress::{Progress, ReportProgress};
@@ -27,9 +27,6 @@ const BITMAP_BYTES_MAX: u64 = 16 << 20;
 /// Findings kept at most; one is enough to refuse an image.
 const FINDINGS_MAX: usize = 10_000;
 
-/// An error in an image's structure other than a refcount: what, and where.
-pub(crate) type Finding = (&'static str, u64);
-
 /// An image's references. L2 tables are not kept: each pass reads them again.
 pub(crate) struct Scan<'a> {
     storage: &'a dyn Storage,
@@ -45,7 +42,8 @@ pub(crate) struct Scan<'a> {
     pub refcount_table: Vec<HostOffset>,
     /// All clusters of the file.
     pub clusters: Run,
-    pub findings: Vec<Finding>,
+    /// Errors in the structure other than refcounts.
+    pub findings: Vec<Damage>,
 }
 
 /// Why a scan has no result.
@@ -73,7 +71,9 @@ impl<'a> Scan<'a> {
         refcounts: bool,
     ) -> Result<Self, ScanError> {
         let g = header.geometry();
-        let size = storage.size().doing("asking for the file's size", 0)?;
+        let size = storage
+            .size()
+            .doing("asking for the file's size", HostOffset::START)?;
         let mut scan = Self {
             storage,
             header,
@@ -105,7 +105,7 @@ impl<'a> Scan<'a> {
     fn read(&self, at: HostOffset, bytes: u64) -> Result<Vec<u8>, ImageError> {
         let mut buffer = vec![0; bytes as usize];
         let read = read_padded(self.storage, at.in_file(), &mut buffer);
-        read.doing("reading a table", at.bytes())?;
+        read.doing("reading a table", at)?;
         Ok(buffer)
     }
 
@@ -135,7 +135,7 @@ impl<'a> Scan<'a> {
                 Some(at) => self.run(at, self.g.cluster()),
                 None => {
                     let what = "a refcount block cannot be where it should";
-                    self.findings.push((what, word));
+                    self.findings.push(Damage::in_entry(what, word));
                 }
             }
             self.refcount_table.push(at.unwrap_or_default());
@@ -167,7 +167,10 @@ impl<'a> Scan<'a> {
                         *uses += 1;
                         *active |= number == 0;
                     }
-                    Err(_) => self.findings.push(("an L1 entry leads nowhere", word)),
+                    Err(_) => {
+                        let what = "an L1 entry leads nowhere";
+                        self.findings.push(Damage::in_entry(what, word));
+                    }
                 }
             }
             if self.tables.len() > TABLES_MAX {
@@ -194,8 +197,8 @@ impl<'a> Scan<'a> {
             false => None,
         };
         let Some(entries) = entries else {
-            self.findings
-                .push(("the bitmap directory is not understood", at.bytes()));
+            let what = "the bitmap directory is not understood";
+            self.findings.push(Damage::in_file(what, at));
             return Ok(());
         };
         self.run(at, len);
@@ -230,6 +233,7 @@ impl<'a> Scan<'a> {
         window: u64,
         progress: ReportProgress<'_>,
     ) -> Result<(Run, Vec<u32>), ScanError> {
+        let g = self.g;
         let first = HostCluster::new(window * WINDOW);
         let range = Run::between(first, (first + WINDOW).min(self.clusters.end()));
         let mut counts = vec![0_u32; range.clusters as usize];
@@ -244,7 +248,7 @@ impl<'a> Scan<'a> {
             let ends = run.end() <= self.clusters.end();
             if window == 0 && !ends && beyond.len() < FINDINGS_MAX {
                 let what = "a reference leads behind the end of the file";
-                beyond.push((what, run.first.number()));
+                beyond.push(Damage::in_file(what, run.first.start(&g)));
             }
         };
         for &run in &self.runs {
@@ -273,7 +277,7 @@ impl<'a> Scan<'a> {
                     }
                     Ok(Entry::Standard(_)) => {}
                     Err(_) if bad.len() < FINDINGS_MAX => {
-                        bad.push(("an L2 entry leads nowhere", entry[0]));
+                        bad.push(Damage::in_entry("an L2 entry leads nowhere", entry[0]));
                     }
                     Err(_) => {}
                 }
@@ -302,7 +306,7 @@ impl<'a> Scan<'a> {
         mut wrong: impl FnMut(HostOffset, [u8; 8]) -> Result<(), ImageError>,
     ) -> Result<(), ScanError> {
         let mut check = |at: HostOffset, word: u64, host: HostOffset| {
-            let Some(place) = range.place_of(host.cluster(&self.g)) else {
+            let Some(place) = range.position(host.cluster(&self.g)) else {
                 return Ok(());
             };
             let own = counts[place] == 1;
@@ -348,13 +352,13 @@ pub(crate) fn snapshots(
     for _ in 0..header.snapshots {
         let mut entry = [0; 40];
         let read = read_padded(storage, at.in_file(), &mut entry);
-        if read.doing("reading the snapshot table", at.bytes())? < entry.len() {
+        if read.doing("reading the snapshot table", at)? < entry.len() {
             let what = "the file ends before its snapshot table";
-            return Err(ImageError::damaged(what, at.bytes()));
+            return Err(ImageError::damaged(what, at));
         }
         let (found, len) = snapshot(1 << header.cluster_bits, &entry).map_err(|_| {
             let what = "an entry of the snapshot table cannot be";
-            ImageError::damaged(what, at.bytes())
+            ImageError::damaged(what, at)
         })?;
         snapshots.push(found);
         at += len;

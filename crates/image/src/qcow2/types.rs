@@ -97,6 +97,23 @@ coordinate!(
 pub(crate) struct L2Index(usize);
 
 coordinate!(
+    /// A refcount, counted from the start of its block.
+    RefcountIndex,
+    number
+);
+
+coordinate!(
+    /// A piece of a table, counted from its start: the unit in which changed metadata is written.
+    PieceIndex,
+    number
+);
+
+/// A frame of the cache of slices.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Frame(pub usize);
+
+coordinate!(
     /// A refcount block, by the number of its entry in the refcount table.
     BlockIndex,
     number
@@ -152,6 +169,23 @@ impl L1Index {
     #[inline]
     pub fn start(self, g: &Geometry) -> GuestOffset {
         GuestOffset(self.0 * g.table_reach())
+    }
+
+    /// The piece of the L1 table that contains its entry.
+    pub fn piece(self, g: &Geometry) -> PieceIndex {
+        PieceIndex::of(self.0 * 8, g)
+    }
+}
+
+impl PieceIndex {
+    /// The piece that contains a byte of a table.
+    pub fn of(byte: u64, g: &Geometry) -> Self {
+        Self(byte / g.piece())
+    }
+
+    /// Where it begins in its table, in bytes.
+    pub fn start(self, g: &Geometry) -> u64 {
+        self.0 * g.piece()
     }
 }
 
@@ -218,9 +252,12 @@ impl HostCluster {
 
     /// The refcount block that counts it, and the index of its refcount in the block.
     #[inline]
-    pub fn refcount_at(self, g: &Geometry) -> (BlockIndex, u64) {
+    pub fn refcount_at(self, g: &Geometry) -> (BlockIndex, RefcountIndex) {
         let entries = g.block_entries();
-        (BlockIndex(self.0 / entries), self.0 % entries)
+        (
+            BlockIndex(self.0 / entries),
+            RefcountIndex(self.0 % entries),
+        )
     }
 }
 
@@ -229,6 +266,11 @@ impl BlockIndex {
     #[inline]
     pub fn first(self, g: &Geometry) -> HostCluster {
         HostCluster(self.0 * g.block_entries())
+    }
+
+    /// The piece of the refcount table that contains its entry.
+    pub fn piece(self, g: &Geometry) -> PieceIndex {
+        PieceIndex::of(self.0 * 8, g)
     }
 }
 
@@ -261,7 +303,7 @@ impl Run {
     }
 
     /// The position of a cluster in the run, if it is in it.
-    pub fn place_of(&self, cluster: HostCluster) -> Option<usize> {
+    pub fn position(&self, cluster: HostCluster) -> Option<usize> {
         let inside = self.first <= cluster && cluster < self.end();
         inside.then(|| (cluster - self.first) as usize)
     }

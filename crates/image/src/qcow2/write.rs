@@ -41,7 +41,7 @@ pub struct Allocation {
     pub to: FileOffset,
     /// The rest of the clusters, which the caller must fill.
     pub fills: Vec<Fill>,
-    token: u64,
+    write: PendingWrite,
     first: GuestCluster,
     last: GuestCluster,
     /// Where the first cluster is.
@@ -64,9 +64,10 @@ pub struct Fill {
 }
 
 /// Another write, which must end first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PendingWrite {
-    token: u64,
+    /// Of its allocation.
+    number: u64,
 }
 
 impl Allocation {
@@ -187,14 +188,10 @@ impl Qcow2 {
     /// Ready when the other write has ended; otherwise wakes `waker` when it ends.
     pub fn poll_wait(&self, waiting: &PendingWrite, waker: &Waker) -> Poll<()> {
         let mut state = self.lock();
-        if state
-            .pending
-            .values()
-            .all(|&(_, token)| token != waiting.token)
-        {
+        if state.pending.values().all(|(_, write)| write != waiting) {
             return Poll::Ready(());
         }
-        let waiters = state.waiters.entry(waiting.token).or_default();
+        let waiters = state.waiters.entry(*waiting).or_default();
         if !waiters.iter().any(|known| known.will_wake(waker)) {
             waiters.push(waker.clone());
         }
@@ -230,8 +227,8 @@ impl Qcow2 {
         let before = state.pending.range(..=first).next_back();
         let over = before.filter(|(_, (end, _))| *end >= first);
         let next = || state.pending.range(first..=last).next();
-        let (&at, &(_, token)) = over.or_else(next)?;
-        Some((at.max(first), PendingWrite { token }))
+        let (&at, &(_, write)) = over.or_else(next)?;
+        Some((at.max(first), write))
     }
 
     fn prepare_in(
@@ -310,15 +307,17 @@ impl Qcow2 {
         let last = first + (clusters - 1);
         let end = end.min((last + 1).start(g));
         let fills = self.fills(at, end, host, fresh)?;
-        state.tokens += 1;
-        let token = state.tokens;
-        state.pending.insert(first, (last, token));
+        state.allocations += 1;
+        let write = PendingWrite {
+            number: state.allocations,
+        };
+        state.pending.insert(first, (last, write));
         Ok(Prepared::Allocated(Allocation {
             at,
             len: end - at,
             to: (host + from).in_file(),
             fills,
-            token,
+            write,
             first,
             last,
             host,
@@ -339,8 +338,8 @@ impl Qcow2 {
         let in_data_file = HostOffset::in_data_file(cluster.start(g));
         Ok(match entry {
             Entry::Standard(s) if g.external && s.host.is_some_and(|host| host != in_data_file) => {
-                let what = "data is not where it should be in the data file; offset of the disk";
-                return Err(ImageError::damaged(what, cluster.start(g).0).into());
+                let what = "data is not where it should be in the data file";
+                return Err(ImageError::damaged_disk(what, cluster.start(g)).into());
             }
             Entry::Standard(Standard {
                 host: Some(host),
@@ -385,7 +384,7 @@ impl Qcow2 {
                 state.refcounts.have_cluster(cluster, may_block)?;
                 if state.refcounts.get(&self.file, cluster)? == 0 {
                     let what = "a cluster in use has the refcount 0";
-                    return Err(ImageError::damaged(what, host.bytes()).into());
+                    return Err(ImageError::damaged(what, host).into());
                 }
                 self.file.grow(end)?;
                 state.refcounts.used_up_to(cluster + 1);
@@ -468,7 +467,7 @@ impl Qcow2 {
     ) -> Result<bool, Retry> {
         let clusters = || {
             let hosts = (0..).zip(self.host_clusters(allocation));
-            hosts.map(|(place, host)| (allocation.first + place, host))
+            hosts.map(|(index, host)| (allocation.first + index, host))
         };
         if !is_pending(state, allocation) {
             // It was linked before, and only not recorded. Its clusters may have been freed and reused since.
@@ -543,13 +542,13 @@ fn is_copied_whole(entry: &Entry) -> bool {
 /// Whether an allocation was neither committed nor aborted yet.
 fn is_pending(state: &ImageState, allocation: &Allocation) -> bool {
     let pending = state.pending.get(&allocation.first);
-    pending.is_some_and(|&(_, token)| token == allocation.token)
+    pending.is_some_and(|&(_, write)| write == allocation.write)
 }
 
 /// Ends an allocation, and wakes those that wait for it.
 fn end_of(state: &mut ImageState, allocation: &Allocation) {
     state.pending.remove(&allocation.first);
-    for waiter in state.waiters.remove(&allocation.token).unwrap_or_default() {
+    for waiter in state.waiters.remove(&allocation.write).unwrap_or_default() {
         waiter.wake();
     }
 }

@@ -294,7 +294,7 @@ impl Disk {
 pub fn io_error(source: io::Error) -> ImageError {
     ImageError::Io {
         doing: "moving data",
-        at: 0,
+        at: FileOffset(0),
         source,
     }
 }

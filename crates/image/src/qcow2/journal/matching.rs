@@ -2,8 +2,6 @@
 
 use std::io;
 
-use block::FileOffset;
-
 use super::records::{Change, READ_MAX, RECORDS_AT, Slot};
 use super::{GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation};
 use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
@@ -155,17 +153,17 @@ impl Contents {
     fn read(journal: &dyn Storage) -> io::Result<Result<Self, NoSlot>> {
         let size = journal.size()?;
         let Some(slot) = Slot::newest(journal)? else {
-            return Ok(Err(match size > RECORDS_AT {
+            return Ok(Err(match size > RECORDS_AT.0 {
                 true => NoSlot::Damaged,
                 false => NoSlot::Empty,
             }));
         };
-        let bytes = size.saturating_sub(slot.start);
+        let bytes = size.saturating_sub(slot.start.0);
         if bytes > READ_MAX {
             return Err(io::Error::other(format!("it has {bytes} bytes")));
         }
         let mut records = vec![0; bytes as usize];
-        read_padded(journal, FileOffset(slot.start), &mut records)?;
+        read_padded(journal, slot.start, &mut records)?;
         let (changes, generation) = slot.changes(&records);
         Ok(Ok(Self {
             slot,

@@ -29,7 +29,7 @@ use crate::storage::{Storage, read_padded};
 pub const READ_MAX: u64 = 64 << 20;
 
 /// The offset of the first record.
-pub const RECORDS_AT: u64 = 4096;
+pub const RECORDS_AT: FileOffset = FileOffset(4096);
 
 const SLOT: u64 = 128;
 const SLOT_BYTES: usize = 76;
@@ -116,7 +116,7 @@ pub struct Slot {
     pub session: u64,
     pub generation: u64,
     /// Where the records that no flush has made unnecessary begin.
-    pub start: u64,
+    pub start: FileOffset,
     pub identity: [u8; 32],
     version: u64,
 }
@@ -126,7 +126,7 @@ impl Slot {
         sequence: u64,
         session: u64,
         generation: u64,
-        start: u64,
+        start: FileOffset,
         identity: [u8; 32],
     ) -> Self {
         Self {
@@ -147,7 +147,7 @@ impl Slot {
             self.sequence,
             self.session,
             self.generation,
-            self.start,
+            self.start.0,
         ] {
             slot.extend(word.to_le_bytes());
         }
@@ -165,16 +165,16 @@ impl Slot {
     }
 
     fn parse(bytes: &[u8]) -> Option<Self> {
-        let (said, sum) = bytes.get(..SLOT_BYTES)?.split_at(SLOT_BYTES - 4);
-        let word = |i: usize| le64(said, 8 * i);
+        let (fields, sum) = bytes.get(..SLOT_BYTES)?.split_at(SLOT_BYTES - 4);
+        let word = |i: usize| le64(fields, 8 * i);
         let version = word(0).wrapping_sub(MAGIC);
-        let sound = (1..=VERSION).contains(&version) && sum == checksum(&[said]).to_le_bytes();
+        let sound = (1..=VERSION).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
         let slot = Self {
             sequence: word(1),
             session: word(2),
             generation: word(3),
-            start: word(4),
-            identity: said[40..72].try_into().ok()?,
+            start: FileOffset(word(4)),
+            identity: fields[40..72].try_into().ok()?,
             version,
         };
         (sound && slot.start >= RECORDS_AT).then_some(slot)
@@ -222,7 +222,7 @@ pub fn record(
     bytes: &mut Vec<u8>,
     lists: [&mut Changes; 2],
     generation: u64,
-    at: u64,
+    at: FileOffset,
     session: u64,
 ) {
     bytes.clear();
@@ -240,8 +240,13 @@ pub fn record(
     bytes[4..HEAD].copy_from_slice(&sum.to_le_bytes());
 }
 
-fn record_checksum(head: &[u8], body: &[u8], at: u64, session: u64) -> u32 {
-    checksum(&[&head[..4], &at.to_le_bytes(), &session.to_le_bytes(), body])
+fn record_checksum(head: &[u8], body: &[u8], at: FileOffset, session: u64) -> u32 {
+    checksum(&[
+        &head[..4],
+        &at.0.to_le_bytes(),
+        &session.to_le_bytes(),
+        body,
+    ])
 }
 
 fn checksum(parts: &[&[u8]]) -> u32 {

@@ -50,7 +50,7 @@ impl Refcounts {
 
     /// The bytes of the whole table.
     pub fn whole_table(&self) -> Vec<u8> {
-        self.table_bytes(0..self.table.len() as u64)
+        self.table_bytes(BlockIndex::default(), self.table.len() as u64)
     }
 
     /// Makes the larger table the current one; returns where the old one was.
@@ -89,7 +89,8 @@ impl Refcounts {
         self.blocks.retain(|&block, _| block < end);
         self.dirty_blocks.retain(|&(block, _)| block < end);
         self.writing.retain(|&block| block < end);
-        let pieces = (len as u64 * 8).div_ceil(self.g.piece());
-        self.dirty_table.retain(|&piece| piece < pieces);
+        let bytes = len as u64 * 8;
+        self.dirty_table
+            .retain(|piece| piece.start(&self.g) < bytes);
     }
 }
