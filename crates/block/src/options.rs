@@ -15,6 +15,9 @@ macro_rules! words {
             /// Every value, in the order in which messages list them.
             pub const ALL: &[Self] = &[$(Self::$value),+];
 
+            /// The names of all values, in the same order.
+            pub const WORDS: &[&str] = &[$($word),+];
+
             /// The name of this value.
             pub fn word(self) -> &'static str {
                 match self {

@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use thiserror::Error;
 
 use crate::config::limits;
+use crate::config::reference::limits_help;
 use crate::config::spec::{DiskSpec, SpecError};
 use crate::monitor::control_socket;
 use crate::monitor::explain;
@@ -94,13 +95,13 @@ pub struct ResizeArgs {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "Examples:
+#[command(after_help = format!("Examples:
   ringdisk throttle vm2 iops=5000 iops-max=20000 iops-max-length=30
   ringdisk throttle vm2 bps-wr=100M group=bronze
-  ringdisk throttle vm2                             lifts all limits
+  ringdisk throttle vm2                             removes all limits
 
-Limits: bps, bps-rd, bps-wr, iops, iops-rd, iops-wr; each with -max, a burst, and -max-length, how many
-seconds it may last; iops-size, the bytes that count as one operation. Those not given are none.")]
+A limit that is not given is removed. Limits (bytes may have a unit, as in bps=100M):
+{}", limits_help()))]
 pub struct ThrottleArgs {
     /// Name of the disk
     name: String,

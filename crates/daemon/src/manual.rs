@@ -9,23 +9,39 @@ use clap_complete::{Shell, generate_to};
 use clap_mangen::Man;
 use thiserror::Error;
 
+use crate::config::reference;
+
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where to put them, a directory that exists
+    /// Existing directory for the files
     #[arg(value_name = "DIRECTORY")]
     directory: PathBuf,
+
+    /// Only generate the tables of keys in the configuration reference again, which DIRECTORY names
+    #[arg(long, hide = true)]
+    reference: bool,
 }
 
 #[derive(Debug, Error)]
-#[error("{0}: cannot write the manual there: {1}")]
-pub struct ManualError(PathBuf, io::Error);
+pub enum ManualError {
+    #[error("{0}: cannot write the manual there: {1}")]
+    Write(PathBuf, io::Error),
+    #[error("{0}: {1}")]
+    Reference(PathBuf, String),
+}
 
 /// Writes `ringdisk.1`, a page for each subcommand, and completions for bash, fish and zsh.
 ///
 /// # Errors
 /// They cannot be written.
 pub fn run(args: &Args, command: Command) -> Result<(), ManualError> {
-    let fail = |e| ManualError(args.directory.clone(), e);
+    let fail = |e| ManualError::Write(args.directory.clone(), e);
+    if args.reference {
+        let text = fs::read_to_string(&args.directory).map_err(fail)?;
+        let text = reference::regenerate(&text)
+            .map_err(|problem| ManualError::Reference(args.directory.clone(), problem))?;
+        return fs::write(&args.directory, text).map_err(fail);
+    }
     let mut command = command.disable_help_subcommand(true);
     for shell in [Shell::Bash, Shell::Fish, Shell::Zsh] {
         generate_to(shell, &mut command, "ringdisk", &args.directory).map_err(fail)?;

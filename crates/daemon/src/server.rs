@@ -32,12 +32,13 @@ use engine::Identity;
 use tracing::{error, info};
 
 use crate::config::conflicts::ConflictError;
+use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::context::OpenContext;
 use crate::node::{DiskParameters, FileUse, Node, NodeError};
 use crate::sandbox::Sandbox;
 use crate::server::connection_info::ConnectionInfo;
-use crate::server::export::{Export, ExportContext, ExportSpec};
+use crate::server::export::{Export, ExportContext};
 use crate::server::iothreads::IoThreads;
 use crate::socket::Socket;
 use crate::state::store::{Configured, StateStore};

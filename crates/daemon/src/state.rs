@@ -6,15 +6,15 @@
 pub mod store;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use block::{CacheMode, ThrottleLimits};
+use block::ThrottleLimits;
 use datapath::Polling;
 use serde::{Deserialize, Serialize};
 
+use crate::config::export::ExportSpec;
 use crate::config::limits;
-use crate::config::spec::{self, DiskSpec, SocketAccess};
+use crate::config::spec::{self, DiskSpec};
 use crate::config::{POLL_CPU, POLL_MAX_US_MAX, ThreadSpec};
 
 /// Longest file that is read, in bytes: 4096 disks, each of them moved, with paths of 1 KiB.
@@ -53,19 +53,11 @@ pub struct NodeOverride {
     pub over: Option<String>,
 }
 
-/// How a node is served.
+/// A node that is served, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExportOverride {
-    pub id: String,
     pub node: String,
-    pub socket: PathBuf,
-    pub socket_access: SocketAccess,
-    pub queues: u16,
-    pub queue_size: u16,
-    pub iothreads: Vec<String>,
-    pub read_only: bool,
-    pub cache: CacheMode,
-    pub logical_block: Option<u32>,
+    pub spec: ExportSpec,
 }
 
 /// The file, as JSON.
@@ -104,7 +96,7 @@ struct NodeEntry {
 struct ExportEntry {
     id: String,
     node: String,
-    /// The other options of a disk that an export has a choice of, as on the command line.
+    /// The export, as a disk without data on the command line.
     disk: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     logical_block_size: Option<u32>,
@@ -163,24 +155,21 @@ impl Overrides {
                 })
             })?,
             exports: each(&document.exports, |entry| {
-                let how = disk(&entry.disk)?;
+                let disk = disk(&entry.disk)?;
+                if disk.socket.is_none() {
+                    return Err(format!("export '{}' has no socket", entry.id));
+                }
                 let logical_block = entry.logical_block_size;
                 if !matches!(logical_block, None | Some(512 | 4096)) {
                     return Err(format!("export '{}': logical-block-size", entry.id));
                 }
                 Ok(ExportOverride {
-                    id: name(&entry.id)?,
                     node: name(&entry.node)?,
-                    socket: how
-                        .socket
-                        .ok_or_else(|| format!("export '{}' has no socket", entry.id))?,
-                    socket_access: how.socket_access,
-                    queues: how.queues,
-                    queue_size: how.queue_size,
-                    iothreads: how.iothreads,
-                    read_only: how.read_only,
-                    cache: how.cache,
-                    logical_block,
+                    spec: ExportSpec {
+                        id: name(&entry.id)?,
+                        logical_block,
+                        ..ExportSpec::from(&disk)
+                    },
                 })
             })?,
             groups: each(&document.throttle_groups, |entry| {
@@ -232,21 +221,10 @@ impl Overrides {
                 over: node.over.clone(),
             }),
             exports: collect(&self.exports, |export| ExportEntry {
-                id: export.id.clone(),
+                id: export.spec.id.clone(),
                 node: export.node.clone(),
-                disk: DiskSpec {
-                    socket: Some(export.socket.clone()),
-                    socket_access: export.socket_access,
-                    queues: export.queues,
-                    queue_size: export.queue_size,
-                    iothreads: export.iothreads.clone(),
-                    read_only: export.read_only,
-                    cache: export.cache,
-                    // The node says what it is on.
-                    ..DiskSpec::new(export.id.clone(), spec::FileSpec::Null(512))
-                }
-                .to_string(),
-                logical_block_size: export.logical_block,
+                disk: export.spec.on_null_disk().to_string(),
+                logical_block_size: export.spec.logical_block,
             }),
             throttle_groups: collect(&self.groups, |(name, limits)| GroupEntry {
                 name: name.clone(),
@@ -369,19 +347,14 @@ mod tests {
                 over: Some("below".into()),
             }],
             exports: vec![ExportOverride {
-                id: "e".into(),
                 node: "top".into(),
-                socket: "/run/e.sock".into(),
-                socket_access: SocketAccess {
-                    mode: Some(0o660),
-                    ..SocketAccess::default()
+                spec: ExportSpec {
+                    logical_block: Some(4096),
+                    ..ExportSpec::from(&disk(
+                        "null:512,name=e,socket=/run/e.sock,socket-mode=0660,queues=2,queue-size=128,\
+                         iothreads=t,readonly=on,cache=directsync",
+                    ))
                 },
-                queues: 2,
-                queue_size: 128,
-                iothreads: vec!["t".into()],
-                read_only: true,
-                cache: CacheMode::Directsync,
-                logical_block: Some(4096),
             }],
             groups: vec![("g".into(), limits)],
             threads: vec![("t".into(), ThreadSpec::default())],

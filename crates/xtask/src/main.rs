@@ -44,6 +44,8 @@ enum Xtask {
     Ci(ci::Args),
     /// Write docs/compatibility.md from the records of the last `cargo xtask test`
     Compatibility,
+    /// Generate the tables of keys in docs/operating/configuration.md
+    Reference,
     /// Install the Debian packages that the other commands need
     Install,
 }
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
         Xtask::Deb => deb::run(),
         Xtask::Ci(args) => ci::run(&args),
         Xtask::Compatibility => compatibility::run(),
+        Xtask::Reference => reference(),
         Xtask::Install => packages::ALL.iter().try_for_each(|(ensure, _)| ensure()),
     };
     match result {
@@ -70,6 +73,17 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// ringdisk has the keys of its configuration, and writes them into the document.
+fn reference() -> anyhow::Result<()> {
+    const DOCUMENT: &str = "docs/operating/configuration.md";
+    let status = cargo()
+        .args(["run", "--quiet", "-p", "ringdisk", "--", "manual"])
+        .args(["--reference", DOCUMENT])
+        .status()?;
+    anyhow::ensure!(status.success(), "{DOCUMENT} was not generated");
+    Ok(())
 }
 
 /// The root of the work tree.

@@ -1,8 +1,8 @@
-//! Limits of disks and of groups of disks, as `key=value` pairs in QEMU's words.
+//! Limits of disks and of groups of disks, as `key=value` pairs with QEMU's names.
 
 use block::{Rate, ThrottleError, ThrottleLimits, parse_size};
 
-/// The keys of a kind of traffic: its average, its burst, how long that may last.
+/// The keys of one kind of traffic: its average, its burst, and how long the burst may last.
 struct Keys {
     average: &'static str,
     max: &'static str,
@@ -58,15 +58,15 @@ pub fn keys() -> impl Iterator<Item = &'static str> {
         .chain([SIZE])
 }
 
-/// The key that is meant by `text`, in which `-` is as good as `_`.
+/// The key that `text` names; `-` and `_` are interchangeable.
 pub fn key(text: &str) -> Option<&'static str> {
     keys().find(|key| text.len() == key.len() && text.replace('-', "_") == *key)
 }
 
-/// Replaces those of `limits` for which `value` has something.
+/// Replaces each of the `limits` for which `value` returns a number.
 ///
 /// # Errors
-/// What `value` says.
+/// `value` fails.
 pub fn change<E>(
     limits: &mut ThrottleLimits,
     mut value: impl FnMut(&'static str) -> Result<Option<u64>, E>,
@@ -89,20 +89,23 @@ pub fn change<E>(
     Ok(())
 }
 
-/// A limit as it is written: bytes may have a unit, as in `100M`; seconds and operations have none.
+/// Parses a limit. Bytes may have a unit, as in `100M`; seconds and operations have none.
+///
+/// # Errors
+/// The text is not such a number.
 pub fn parse(key: &str, text: &str) -> Result<u64, String> {
     match text.parse() {
         _ if key.ends_with("_length") => match text.parse() {
             Ok(seconds) if seconds > 0 => Ok(seconds),
-            _ => Err(format!("'{text}' is no number of seconds from 1 on")),
+            _ => Err(format!("'{text}' is not a number of seconds of at least 1")),
         },
         _ if key.starts_with("bps") || key == SIZE => parse_size(text),
         Ok(operations) => Ok(operations),
-        Err(_) => Err(format!("'{text}' is no number of operations a second")),
+        Err(_) => Err(format!("'{text}' is not a number of operations per second")),
     }
 }
 
-/// The limits as pairs, those that are set.
+/// The limits that are set, as pairs.
 pub fn pairs(limits: &ThrottleLimits) -> Vec<(&'static str, u64)> {
     let mut limits = *limits;
     let mut pairs = Vec::new();
@@ -121,7 +124,32 @@ pub fn pairs(limits: &ThrottleLimits) -> Vec<(&'static str, u64)> {
     pairs
 }
 
-/// Which key an error is about.
+/// The meaning of a limit, as in [`Key::about`](super::keys::Key::about).
+fn about(key: &str) -> &'static str {
+    match key {
+        SIZE => "bytes per operation: a longer request counts as several operations",
+        _ if key.ends_with("_length") => "seconds that a burst may last, default 1",
+        _ if key.ends_with("_max") => "the same during a burst",
+        _ if key.starts_with("bps") => "bytes per second, on average",
+        _ => "operations per second, on average",
+    }
+}
+
+/// The limits by meaning, with the names that they have in the documentation.
+pub fn by_meaning() -> Vec<(&'static str, Vec<String>)> {
+    let mut all: Vec<(&str, Vec<String>)> = Vec::new();
+    let (averages, bursts): (Vec<_>, Vec<_>) = keys().partition(|key| !key.contains("_max"));
+    for key in averages.into_iter().chain(bursts) {
+        let name = key.replace('_', "-");
+        match all.iter_mut().find(|(meaning, _)| *meaning == about(key)) {
+            Some((_, names)) => names.push(name),
+            None => all.push((about(key), vec![name])),
+        }
+    }
+    all
+}
+
+/// The key that an error is about.
 pub fn key_of(error: &ThrottleError) -> &'static str {
     match error {
         ThrottleError::TotalAndPart(kind)

@@ -76,38 +76,16 @@ fn the_example_says_nothing_until_it_is_uncommented() {
     assert_eq!((config.threads.len(), config.iothreads), (1, Some(2)));
 }
 
-/// The configuration reference has a table of keys for each table of the file, and one for limits.
+/// What the reference says of polling is what happens without a configuration.
 #[test]
-fn every_key_is_in_the_documents_and_no_other() {
-    let document = include_str!("../../../../docs/operating/configuration.md");
-    let documented = |heading: &str| {
-        let (_, part) = document.split_once(&format!("\n## {heading}\n")).unwrap();
-        let part = part.split("\n## ").next().unwrap_or_default();
-        // `key`, `key` | meaning
-        let rows = part.lines().filter_map(|line| line.strip_prefix("| `"));
-        let names = rows.filter_map(|row| row.split(" | ").next());
-        let names = names.flat_map(|names| names.split(", "));
-        let mut keys: Vec<_> = names.map(|key| key.trim_matches('`').to_owned()).collect();
-        keys.sort();
-        keys
+fn the_documented_defaults_of_polling_are_true() {
+    let default = |name: &str| {
+        let key = TOP_KEYS.iter().find(|top| top.key.name == name);
+        key.unwrap().key.default.unwrap().parse::<u64>().unwrap()
     };
-    let sorted = |keys: &mut dyn Iterator<Item = &str>| {
-        let mut keys: Vec<_> = keys.map(str::to_owned).collect();
-        keys.sort();
-        keys
-    };
-    assert_eq!(documented("Top-level keys"), sorted(&mut KEYS.into_iter()));
-    let thread = sorted(&mut THREAD_KEYS.into_iter());
-    assert_eq!(documented("`[[iothread]]`"), thread);
-    let limits: Vec<_> = limits::keys().map(|key| key.replace('_', "-")).collect();
-    let limits = sorted(&mut limits.iter().map(String::as_str));
-    assert_eq!(documented("Limits"), limits);
-    assert_eq!(documented("`[[throttle-group]]`"), ["name"]);
-    let disk = spec::keys().filter(|key| !limits::keys().any(|limit| limit == *key));
-    assert_eq!(documented("`[[disk]]`"), sorted(&mut disk.chain([MAPPING])));
-    for table in TABLES.split(", ") {
-        assert!(document.contains(&format!("\n## `{table}`\n")), "{table}");
-    }
+    let polling = Config::default().polling();
+    assert_eq!(polling.max, Duration::from_micros(default("poll-max-us")));
+    assert_eq!(u64::from(polling.cpu), default("poll-cpu"));
 }
 
 #[test]

@@ -9,15 +9,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::{io, mem};
 
-use block::{CacheMode, Request};
+use block::Request;
 use control::{BlockErrorAction, BlockIoError, BlockIoResumed, Event, EventHub, IoOperationType};
 use datapath::{Disk, IoAction, IoEvent, IoFailure, LogLimiter, Measuring};
 use guest::{SavedSession, SessionEnd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tracing::{error, info, warn};
 
-use crate::config::sockets;
-use crate::config::spec::{DiskSpec, SocketAccess};
+use crate::config::export::ExportSpec;
+use crate::config::spec::SocketAccess;
 use crate::inherited::{Gate, InheritedExport};
 use crate::node::Node;
 use crate::server::connection_info::{self, ConnectionInfo};
@@ -48,38 +48,6 @@ pub struct Export {
     /// `stop` means that the socket has to be made again.
     remake: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
-}
-
-/// How a disk is served, apart from what it is.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ExportSpec {
-    pub id: String,
-    pub socket: PathBuf,
-    pub socket_access: SocketAccess,
-    pub queues: u16,
-    pub queue_size: u16,
-    /// I/O threads by id or number; none for the next ones of the pool.
-    pub iothreads: Vec<String>,
-    pub read_only: bool,
-    pub cache: CacheMode,
-    /// In bytes; the node's if absent.
-    pub logical_block: Option<u32>,
-}
-
-impl From<&DiskSpec> for ExportSpec {
-    fn from(disk: &DiskSpec) -> Self {
-        Self {
-            id: disk.name.clone(),
-            socket: sockets::path(disk),
-            socket_access: disk.socket_access,
-            queues: disk.queues,
-            queue_size: disk.queue_size,
-            iothreads: disk.iothreads.clone(),
-            read_only: disk.read_only,
-            cache: disk.cache,
-            logical_block: None,
-        }
-    }
 }
 
 /// What an export needs from the rest of the server.

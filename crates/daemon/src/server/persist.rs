@@ -109,16 +109,8 @@ impl Server {
             over: entry.child.clone(),
         };
         let export = |export: &Export| ExportOverride {
-            id: export.id.clone(),
             node: export.node.name().to_owned(),
-            socket: export.spec.socket.clone(),
-            socket_access: export.spec.socket_access,
-            queues: export.spec.queues,
-            queue_size: export.spec.queue_size,
-            iothreads: export.spec.iothreads.clone(),
-            read_only: export.spec.read_only,
-            cache: export.spec.cache,
-            logical_block: export.spec.logical_block,
+            spec: export.spec.clone(),
         };
         let group = |(name, group): (&String, &Arc<ThrottleGroup>)| (name.clone(), group.limits());
         let choice =

@@ -10,11 +10,11 @@ use engine::Identity;
 use super::replace::close;
 use super::{DISKS_MAX, Server, ServerError, ServerState, identity};
 use crate::config::conflicts::ConflictError;
+use crate::config::export::ExportSpec;
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::Node;
 use crate::server::connection_info::ConnectionInfo;
-use crate::server::export::ExportSpec;
 use crate::socket::{self, Socket};
 
 /// How the target state differs from what is served now.

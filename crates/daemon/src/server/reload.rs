@@ -7,6 +7,8 @@ use block::ThrottleLimits;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
+use crate::config::disk_keys::{ReloadEffect, effect_of_reload};
+use crate::config::file_keys::TOP_KEYS;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, ConfigError, ThreadSpec};
 use crate::server::iothreads::IoThreadError;
@@ -166,9 +168,13 @@ impl<'a> Change<'a> {
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
                 Some(_) if server.node_of(&disk.name).is_none() => change.detached.push(disk),
-                Some(before) if same_but_for_limits(before, disk) => change.throttled.push(disk),
-                Some(before) if same_but_for_file(before, disk) => change.moved.push(disk),
-                Some(before) => change.changed.push(DiskChange::new(before, disk, server)),
+                Some(before) => match effect_of_reload(before, disk) {
+                    Some(ReloadEffect::Throttle) => change.throttled.push(disk),
+                    Some(ReloadEffect::Move) if is_path(before) && is_path(disk) => {
+                        change.moved.push(disk);
+                    }
+                    _ => change.changed.push(DiskChange::new(before, disk, server)),
+                },
             }
         }
         // A disk that a command has detached needs no removal.
@@ -302,23 +308,10 @@ impl<'a> Change<'a> {
             let before = old.threads.iter().find(|(other, _)| other == id);
             before.is_some_and(|(_, before)| before != spec)
         });
-        for (key, differs) in [
-            ("iothreads", old.iothreads != new.iothreads),
-            ("cpus", old.cpus != new.cpus),
-            ("poll-max-us", old.poll_max != new.poll_max),
-            ("poll-cpu", old.poll_cpu != new.poll_cpu),
-            ("control", old.control != new.control),
-            ("state", old.state != new.state),
-            ("metrics", old.metrics != new.metrics),
-            ("allow-backing", old.allow_backing != new.allow_backing),
-            ("sandbox", old.sandbox != new.sandbox),
-            ("allow-dir", old.allow != new.allow),
-            ("user", old.user != new.user),
-            ("an [[iothread]]", changed_thread),
-        ] {
-            if differs {
-                warn!("{key} has changed, which takes effect when ringdisk is restarted");
-            }
+        let changed = TOP_KEYS.iter().filter(|top| (top.differs)(old, new));
+        let changed = changed.map(|top| top.key.name);
+        for key in changed.chain(changed_thread.then_some("an [[iothread]]")) {
+            warn!("{key} has changed, which takes effect when ringdisk is restarted");
         }
     }
 
@@ -447,24 +440,8 @@ fn start(
     Err(e)
 }
 
-fn same_but_for_limits(a: &DiskSpec, b: &DiskSpec) -> bool {
-    let as_b = DiskSpec {
-        limits: b.limits,
-        throttle_group: b.throttle_group.clone(),
-        ..a.clone()
-    };
-    as_b == *b
-}
-
-/// And for the format of that. Both on files, that is, and not on nothing.
-fn same_but_for_file(a: &DiskSpec, b: &DiskSpec) -> bool {
-    let as_b = DiskSpec {
-        file: b.file.clone(),
-        format: b.format,
-        ..a.clone()
-    };
-    let is_path = |disk: &DiskSpec| matches!(disk.file, FileSpec::Path(_));
-    is_path(a) && is_path(b) && same_but_for_limits(&as_b, b)
+fn is_path(disk: &DiskSpec) -> bool {
+    matches!(disk.file, FileSpec::Path(_))
 }
 
 fn has<T>(named: &[(String, T)], name: &str) -> bool {

@@ -5,7 +5,7 @@ use tracing::{error, info, warn};
 use super::{Server, ServerError};
 use crate::config::spec::DiskSpec;
 use crate::server::connection_info::ConnectionInfo;
-use crate::state::store::{Configured, export_spec};
+use crate::state::store::Configured;
 use crate::state::{DiskOverride, Overrides};
 
 impl Server {
@@ -109,11 +109,11 @@ impl Server {
         ready: &mut Vec<ConnectionInfo>,
     ) -> Result<(), ServerError> {
         for export in &overrides.exports {
-            match self.add_export(&export.node, &export_spec(export)) {
+            match self.add_export(&export.node, &export.spec) {
                 Ok(exported) => ready.push(exported),
                 Err(e) if self.is_taken_over(&export.node) => return Err(e),
                 Err(e) => {
-                    log_absent("export", &export.id, &e);
+                    log_absent("export", &export.spec.id, &e);
                     absent.exports.push(export.clone());
                 }
             }

@@ -12,9 +12,9 @@ use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
 use tracing::error;
 
+use crate::config::export::ExportSpec;
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec};
-use crate::server::export::ExportSpec;
 use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides};
 
 /// The file in the directory.
@@ -244,7 +244,7 @@ impl Inventory {
         let itself = ExportSpec::from(&node.disk);
         node.over.is_none()
             && !self.nodes.iter().any(|n| n.over.as_ref() == Some(name))
-            && exports.next().is_some_and(|e| export_spec(e) == itself)
+            && exports.next().is_some_and(|e| e.spec == itself)
             && exports.next().is_none()
     }
 
@@ -255,8 +255,8 @@ impl Inventory {
         let here = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
         changed.disks.retain(|disk| !here(&disk.disk.name));
         changed.nodes.retain(|node| !here(&node.disk.name));
-        let exported = |id: &String| self.exports.iter().any(|export| export.id == *id);
-        changed.exports.retain(|export| !exported(&export.id));
+        let exported = |id: &String| self.exports.iter().any(|export| export.spec.id == *id);
+        changed.exports.retain(|export| !exported(&export.spec.id));
         for node in &self.nodes {
             let disk = node.disk.clone();
             let before = written.disks.iter().find(|other| other.name == disk.name);
@@ -307,21 +307,6 @@ impl Inventory {
             .extend(self.threads.iter().filter(new).cloned());
         changed.write_caches = self.write_caches.iter().cloned().collect();
         changed
-    }
-}
-
-/// How an export is served.
-pub fn export_spec(export: &ExportOverride) -> ExportSpec {
-    ExportSpec {
-        id: export.id.clone(),
-        socket: export.socket.clone(),
-        socket_access: export.socket_access,
-        queues: export.queues,
-        queue_size: export.queue_size,
-        iothreads: export.iothreads.clone(),
-        read_only: export.read_only,
-        cache: export.cache,
-        logical_block: export.logical_block,
     }
 }
 

@@ -175,7 +175,7 @@ fn invalid_options_are_usage_errors() {
         ("queue-size=2048", &["power of two", "1024"]),
         ("readonly=yes", &["neither on nor off"]),
         ("fixed-buffers=1", &["neither on nor off"]),
-        ("format=vmdk", &["use raw or qcow2"]),
+        ("format=vmdk", &["neither raw nor qcow2"]),
         ("name=9", &["not a letter"]),
         ("serial=a-serial-that-is-too-long", &["20 ASCII"]),
         ("socket=/else", &["socket is given twice"]),

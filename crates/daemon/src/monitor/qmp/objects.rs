@@ -13,8 +13,9 @@ use rbd::Location;
 
 use crate::config::ThreadSpec;
 use crate::config::cpus::Cpus;
-use crate::config::spec::{DiskSpec, FileSpec, QUEUES_MAX, SocketAccess};
-use crate::server::export::ExportSpec;
+use crate::config::disk_keys::QUEUES_MAX;
+use crate::config::export::ExportSpec;
+use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::server::{Server, ServerError};
 
 pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(), CommandError> {
