@@ -13,7 +13,7 @@ use crate::{check, client, lab, log, manual, resource_limits, serve};
 #[command(name = "ringdisk", version, about, arg_required_else_help = true)]
 #[command(
     after_help = "Exit codes: 0 done, 1 failed (the last line says why and what to do), \
-    2 wrong usage.\nRINGDISK_LOG=debug shows what front-ends ask for."
+    2 wrong usage.\nRINGDISK_LOG=debug logs the messages of front-ends."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -24,34 +24,34 @@ struct Cli {
 enum Command {
     /// Serve disks to virtual machines over vhost-user
     Serve(serve::Args),
-    /// Show the disks that are served
+    /// List the served disks
     List(client::ListArgs),
-    /// Serve one more disk
+    /// Serve another disk
     Attach(client::AttachArgs),
-    /// Serve a disk no longer
+    /// Stop serving a disk
     Detach(client::DetachArgs),
-    /// Make a disk longer
+    /// Grow a disk
     Resize(client::ResizeArgs),
-    /// Show what the disks do, over a second
+    /// Show the load of the disks, measured over a second
     Stats(client::StatsArgs),
-    /// Watch the disks, live
+    /// Show the load of the disks continuously
     Top(client::TopArgs),
-    /// Limit what a disk may do
+    /// Limit the bytes and operations per second of a disk
     Throttle(client::ThrottleArgs),
-    /// Put another file under a disk while its VM runs
+    /// Move a disk to another file while its VM runs
     Replace(client::ReplaceArgs),
-    /// Have requests go on that wait because storage failed
+    /// Retry or fail the requests that wait because storage failed
     Resume(client::ResumeArgs),
-    /// Read the configuration anew
+    /// Reload the configuration
     Reload(client::ReloadArgs),
-    /// Say what slows the disks of virtual machines, and fix it
+    /// Find and fix what slows the disks of virtual machines
     Check(check::Args),
-    /// Measure what a storage configuration gains
+    /// Measure the performance of storage configurations
     Lab(lab::Args),
 
-    /// Have this program take over from the one that serves
+    /// Replace the running ringdisk with this program, without disconnecting VMs
     Upgrade(upgrade::Args),
-    /// Write manual pages and shell completions into a directory
+    /// Write manual pages and shell completions to a directory
     Manual(manual::Args),
 }
 

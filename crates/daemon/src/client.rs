@@ -23,30 +23,29 @@ use crate::config::spec::{DiskSpec, SpecError};
 use crate::monitor::control_socket;
 use crate::monitor::explain;
 
-/// How long a command may take. To attach a disk may mean to wait for a lock, and to detach one to wait
-/// for its I/O.
+/// The longest time that a command may take. Attaching a disk may wait for a lock, and detaching one for its I/O.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where to connect, and how to answer.
+/// The options of every command: where to connect, and how to print the reply.
 #[derive(clap::Args)]
 pub struct Connection {
-    /// The control socket; default: control.qmp in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or here
+    /// Control socket; default: control.qmp in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or the working directory
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 
-    /// Answer in JSON
+    /// Print JSON
     #[arg(long)]
     pub json: bool,
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "Example:
+#[command(after_help = "Examples:
   ringdisk list
   ringdisk list --json | jq -r '.[].socket'
-  ringdisk list --explain     what decides the speed of each disk, and who said so")]
+  ringdisk list --explain     the settings that decide the speed of each disk, and their sources")]
 pub struct ListArgs {
-    /// Show what decides the speed of each disk, who said so (default, ceph.conf, monitors, ringdisk, command line,
-    /// pool, image), and what is overridden
+    /// Show the settings that decide the speed of each disk, with their sources (default, ceph.conf, monitors, ringdisk,
+    /// command line, pool, image) and with what they override
     #[arg(long)]
     explain: bool,
     #[command(flatten)]
@@ -57,8 +56,7 @@ pub struct ListArgs {
 #[command(after_help = "Example:
   ringdisk attach file=/dev/vg0/vm2,queues=4,iops=20000
 
-The options of a disk are those of 'ringdisk serve', see 'ringdisk serve --help'. Relative paths are relative
-to where you are.")]
+'ringdisk serve --help' lists the options of a disk. Relative paths are relative to the working directory.")]
 pub struct AttachArgs {
     /// A path, or key=value pairs separated by commas
     disk: String,
@@ -70,11 +68,11 @@ pub struct AttachArgs {
 #[command(after_help = "Example:
   ringdisk detach vm2
 
-What is under way is finished, and what the VM wrote is made durable.")]
+ringdisk finishes the requests in flight and makes the VM's data durable.")]
 pub struct DetachArgs {
     /// Name of the disk
     name: String,
-    /// Even if a VM is connected to it
+    /// Detach the disk even if a VM is connected to it
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -83,12 +81,12 @@ pub struct DetachArgs {
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
-  ringdisk resize vm2 40G     makes the file longer, and tells the VM
-  ringdisk resize vm2         after lvextend: tells the VM of the new size")]
+  ringdisk resize vm2 40G     grows the file and tells the VM
+  ringdisk resize vm2         after lvextend: tells the VM the new size")]
 pub struct ResizeArgs {
     /// Name of the disk
     name: String,
-    /// New size, as in 40G, never less than now; default: what its file or device has
+    /// New size, as in 40G, at least the current one; default: the size of the file or device
     size: Option<String>,
     #[command(flatten)]
     connection: Connection,
@@ -105,7 +103,7 @@ A limit that is not given is removed. Limits (bytes may have a unit, as in bps=1
 pub struct ThrottleArgs {
     /// Name of the disk
     name: String,
-    /// Limits, and group=NAME to share those of a group as well
+    /// Limit, or group=NAME to also share the limits of a group
     #[arg(value_name = "KEY=VALUE")]
     limits: Vec<String>,
     #[command(flatten)]
@@ -113,22 +111,22 @@ pub struct ThrottleArgs {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "Example:
+#[command(after_help = "Examples:
   ringdisk replace vm2 /fast/vm2.raw
-  ringdisk replace vm2 /fast/vm2.qcow2               a qcow2 image, whatever it was on before
+  ringdisk replace vm2 /fast/vm2.qcow2               a qcow2 image; the previous file may have another format
   ringdisk replace vm2 /dev/vg0/vm2 --format raw
   ringdisk replace vm2 rbd:vms/vm2:id=hypervisor     an image in a Ceph cluster
 
   qemu-img create -f qcow2 -b vm2.raw -F raw today.qcow2
-  ringdisk replace vm2 today.qcow2                   a snapshot: vm2.raw stays as it is, the VM goes on above it
+  ringdisk replace vm2 today.qcow2                   a snapshot: vm2.raw no longer changes, new data goes to today.qcow2
 
-The other file must hold the same bytes, and be as long or longer; the VM notices a pause.")]
+The other file must hold the same bytes and be at least as long. The VM notices a short pause.")]
 pub struct ReplaceArgs {
     /// Name of the disk
     name: String,
-    /// File that holds it from now on, or rbd:POOL/IMAGE
+    /// New file, or rbd:POOL/IMAGE
     file: PathBuf,
-    /// raw or qcow2; what the file's name says if not given, or else raw, if that was given for the file before
+    /// raw or qcow2; default: from the suffix of the file, otherwise raw if the previous file was configured as raw
     #[arg(long)]
     format: Option<Format>,
     #[command(flatten)]
@@ -137,14 +135,15 @@ pub struct ReplaceArgs {
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
-  ringdisk resume vm2              the storage works again: tries what waits at once
-  ringdisk resume vm2 --report     it will not: the VM gets an error for each request that waits
+  ringdisk resume vm2              the storage works again: retries the waiting requests at once
+  ringdisk resume vm2 --report     the storage is lost: the VM gets an error for each waiting request
 
-'ringdisk list' shows disks whose requests wait for their storage (rerror, werror of 'ringdisk serve').")]
+'ringdisk list' shows which disks have requests that wait for storage; rerror and werror of 'ringdisk serve' decide
+which requests wait.")]
 pub struct ResumeArgs {
     /// Name of the disk
     name: String,
-    /// Tell the VM of the errors
+    /// Report errors to the VM instead of retrying
     #[arg(long)]
     report: bool,
     #[command(flatten)]
@@ -155,9 +154,9 @@ pub struct ResumeArgs {
 #[command(after_help = "Example:
   ringdisk reload
 
-Reads the configuration anew, as SIGHUP does, and says what is wrong with it.")]
+Reloads the configuration file, as SIGHUP does, and prints the first error in it.")]
 pub struct ReloadArgs {
-    /// If this program is another than the one that serves, take over from it, as 'ringdisk upgrade' does
+    /// If this program differs from the running one, replace that first, as 'ringdisk upgrade' does
     #[arg(long)]
     pub upgrade: bool,
     #[command(flatten)]
@@ -381,8 +380,11 @@ pub fn replace(args: &ReplaceArgs) -> CommandResult {
 pub fn resume(args: &ResumeArgs) -> CommandResult {
     let arguments = json!({ "id": args.name, "report": args.report });
     let done = match args.report {
-        true => format!("disk {}: the VM is told of what failed", args.name),
-        false => format!("disk {}: what failed is tried again", args.name),
+        true => format!(
+            "disk {}: the VM gets errors for the requests that waited",
+            args.name
+        ),
+        false => format!("disk {}: retrying the requests that waited", args.name),
     };
     args.connection.order("x-ringdisk-resume", arguments, &done)
 }
@@ -392,7 +394,7 @@ pub fn reload(args: &ReloadArgs) -> CommandResult {
     let reply = client.call("x-ringdisk-reload", json!({}))?;
     let sentences = ["left-out", "unreachable"].map(|key| reply[key].as_array());
     let sentences = sentences.into_iter().flatten().flatten();
-    let done = "the configuration was read anew, and is in force";
+    let done = "the configuration was reloaded and is in effect";
     let lines = [done]
         .into_iter()
         .chain(sentences.filter_map(Value::as_str));

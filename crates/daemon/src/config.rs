@@ -50,27 +50,27 @@ pub struct Config {
     pub poll_cpu: Option<u8>,
     pub control: Option<PathBuf>,
     pub metrics: Option<SocketAddr>,
-    /// Directory in which is kept what is changed while disks are served.
+    /// Directory for persisted state.
     pub state: Option<PathBuf>,
-    /// Directories of files that images name.
+    /// Directories where files named by images may lie.
     pub allow_backing: Vec<PathBuf>,
     pub sandbox: Option<SandboxMode>,
-    /// Where disks and sockets may be besides.
+    /// More directories where disks and sockets may lie.
     pub allow: Vec<PathBuf>,
-    /// Who ringdisk becomes when all is open.
+    /// The user that ringdisk switches to once everything is open.
     pub user: Option<String>,
-    /// Threads with names of their own.
+    /// Threads outside the pool, by name.
     pub threads: Vec<(String, ThreadSpec)>,
     /// Limits that groups of disks share.
     pub groups: Vec<(String, ThrottleLimits)>,
     pub disks: Vec<DiskSpec>,
 }
 
-/// How a thread works.
+/// The settings of an I/O thread.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ThreadSpec {
-    /// CPUs that it may run on; if none are named, all, or on a host with several NUMA nodes those of the
-    /// node where the rings lie that it serves.
+    /// CPUs that the thread may run on. None means all, or on a host with several NUMA nodes those of the node with the
+    /// rings that it serves.
     pub cpus: Cpus,
     pub polling: Polling,
 }
@@ -91,7 +91,7 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// How threads poll that are not told otherwise.
+    /// How threads poll unless they are configured otherwise.
     pub fn polling(&self) -> Polling {
         let default = Polling::default();
         Polling {
@@ -103,7 +103,7 @@ impl Config {
     /// Reads and checks a file.
     ///
     /// # Errors
-    /// The first mistake in it: its line, its key, and what is allowed there.
+    /// The file has a mistake; the error gives the line, the key and the allowed values of the first one.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let fail = |e| ConfigError::Read(path.into(), e);
         let mut text = String::new();
@@ -212,7 +212,7 @@ impl Config {
             let before = &config.groups[..i];
             assert!(!before.iter().any(|(other, _)| other == name), "{name}");
         }
-        // What nobody reads changes nothing.
+        // A comment changes nothing.
         let more = format!("{text}\n# and so on\n");
         assert_eq!(Self::parse(&more).ok(), Some(config));
     }
@@ -297,8 +297,8 @@ fn disk(table: &Table<'_>) -> Result<DiskSpec, Mistake> {
     Ok(disk)
 }
 
-/// A thread that a disk asks for, and that is neither one of the pool, whose size the command line may
-/// change, nor in the file.
+/// A thread that the disk names although the file does not have it. A thread of the pool is never unknown: the command
+/// line may change the size of the pool.
 fn unknown_thread<'a>(disk: &'a DiskSpec, threads: &[(String, ThreadSpec)]) -> Option<&'a str> {
     let known = |id: &str| {
         let number = id.strip_prefix("iothread").unwrap_or(id);

@@ -186,7 +186,7 @@ impl Inherited {
         for disk in &mut config.disks {
             let inherited = parts.disks.get(&disk.name);
             if let Some(before) = inherited.and_then(|inherited| inherited.configured.as_ref())
-                && !before.is_written_on_file_of(disk)
+                && !before.has_file_of(disk)
             {
                 (disk.file, disk.format) = (before.file.clone(), before.format);
                 other = true;
@@ -198,7 +198,7 @@ impl Inherited {
     /// A configured disk, on the file that it has now.
     pub fn on_its_file(&self, disk: DiskSpec) -> DiskSpec {
         match self.parts().disks.get(&disk.name) {
-            Some(inherited) if inherited.configured.is_some() => disk.on_file_of(&inherited.spec),
+            Some(inherited) if inherited.configured.is_some() => disk.with_file_of(&inherited.spec),
             _ => disk,
         }
     }

@@ -555,7 +555,7 @@ impl ServerState {
     fn is_elsewhere(&self, disk: &DiskSpec) -> bool {
         let mut written = self.written.disks.iter();
         let its = written.find(|other| other.name == disk.name);
-        its.is_some_and(|its| !its.is_written_on_file_of(disk))
+        its.is_some_and(|its| !its.has_file_of(disk))
     }
 
     fn check_new_node(&self, spec: &DiskSpec) -> Result<(), ServerError> {
@@ -620,7 +620,7 @@ impl ServerState {
         let mut name = Some(new.name().to_owned());
         while let Some(entry) = name.and_then(|name| self.nodes.get_mut(&name)) {
             let mut spec = entry.node.spec.clone();
-            spec.follow(&new.spec);
+            spec.take_file_of(&new.spec);
             entry.node = match entry.node.name() == new.name() {
                 true => new.clone(),
                 false => Arc::new(new.renamed(spec)),

@@ -12,6 +12,7 @@ use block::ThrottleLimits;
 use datapath::Polling;
 use serde::{Deserialize, Serialize};
 
+use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
 use crate::config::limits;
 use crate::config::spec::{self, DiskSpec};
@@ -160,8 +161,9 @@ impl Overrides {
                     return Err(format!("export '{}' has no socket", entry.id));
                 }
                 let logical_block = entry.logical_block_size;
-                if !matches!(logical_block, None | Some(512 | 4096)) {
-                    return Err(format!("export '{}': logical-block-size", entry.id));
+                if let Some(bytes) = logical_block {
+                    disk_keys::check("logical-block-size", bytes)
+                        .map_err(|e| format!("export '{}': logical-block-size: {e}", entry.id))?;
                 }
                 Ok(ExportOverride {
                     node: name(&entry.node)?,
@@ -279,7 +281,7 @@ impl Overrides {
         let changed = its.find_map(|changed| {
             let before = changed.instead_of.as_ref();
             let before = before.filter(|before| before.name == disk.name)?;
-            Some(disk.as_changed(before, &changed.disk))
+            Some(disk.with_overrides(before, &changed.disk))
         });
         changed.unwrap_or_else(|| disk.clone())
     }

@@ -14,23 +14,22 @@ use super::{CommandLineError, CommandResult, Connection, answer, row, table};
   ringdisk stats
   ringdisk stats vm2 --seconds 10 --json | jq '.[].read.iops'
 
-ERRORS  requests that failed, of which the VM was told
-STALLED requests that storage failed to serve, and that wait for it to work again
-DEPTH   requests under way, as a mean
+ERRORS  requests that failed with an error for the VM
+STALLED requests that storage failed to serve, and that wait until it works again
+DEPTH   mean number of requests in flight
 P99     time that 99 % of the requests do not exceed, from the VM's ring to the VM's ring
 CPU/IO  CPU time of the I/O threads for each request; disks that share a thread share its time by their requests
 WAIT, IMAGE, ENGINE, BACK
-        where the time goes, in percent: held back by a limit or its turn, in a table or cluster of the image that is
-        not in memory, in the engine and the storage below,
-        on the way back to the VM
+        where the time goes, in percent: waiting for a limit or a turn; reading tables or clusters of the image that
+        are not in memory; in the engine and the storage below; on the way back to the VM
 
-Below the table: what all I/O threads together polled, if they did (--poll-max-us, --poll-cpu).
-Latencies are measured while somebody asks, and for two minutes after; always with 'ringdisk serve --metrics'.
-With --json there are also all counters and histograms since the disk was first served, in 'total'.")]
+Below the table: the time that all I/O threads together polled, if they did (--poll-max-us, --poll-cpu).
+Latencies are measured during this command and for two minutes afterwards; always with 'ringdisk serve --metrics'.
+With --json, 'total' contains all counters and histograms since the disk was first served.")]
 pub struct StatsArgs {
     /// Names of disks; default: all
     names: Vec<String>,
-    /// How long to look
+    /// Length of the measurement in seconds
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: u64,
     #[command(flatten)]

@@ -23,14 +23,14 @@ const HISTORY_MAX: usize = 300;
 #[command(after_help = "Example:
   ringdisk top --seconds 5
 
-Keys: q ends, up and down choose a disk, left and right the column to sort by, r turns the order round, space
-halts. Below the table: the operations per second of the chosen disk, and how long its requests took. The columns are
-those of 'ringdisk stats', which also prints them once, and as JSON.")]
+Keys: q quits, up and down select a disk, left and right select the column to sort by, r reverses the order, space
+pauses. Below the table: the operations per second of the selected disk, and the latency of its requests.
+'ringdisk stats' explains the columns, and prints them once or as JSON.")]
 pub struct TopArgs {
-    /// Between two looks
+    /// Seconds between two updates
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: u64,
-    /// The control socket; default: control.qmp in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or here
+    /// Control socket; default: control.qmp in /run/ringdisk (root), $XDG_RUNTIME_DIR/ringdisk, or the working directory
     #[arg(long, value_name = "PATH")]
     control: Option<std::path::PathBuf>,
 }

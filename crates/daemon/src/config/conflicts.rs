@@ -1,4 +1,4 @@
-//! What keeps disks from being served by one process.
+//! Conflicts between disks that one process is to serve.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,10 +16,10 @@ pub enum ConflictError {
     SameSocket(String, String, PathBuf),
 }
 
-/// Whether the disks of a list can be served together.
+/// Checks that one process can serve all these disks.
 ///
 /// # Errors
-/// Two of them cannot, and why.
+/// Two of them have the same name or the same socket.
 pub fn check_conflicts(specs: &[DiskSpec]) -> Result<(), ConflictError> {
     let mut sockets: BTreeMap<PathBuf, &str> = BTreeMap::new();
     for (i, spec) in specs.iter().enumerate() {

@@ -1,16 +1,16 @@
-//! Lists of CPUs, as the kernel and taskset write them: `0,2,4-7`.
+//! Lists of CPUs in the syntax of the kernel and taskset: `0,2,4-7`.
 
 use std::fmt;
 use std::str::FromStr;
 
 use rustix::thread::CpuSet;
 
-/// CPUs in ascending order; none means all.
+/// CPUs in ascending order. An empty list means all CPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cpus(Vec<usize>);
 
 impl Cpus {
-    /// The `i`-th of them, in turn, alone; none if there are none.
+    /// Only the `i`-th CPU, counted round the list; the empty list if this one is empty.
     pub fn turn(&self, i: usize) -> Self {
         match self.0.len() {
             0 => Self::default(),
@@ -42,7 +42,7 @@ impl FromStr for Cpus {
     fn from_str(text: &str) -> Result<Self, String> {
         let bad = || {
             format!(
-                "'{text}' is no list of CPUs below {}, as in 0,2,4-7",
+                "'{text}' is not a list of CPUs below {}, as in 0,2,4-7",
                 CpuSet::MAX_CPU
             )
         };

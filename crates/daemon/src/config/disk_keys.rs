@@ -376,6 +376,20 @@ impl DiskKey {
     }
 }
 
+/// Checks a value of a disk that is not given as a key of it, such as an option of QMP.
+///
+/// # Errors
+/// It is not a value of the key with this name.
+///
+/// # Panics
+/// There is no such key.
+pub fn check(name: &str, value: impl Display) -> Result<(), String> {
+    let key = DISK_KEYS.iter().find(|key| key.name() == name);
+    let mut disk = DiskSpec::new("any".into(), FileSpec::Null(512));
+    key.expect("a key of a disk")
+        .set(&mut disk, &value.to_string())
+}
+
 /// The effect of a reload that finds `after` where `before` was; none if it finds the same disk.
 pub fn effect_of_reload(before: &DiskSpec, after: &DiskSpec) -> Option<ReloadEffect> {
     let keys = DISK_KEYS.iter();
@@ -421,7 +435,9 @@ fn set_file(disk: &mut DiskSpec, text: &str) -> Result<(), String> {
 
 fn null(size: &str) -> Result<FileSpec, String> {
     match parse_size(size)? {
-        n if n == 0 || !n.is_multiple_of(512) => Err(format!("{n} bytes are no whole sectors")),
+        n if n == 0 || !n.is_multiple_of(512) => {
+            Err(format!("{n} bytes is not a positive multiple of 512"))
+        }
         n => Ok(FileSpec::Null(n)),
     }
 }

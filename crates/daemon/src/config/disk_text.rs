@@ -83,7 +83,7 @@ impl Display for DiskSpec {
 
 #[cfg(any(test, fuzzing))]
 impl DiskSpec {
-    /// Panics unless this is a disk that the rest of the program can take: for tests and fuzzing.
+    /// Panics if a field has a value that parsing does not allow.
     pub fn assert_sound(&self) {
         use super::disk_keys::{QUEUE_SIZE_MIN, QUEUES_MAX};
         use super::spec::name;
@@ -107,7 +107,7 @@ impl DiskSpec {
     }
 }
 
-/// The pairs of a disk as it is written on a command line.
+/// The pairs of a disk of the command line.
 fn pairs(text: &str) -> Result<Vec<(String, String)>, Problem> {
     let mut pairs: Vec<(String, String)> = Vec::new();
     for (i, part) in split(text).into_iter().enumerate() {
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_alone_is_a_disk() {
+    fn a_path_is_a_disk() {
         let disk = parse("/vms/vm1.raw").unwrap();
         assert_eq!(disk.name, "vm1");
         assert_eq!(disk.file, FileSpec::Path("/vms/vm1.raw".into()));
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_say_the_rest() {
+    fn pairs_set_the_other_keys() {
         let disk = parse(
             "file=/a,,b.img,name=x,cache=writeback,queues=3,queue-size=1024,readonly=on,\
              serial=S 1,socket=/run/x.sock,aio=native,format=raw",
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn mistakes_name_their_key() {
         for (spec, says) in [
             ("", "is empty"),
             ("name=x", "no file"),
@@ -238,7 +238,7 @@ mod tests {
             ("file=a,readonly=yes", "neither on nor off"),
             ("file=a,name=9", "not a letter"),
             ("file=a,serial=123456789012345678901", "20 ASCII"),
-            ("null:1000", "no whole sectors"),
+            ("null:1000", "positive multiple of 512"),
             ("null:", "no size"),
             ("a,iops=1,iops_rd=1", "exclude each other"),
             ("a,iops-max=5", "needs a limit"),
@@ -251,7 +251,7 @@ mod tests {
         }
     }
 
-    /// What fuzzing starts from, and what it has found.
+    /// The seeds of fuzzing, which include its findings.
     #[test]
     fn fuzzing_seeds_are_sound() {
         let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/disk_spec");

@@ -1,14 +1,14 @@
-//! Whether there is a sandbox.
+//! The setting `sandbox`.
 
 use std::str::FromStr;
 
-/// Whether there is a sandbox.
+/// How much of the sandbox is required.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SandboxMode {
-    /// As much of it as works here, and a line in the log that says how much.
+    /// As much as works on this host; the log says how much.
     #[default]
     Auto,
-    /// All of it, or ringdisk does not start.
+    /// All of it; otherwise ringdisk does not start.
     On,
     /// None.
     Off,
@@ -22,7 +22,7 @@ impl FromStr for SandboxMode {
             "auto" => Ok(Self::Auto),
             "on" => Ok(Self::On),
             "off" => Ok(Self::Off),
-            _ => Err(format!("'{text}' is none of auto, on and off")),
+            _ => Err(format!("'{text}' is not one of auto, on, off")),
         }
     }
 }

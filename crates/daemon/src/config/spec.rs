@@ -215,35 +215,35 @@ impl DiskSpec {
         Ok(moved)
     }
 
-    /// Whether both are written down on the same, in the same words.
-    pub fn is_written_on_file_of(&self, other: &Self) -> bool {
+    /// Whether both are configured with the same file and format.
+    pub fn has_file_of(&self, other: &Self) -> bool {
         (&self.file, self.format) == (&other.file, other.format)
     }
 
-    /// The disk as it is written down, on what it is on now.
-    pub fn on_file_of(&self, now: &Self) -> Self {
-        let aio = match now.file {
-            FileSpec::Rbd(_) => now.aio,
+    /// This disk on the file of another, in its format.
+    pub fn with_file_of(&self, other: &Self) -> Self {
+        let aio = match other.file {
+            FileSpec::Rbd(_) => other.aio,
             FileSpec::Path(_) | FileSpec::Null(_) => self.aio,
         };
         Self {
-            file: now.file.clone(),
-            format: now.format,
+            file: other.file.clone(),
+            format: other.format,
             aio,
             ..self.clone()
         }
     }
 
-    /// Whether both have the same limits written down.
+    /// Whether both are configured with the same limits.
     pub fn has_limits_of(&self, other: &Self) -> bool {
         (&self.limits, &self.throttle_group) == (&other.limits, &other.throttle_group)
     }
 
-    /// The disk as it is written down by now, with what commands have changed of it since `before` was: its file and its
-    /// limits, each unless something else is written of it since.
-    pub fn as_changed(&self, before: &Self, now: &Self) -> Self {
-        let mut disk = match before.is_written_on_file_of(self) {
-            true => self.on_file_of(now),
+    /// This disk, as it is configured now, with the changes that commands made while `before` was configured: the file
+    /// and the limits of `now`, each unless its configuration has changed since.
+    pub fn with_overrides(&self, before: &Self, now: &Self) -> Self {
+        let mut disk = match before.has_file_of(self) {
+            true => self.with_file_of(now),
             false => self.clone(),
         };
         if before.has_limits_of(self) {
@@ -253,8 +253,8 @@ impl DiskSpec {
         disk
     }
 
-    /// Is on the file that another is on.
-    pub fn follow(&mut self, other: &Self) {
+    /// Moves this disk to the file of another.
+    pub fn take_file_of(&mut self, other: &Self) {
         self.file = other.file.clone();
         (self.format, self.aio) = (other.format, other.aio);
     }
@@ -270,7 +270,10 @@ impl Display for FileSpec {
     }
 }
 
-/// QEMU's rule for ids, so that a name can be used as one.
+/// A name by QEMU's rule for ids, so that it can be used as one.
+///
+/// # Errors
+/// The text breaks the rule.
 pub fn name(text: &str) -> Result<String, String> {
     let good = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
     match text.starts_with(|c: char| c.is_ascii_alphabetic())

@@ -59,9 +59,9 @@ fn a_whole_file() {
     assert_eq!(parse(""), Config::default());
 }
 
-/// What the package installs says nothing as it is, and all that it shows by way of example is right.
+/// The file that the package installs configures nothing, and its commented examples are valid.
 #[test]
-fn the_example_says_nothing_until_it_is_uncommented() {
+fn the_installed_file_configures_nothing_until_it_is_uncommented() {
     let example = include_str!("../../../../packaging/ringdisk.toml");
     assert_eq!(parse(example), Config::default());
     let uncommented: String = example
@@ -76,7 +76,6 @@ fn the_example_says_nothing_until_it_is_uncommented() {
     assert_eq!((config.threads.len(), config.iothreads), (1, Some(2)));
 }
 
-/// What the reference says of polling is what happens without a configuration.
 #[test]
 fn the_documented_defaults_of_polling_are_true() {
     let default = |name: &str| {
@@ -89,7 +88,7 @@ fn the_documented_defaults_of_polling_are_true() {
 }
 
 #[test]
-fn a_mistake_is_named_with_its_line_and_key() {
+fn a_mistake_is_reported_with_its_line_and_key() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("ringdisk.toml");
     for (text, line, says) in [
@@ -172,7 +171,7 @@ fn a_mistake_is_named_with_its_line_and_key() {
 }
 
 #[test]
-fn files_that_are_none() {
+fn unreadable_and_oversized_files_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let error = |path: &str| {
         let path = directory.path().join(path);
@@ -186,7 +185,7 @@ fn files_that_are_none() {
     assert!(error("bytes.toml").contains("cannot be read"));
 }
 
-/// What fuzzing starts from, and what it has found.
+/// The seeds of fuzzing, which include its findings.
 #[test]
 fn fuzzing_seeds_are_sound() {
     let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/config");

@@ -14,7 +14,7 @@ pub fn all(server: &Server) -> Value {
         let device = look.export.map(|export| export.device.clone());
         disks.push((look.node.clone(), device));
     });
-    // A cluster may not answer, which is no reason for others to wait.
+    // Without the server's lock: a cluster that does not answer holds up nobody else.
     let disks = disks.iter();
     disks
         .map(|(node, served)| disk(node, served.as_deref()))
@@ -23,7 +23,7 @@ pub fn all(server: &Server) -> Value {
 
 fn disk(node: &Node, served: Option<&ServedDisk>) -> Value {
     let spec = &node.spec;
-    // What is as by default need not have been said.
+    // A value that equals the default is reported as the default.
     let cache_from = match spec.cache {
         block::CacheMode::None => Origin::Ringdisk,
         _ => Origin::CommandLine,
@@ -33,8 +33,8 @@ fn disk(node: &Node, served: Option<&ServedDisk>) -> Value {
         spec.cache.word(),
         cache_from.word(),
         match node.rbd() {
-            Some(_) => "none, directsync and writethrough are without librbd's cache",
-            None => "none and directsync go past the host's page cache",
+            Some(_) => "none, directsync and writethrough do not use librbd's cache",
+            None => "none and directsync bypass the host's page cache",
         },
     )];
     if let Some(choice) = &node.choice {
@@ -90,7 +90,7 @@ fn of_ceph(it: &Setting) -> Value {
     })
 }
 
-/// The same as a person reads it.
+/// The reply of [`all`] as text.
 pub fn text(disks: &Value) -> String {
     let mut text = String::new();
     let word = |value: &Value| value.as_str().unwrap_or("?").to_owned();
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_overridden_is_said() {
+    fn overridden_values_are_shown() {
         let it = Setting {
             name: "rbd_cache".into(),
             value: "false".into(),

@@ -80,7 +80,7 @@ impl Server {
                 let its =
                     |all: &Configured| all.disks.iter().find(|d| d.name == left.name).cloned();
                 let both = its(&before).zip(its(written));
-                both.is_some_and(|(before, now)| before.is_written_on_file_of(&now))
+                both.is_some_and(|(before, now)| before.has_file_of(&now))
             });
         }
         self.persist();

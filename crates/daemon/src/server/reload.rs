@@ -116,7 +116,7 @@ impl<'a> DiskChange<'a> {
     fn new(before: &'a DiskSpec, disk: &DiskSpec, server: &Server) -> Self {
         let now = server.spec_of(&disk.name);
         let now = now.unwrap_or_else(|| before.clone());
-        let then = disk.as_changed(before, &now);
+        let then = disk.with_overrides(before, &now);
         Self { before, now, then }
     }
 }

@@ -38,7 +38,7 @@ impl To<'_> {
             Self::Said(file, format) => disk.moved(file.clone(), *format),
             Self::Configured(written) => {
                 let mut disk = disk.clone();
-                disk.follow(written);
+                disk.take_file_of(written);
                 Ok(disk)
             }
         }

@@ -231,7 +231,7 @@ impl Inventory {
         while let Some(name) = next.take() {
             let mut nodes = self.nodes.iter_mut();
             if let Some(node) = nodes.find(|node| node.disk.name == name) {
-                node.disk.follow(moved);
+                node.disk.take_file_of(moved);
                 next = node.over.clone();
             }
         }

@@ -31,7 +31,7 @@ connected and see a short pause. If anything fails, the running program continue
 Requests in flight finish first, and those that a limit delays are not delayed further; if that takes more than 5 s, the
 upgrade is cancelled.")]
 pub struct Args {
-    /// Program that takes over; default: this one
+    /// New program; default: this one
     #[arg(long, value_name = "PATH")]
     program: Option<PathBuf>,
     #[command(flatten)]

@@ -187,7 +187,7 @@ fn invalid_options_are_usage_errors() {
     let long = format!("file={file},socket=/{}", "x".repeat(108));
     assert_refused(&[&long], 2, &["socket", "107"]);
     assert_refused(&["name=x"], 2, &["no file", "vm1.raw"]);
-    assert_refused(&["null:1000"], 2, &["whole sectors"]);
+    assert_refused(&["null:1000"], 2, &["positive multiple of 512"]);
     let name = disk.file.file_stem().unwrap().to_str().unwrap();
     assert_refused(&[&good, &good], 2, &[name, "name="]);
     let twin = format!("{good},name=twin");

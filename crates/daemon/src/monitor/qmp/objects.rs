@@ -13,7 +13,7 @@ use rbd::Location;
 
 use crate::config::ThreadSpec;
 use crate::config::cpus::Cpus;
-use crate::config::disk_keys::QUEUES_MAX;
+use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::server::{Server, ServerError};
@@ -51,7 +51,7 @@ pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(),
             BlockdevDriver::NullCo(null) => match null.size.unwrap_or(NULL_BYTES_DEFAULT) {
                 n if n > 0 && n.is_multiple_of(512) => break (FileSpec::Null(n), Aio::Auto),
                 n => {
-                    let problem = format!("size: {n} bytes are no whole sectors");
+                    let problem = format!("size: {n} bytes is not a positive multiple of 512");
                     return Err(CommandError::generic(problem));
                 }
             },
@@ -155,21 +155,21 @@ pub(super) fn add_export(
         }
         (_, cache) => cache,
     };
-    let logical_block = match device.logical_block_size {
-        None => None,
-        Some(512) => Some(512),
-        Some(4096) => Some(4096),
-        Some(n) => {
-            return Err(CommandError::generic(format!(
-                "logical-block-size: {n} is neither 512 nor 4096"
-            )));
-        }
+    let queues = device.num_queues.unwrap_or(1);
+    let logical_block = device.logical_block_size;
+    let bad = |option: &str| {
+        let option = option.to_owned();
+        move |problem| CommandError::generic(format!("{option}: {problem}"))
     };
+    disk_keys::check("queues", queues).map_err(bad("num-queues"))?;
+    if let Some(bytes) = logical_block {
+        disk_keys::check("logical-block-size", bytes).map_err(bad("logical-block-size"))?;
+    }
     let spec = ExportSpec {
         id: options.id.to_string(),
         socket: device.addr.path().clone(),
         socket_access: SocketAccess::default(),
-        queues: device.num_queues.unwrap_or(1),
+        queues,
         queue_size: node.queue_size,
         iothreads: options
             .iothread
@@ -177,12 +177,8 @@ pub(super) fn add_export(
             .map_or(Vec::new(), |threads| threads.ids().to_vec()),
         read_only: !options.writable.unwrap_or(false),
         cache,
-        logical_block,
+        logical_block: logical_block.map(|bytes| bytes as u32),
     };
-    if !(1..=QUEUES_MAX).contains(&spec.queues) {
-        let problem = format!("num-queues: is not from 1 to {QUEUES_MAX}");
-        return Err(CommandError::generic(problem));
-    }
     Ok(server.add_export(&options.node_name, &spec).map(drop)?)
 }
 
