@@ -213,7 +213,7 @@ kill -9 "$pid"
 wait_for '[ "$(is NRestarts)" = 1 ]'
 wait_for '[ "$(systemctl is-active ringdisk)" = active ]'
 serves 'device file image kept'
-says 'done again'
+says 'from the journal of a killed process'
 disk_io verify image 4
 exec 3>&-
 wait $writes
