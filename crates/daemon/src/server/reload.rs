@@ -36,7 +36,7 @@ pub enum ReloadError {
     Server(#[from] ServerError),
     #[error("{0}; nothing has been changed")]
     IoThread(#[from] IoThreadError),
-    #[error("{} of the changes could not be made, all others are in force: {}", .0.len(), reasons(.0))]
+    #[error("{} of the changes could not be made, all others are in effect: {}", .0.len(), reasons(.0))]
     Partly(Vec<String>),
 }
 

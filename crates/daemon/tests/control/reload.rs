@@ -425,7 +425,7 @@ fn change_to_a_detached_disk_is_skipped_with_a_warning() {
         config.write(&text);
         let ran = config.ringdisk.ringdisk(&["reload"]);
         assert_eq!(ran.code, Some(0), "{ran:?}");
-        for words in ["in force", "disk c", "detached", "ringdisk attach"] {
+        for words in ["in effect", "disk c", "detached", "ringdisk attach"] {
             assert!(ran.out.contains(words), "{ran:?}");
         }
         assert_eq!(config.names(), ["a", "b"]);
