@@ -11,9 +11,6 @@ use crate::library::{Library, Pointer};
 use crate::location::{Access, Location};
 use crate::settings::{IMAGE_SETTINGS, OF_CLUSTER, OURS, Origin, Setting};
 
-/// The largest number of connections that disks with the same access may share.
-pub const CONNECTIONS_MAX: usize = 64;
-
 /// The default limit, if the machine has as many CPUs: each connection has its own threads.
 const CONNECTIONS_DEFAULT_MAX: usize = 4;
 

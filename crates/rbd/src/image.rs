@@ -14,7 +14,7 @@ use crate::error::{BLOCKLISTED, RbdError};
 use crate::library::{Library, Pointer, allocator};
 use crate::location::Location;
 use crate::settings::{IMAGE_SETTINGS, Origin, Setting};
-use crate::watch::{OnChange, SizeTracker, Watch};
+use crate::watch::{OnChange, SizeTracker, Watch, WatchedImage};
 
 /// The unit in bytes that BlueStore by default writes without reading first.
 const PHYSICAL_BLOCK: u32 = 4096;
@@ -127,7 +127,8 @@ impl RbdImage {
         }
         this.open_image(read_only)?;
         if !read_only {
-            this.watch = Some(Watch::start(&this).map_err(|e| this.io("watch for changes", e))?);
+            let watch = Watch::start(this.watched(), this.tracker.clone());
+            this.watch = Some(watch.map_err(|e| this.io("watch for changes", e))?);
         }
         let size = this.size();
         this.tracker.record_size(&size);
@@ -304,8 +305,11 @@ impl RbdImage {
         self.image
     }
 
-    pub(crate) fn connection(&self) -> &Arc<Connection> {
-        &self.connection
+    fn watched(&self) -> WatchedImage {
+        WatchedImage {
+            connection: self.connection.clone(),
+            image: self.image,
+        }
     }
 
     pub(crate) fn tracker(&self) -> &Arc<SizeTracker> {
@@ -356,7 +360,7 @@ impl Remote for RbdImage {
 impl Drop for RbdImage {
     fn drop(&mut self) {
         if let Some(watch) = self.watch.take() {
-            watch.stop(self);
+            watch.stop(&self.watched());
         }
         if !self.image.is_null() {
             // SAFETY: the image is open, and every user of it holds an `Arc` of this, so none is left.

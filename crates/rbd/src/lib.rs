@@ -14,10 +14,9 @@ mod location;
 mod settings;
 mod watch;
 
-pub use cluster::CONNECTIONS_MAX;
 pub use engine::RbdEngine;
 pub use error::RbdError;
 pub use image::{OpenOptions, RbdImage};
 pub use library::{Library, LibraryError};
-pub use location::{Access, Location};
+pub use location::{Access, CONNECTIONS_MAX, Location};
 pub use settings::{Origin, Setting};

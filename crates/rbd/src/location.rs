@@ -3,6 +3,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
+/// The largest number of connections that disks with the same access may share.
+pub const CONNECTIONS_MAX: usize = 64;
+
 /// The longest name of a pool, image or option, in bytes: librbd's `RBD_MAX_IMAGE_NAME_SIZE`.
 const NAME_MAX: usize = 96;
 
@@ -185,13 +188,13 @@ impl Access {
             "cluster" if self.cluster.replace(text.clone()).is_some() => twice(),
             "conf" | "id" | "keyring" | "cluster" => Ok(()),
             "connections" => match value.parse() {
-                Ok(n @ 1..=crate::CONNECTIONS_MAX) => match self.connections.replace(n) {
+                Ok(n @ 1..=CONNECTIONS_MAX) => match self.connections.replace(n) {
                     Some(_) => twice(),
                     None => Ok(()),
                 },
                 _ => Err(format!(
                     "connections: '{value}' is not a number from 1 to {}",
-                    crate::CONNECTIONS_MAX
+                    CONNECTIONS_MAX
                 )),
             },
             "rbd_cache" => Err(

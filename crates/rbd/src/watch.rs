@@ -27,7 +27,6 @@ use std::time::Duration;
 
 use crate::cluster::{Connection, check};
 use crate::error::{BLOCKLISTED, errno_of};
-use crate::image::RbdImage;
 use crate::inbox::Inbox;
 use crate::library::Pointer;
 
@@ -84,16 +83,16 @@ pub(crate) enum Size {
     Failed(i32),
 }
 
-/// An opened image, for the thread that requests its size.
-struct Handle {
-    connection: Arc<Connection>,
-    image: Pointer,
+/// The image to watch; it stays open as long as it is watched.
+pub(crate) struct WatchedImage {
+    pub connection: Arc<Connection>,
+    pub image: Pointer,
 }
 
 // SAFETY: any thread may use an `rbd_image_t`, and several threads may use it at a time.
-unsafe impl Send for Handle {}
+unsafe impl Send for WatchedImage {}
 
-impl Handle {
+impl WatchedImage {
     fn size(&self) -> io::Result<u64> {
         let mut size = 0;
         // SAFETY: the image stays open until this thread has ended; the call writes one number.
@@ -180,7 +179,7 @@ impl SizeTracker {
     }
 
     /// Requests the size after each change, and calls the callback. This is the dedicated thread's loop.
-    fn run(&self, image: &Handle) {
+    fn run(&self, image: &WatchedImage) {
         let mut again = false;
         let mut state = self.lock();
         loop {
@@ -215,26 +214,20 @@ impl SizeTracker {
 }
 
 impl Watch {
-    pub fn start(image: &RbdImage) -> io::Result<Self> {
+    pub fn start(watched: WatchedImage, tracker: Arc<SizeTracker>) -> io::Result<Self> {
         extern "C" fn changed(tracker: *mut c_void) {
             // SAFETY: the pointer was made from an `Arc<SizeTracker>`, which `stop` releases only after the last call.
             unsafe { &*tracker.cast::<SizeTracker>() }.change();
         }
-        let tracker = image.tracker().clone();
+        let (library, image) = (watched.connection.library, watched.image);
         let thread_tracker = tracker.clone();
-        let opened = Handle {
-            connection: image.connection().clone(),
-            image: image.handle(),
-        };
         let thread = thread::Builder::new()
             .name("rbd-watch".into())
-            .spawn(move || thread_tracker.run(&opened))?;
+            .spawn(move || thread_tracker.run(&watched))?;
         let mut handle = 0;
         let arg = Arc::into_raw(tracker.clone()).cast_mut().cast();
         // SAFETY: the argument is the `SizeTracker` that `changed` expects, and stays valid as long as librbd may call it.
-        let result = unsafe {
-            (image.library().rbd_update_watch)(image.handle(), &mut handle, changed, arg)
-        };
+        let result = unsafe { (library.rbd_update_watch)(image, &mut handle, changed, arg) };
         let watch = Self {
             handle,
             tracker,
@@ -247,9 +240,10 @@ impl Watch {
         Ok(watch)
     }
 
-    pub fn stop(self, image: &RbdImage) {
+    pub fn stop(self, watched: &WatchedImage) {
+        let library = watched.connection.library;
         // SAFETY: the handle belongs to a watch of this image. librbd makes no call after this one returns.
-        unsafe { (image.library().rbd_update_unwatch)(image.handle(), self.handle) };
+        unsafe { (library.rbd_update_unwatch)(watched.image, self.handle) };
         let arg = Arc::as_ptr(&self.tracker).cast_mut().cast();
         self.end(arg);
     }
