@@ -1,20 +1,25 @@
 //! QEMU's command line: `-drive`, `-blockdev` and `-device` in `key=value` and JSON syntax, `-object`, `-machine`,
 //! `-readconfig` and arguments files (`@file`).
 
+mod boot;
 mod bus;
 mod convert;
 mod devices;
 mod edit;
+mod editor;
 mod global;
 mod graph;
 mod json;
 mod line;
 mod options;
+mod pairs;
 mod script;
+mod word;
 mod words;
 
 pub use convert::{from_ringdisk, to_ringdisk};
-pub use edit::{Parsed, edits};
+pub use edit::edits;
+pub use editor::ParsedCommand;
 pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};
@@ -23,7 +28,7 @@ use crate::text::Span;
 use crate::version::Version;
 use line::{FILES_MAX, Line, line, set_pair};
 use options::Opt;
-use words::Command;
+use word::Command;
 
 /// The files that a text includes: `-readconfig FILE` and `@FILE`.
 pub fn files_named(text: &str) -> Vec<String> {

@@ -6,14 +6,14 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use crate::fix::is_plain;
 use crate::input::{Input, Kind};
 use crate::libvirt::Xml;
-use crate::qemu::Parsed;
+use crate::qemu::ParsedCommand;
 use crate::text::Span;
 
 /// An input, and what the changes of a round have used so far.
 pub struct Round<'a> {
     pub input: &'a Input,
     xml: Option<Xml<'a>>,
-    commands: Vec<OnceCell<Result<Parsed, String>>>,
+    commands: Vec<OnceCell<Result<ParsedCommand, String>>>,
     reserved: Vec<RefCell<Reserved>>,
 }
 
@@ -82,9 +82,9 @@ impl<'a> Round<'a> {
     }
 
     /// The options of a VM's command.
-    pub fn command(&self, vm: usize) -> Result<&Parsed, String> {
+    pub fn command(&self, vm: usize) -> Result<&ParsedCommand, String> {
         let cell = self.commands.get(vm).ok_or("there is no such VM")?;
-        let parsed = cell.get_or_init(|| Parsed::of(self.input, vm));
+        let parsed = cell.get_or_init(|| ParsedCommand::of(self.input, vm));
         parsed.as_ref().map_err(Clone::clone)
     }
 

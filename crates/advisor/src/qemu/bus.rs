@@ -2,16 +2,15 @@
 
 use std::collections::HashSet;
 
-use super::edit::Changed;
-use super::options::{Opt, Syntax};
+use super::boot::{Boot, Made, Rank};
+use super::editor::Editor;
+use super::line::EMULATED_SCSI;
+use super::options::Opt;
 use super::words;
 use crate::fix::{Edits, Target};
 use crate::model::Disk;
 use crate::round::OrderChange;
-use crate::text::{Edit, Span};
-
-/// SCSI controllers on a PCI bus that virtio-scsi can replace.
-pub const EMULATED_SCSI: &[&str] = &["lsi", "megasas", "mptsas", "pvscsi", "am53c974", "dc390"];
+use crate::text::Edit;
 
 /// The properties that a device keeps when it becomes virtio-blk.
 const KEPT: &[&str] = &[
@@ -39,30 +38,6 @@ const KEPT: &[&str] = &[
 /// The position on the old bus, and properties without meaning on the new one.
 const DROPPED: &[&str] = &["bus", "unit", "port", "rotation_rate", "removable"];
 
-/// The rank of a device among those without a bootindex in SeaBIOS: by the kind of its controller (SeaBIOS, `DTYPE_`), then
-/// in the order in which QEMU creates devices, then in that of the command line.
-pub type Rank = (u8, Made, u32);
-
-/// The order in which QEMU creates devices: those in `key=value` syntax, then those for drives, then those in JSON.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Made {
-    /// With the machine, on its built-in IDE or SATA buses
-    Machine,
-    Pairs,
-    Drive,
-    Json,
-}
-
-impl Made {
-    fn of(option: &Opt) -> Self {
-        match (option.group.as_str(), &option.syntax) {
-            ("device", Syntax::Json(_) | Syntax::Patchwork) => Self::Json,
-            ("device", _) => Self::Pairs,
-            _ => Self::Drive,
-        }
-    }
-}
-
 /// The reason why a disk keeps its bus.
 const ANOTHER: &str = "no disk has a bootindex, and the guest might boot from another disk";
 
@@ -71,24 +46,7 @@ const ONE_BY_ONE: &str = "only one disk can change its position at a time";
 const VIRTIO_SCSI: u8 = 0x60;
 const VIRTIO_BLK: u8 = 0x61;
 
-/// What a VM's firmware boots.
-pub enum Boot {
-    /// The same disk, wherever the others are
-    Fixed,
-    /// Unknown
-    Unclear,
-    /// The first disk; all disks are on one controller
-    OneController,
-    /// This disk, with its rank, the rank of the next one, and whether it is the only one that may still move to virtio
-    First {
-        disk: Span,
-        rank: Rank,
-        second: Rank,
-        last_to_move: bool,
-    },
-}
-
-impl<'a> Changed<'a> {
+impl<'a> Editor<'a> {
     /// The edits that move a disk to virtio.
     pub fn virtio(&self, disk: &Disk) -> Edits {
         let option = self.at(disk.span).ok_or("the disk is missing")?;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::edit::Changed;
+use super::editor::Editor;
 use super::options::{Opt, Pair, Syntax};
 use super::words;
 use crate::fix::{Edits, Target};
@@ -139,7 +139,7 @@ fn is_known(known: &[Known], pair: &Pair, key: &str) -> bool {
 }
 
 /// Whether ringdisk supports all settings of a device and its nodes.
-fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> Result<(), String> {
+fn is_movable(editor: &Editor<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> Result<(), String> {
     let foreign = |option: &Opt, pair: &Pair| {
         let Pair { key, value, .. } = pair;
         Err(format!(
@@ -180,7 +180,7 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
     if formats > 1 {
         return Err("its storage has nested formats".into());
     }
-    if changed.parsed.is_snapshot {
+    if editor.parsed.is_snapshot {
         return Err("-snapshot discards all writes".into());
     }
     // No other option may refer to one of these by name.
@@ -194,11 +194,7 @@ fn is_movable(changed: &Changed<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> 
         option.whole == device.whole || nodes.iter().any(|(node, _)| node.whole == option.whole)
     };
     let known: Vec<&str> = names.iter().copied().chain(device.value("id")).collect();
-    for option in changed
-        .parsed
-        .users(&known)
-        .filter(|option| !is_own(option))
-    {
+    for option in editor.parsed.users(&known).filter(|option| !is_own(option)) {
         let named = option.pairs.iter().find(|pair| {
             let is_name = |key: &str| {
                 matches!(
@@ -235,15 +231,15 @@ pub fn to_ringdisk(
     queues: u64,
     queue_size: u64,
 ) -> Edits {
-    let changed = Changed::of(target)?;
+    let editor = Editor::of(target)?;
     let disk = target.disk()?;
-    let device = changed.device(disk)?;
-    let nodes = changed.nodes(disk)?;
-    changed.keeps_globals()?;
-    if changed.line.may_have_more {
+    let device = editor.device(disk)?;
+    let nodes = editor.nodes(disk)?;
+    editor.keeps_globals()?;
+    if editor.line.may_have_more {
         return Err("a shell variable may contain more options".into());
     }
-    is_movable(&changed, device, &nodes)?;
+    is_movable(&editor, device, &nodes)?;
     let old = device.get("drive").ok_or("the device has no drive")?;
     if device.syntax != Syntax::Pairs || !device.writes(old) {
         return Err("its device is not in key=value syntax".into());
@@ -253,14 +249,14 @@ pub fn to_ringdisk(
         Some("virtio-blk-pci-non-transitional") => "vhost-user-blk-pci-non-transitional",
         _ => "vhost-user-blk-pci",
     };
-    let mut edits = changed.set(device, "", "driver", driver)?;
+    let mut edits = editor.set(device, "", "driver", driver)?;
     edits.push(Edit::replace(
         old.span,
         format!("chardev={name},num-queues={queues},queue-size={queue_size}"),
     ));
     for pair in &device.pairs {
         if !KEPT.contains(&pair.key.as_str()) && pair.key != "drive" {
-            edits.push(changed.without(device, &pair.key)?);
+            edits.push(editor.without(device, &pair.key)?);
         }
     }
     let chardev = format!(
@@ -281,9 +277,9 @@ pub fn to_ringdisk(
         if done.is_empty() {
             edits.push(Edit::replace(option.whole, chardev.clone()));
         } else {
-            edits.push(changed.removed(option.whole));
+            edits.push(editor.removed(option.whole));
         }
-        edits.extend(changed.sets_removed(option));
+        edits.extend(editor.sets_removed(option));
         done.push(option.whole);
     }
     Ok(edits)
@@ -291,11 +287,11 @@ pub fn to_ringdisk(
 
 /// The edits that move a disk back to QEMU.
 pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
-    let changed = Changed::of(target)?;
-    changed.keeps_globals()?;
-    let device = changed.device(target.disk()?)?;
+    let editor = Editor::of(target)?;
+    editor.keeps_globals()?;
+    let device = editor.device(target.disk()?)?;
     let id = device.value("chardev").ok_or("the device has no chardev")?;
-    let chardev = changed.line.find("chardev", id);
+    let chardev = editor.line.find("chardev", id);
     let chardev = chardev.ok_or("its chardev is missing")?;
     let is_written = device
         .get("chardev")
@@ -358,8 +354,8 @@ pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
         chardev.whole,
         format!("-drive {}", words::quoted(&drive)),
     )];
-    edits.extend(changed.sets_removed(chardev));
-    edits.extend(changed.set(device, "", "driver", "virtio-blk-pci")?);
+    edits.extend(editor.sets_removed(chardev));
+    edits.extend(editor.set(device, "", "driver", "virtio-blk-pci")?);
     if let Some(pair) = device.get("chardev") {
         edits.push(Edit::replace(pair.span, of_device));
     }

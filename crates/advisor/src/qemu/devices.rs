@@ -90,13 +90,6 @@ pub fn disks(line: &Line, graph: &graph::Graph<'_>, vm: &mut Vm, reading: &mut R
     }
 }
 
-/// `bus=scsi0.0` is of the controller `scsi0`.
-pub fn scsi_bus(device: &Opt) -> Option<&str> {
-    device
-        .value("bus")
-        .map(|bus| bus.split('.').next().unwrap_or(bus))
-}
-
 /// A disk without what is behind it, if a device is one.
 fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     let mut disk = Disk {

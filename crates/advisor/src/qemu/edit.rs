@@ -1,107 +1,18 @@
 //! Changes to a command line in the syntax of each option.
 
-mod pairs;
-
-use std::cell::OnceCell;
-use std::collections::{BTreeMap, HashMap, HashSet};
-
-use super::bus::Boot;
-use super::line::{Line, line};
+use super::editor::{Editor, UNCLEAR_JSON, not_empty};
 use super::options::{Opt, Syntax};
-use super::{fragment, words};
+use super::pairs::key_start;
 use crate::fix::{Edits, Setting, Target, is_plain};
-use crate::input::{Input, Kind, Reading};
 use crate::model::Disk;
-use crate::proxmox;
 use crate::text::{Edit, Span};
-use pairs::{key_start, set_in};
-
-/// A command with indexes of its options.
-pub struct Parsed {
-    command: words::Command,
-    line: Line,
-    /// Options by source and first byte
-    places: BTreeMap<(u16, u32), usize>,
-    /// Block nodes by name
-    nodes: HashMap<String, usize>,
-    /// How the VM boots
-    pub boot: OnceCell<Boot>,
-    /// The last option that creates a device in the order of the command line
-    pub last_device: OnceCell<Option<usize>>,
-    /// The drives for which QEMU creates a virtio device, in QEMU's order
-    pub virtio_drives: OnceCell<Vec<Span>>,
-    /// The options that refer to another one, or set a property of it, by its name
-    uses: HashMap<String, Vec<usize>>,
-    /// Whether QEMU discards all writes (`-snapshot`)
-    pub is_snapshot: bool,
-}
-
-impl Parsed {
-    /// The options that may refer to one of these names.
-    pub fn users<'a>(&'a self, names: &'a [&str]) -> impl Iterator<Item = &'a Opt> {
-        let users = names.iter().filter_map(|name| self.uses.get(*name));
-        users.flatten().map(|at| self.line.at(*at))
-    }
-
-    /// # Errors
-    /// The command is missing or invalid.
-    pub fn of(input: &Input, vm: usize) -> Result<Self, String> {
-        let text = input.sources.first().map_or("", |source| &source.text);
-        let command = match input.kind {
-            Kind::Proxmox => {
-                proxmox::options(text).and_then(|(options, start)| fragment(options, start))
-            }
-            _ => words::commands(text, 0).commands.into_iter().nth(vm),
-        };
-        let command = command.ok_or("the command is missing")?;
-        let mut reading = Reading::default();
-        let line = line(&command, &input.surroundings, &mut reading, false)
-            .map_err(|_| "the command is invalid")?;
-        let options = line.all().enumerate();
-        let places = options.map(|(at, option)| ((option.span.source, option.span.start), at));
-        let nodes = line.all().enumerate().filter_map(|(at, option)| {
-            let name = option
-                .value("node-name")
-                .filter(|_| option.group == "blockdev");
-            Some((name?.to_owned(), at))
-        });
-        let mut uses: HashMap<String, Vec<usize>> = HashMap::new();
-        for (at, option) in line.all().enumerate() {
-            for pair in &option.pairs {
-                uses.entry(pair.value.clone()).or_default().push(at);
-                if let Some(id) = pair.key.split('.').nth(1).filter(|_| option.group == "set") {
-                    uses.entry(id.to_owned()).or_default().push(at);
-                }
-            }
-        }
-        let is_snapshot = line.group("snapshot").next().is_some();
-        Ok(Self {
-            uses,
-            is_snapshot,
-            places: places.collect(),
-            nodes: nodes.collect(),
-            boot: OnceCell::new(),
-            last_device: OnceCell::new(),
-            virtio_drives: OnceCell::new(),
-            command,
-            line,
-        })
-    }
-}
-
-/// The command that a fix changes.
-pub struct Changed<'a> {
-    pub target: &'a Target<'a>,
-    pub parsed: &'a Parsed,
-    pub line: &'a Line,
-}
 
 /// The edits for a setting.
 ///
 /// # Errors
 /// The reason why the setting cannot be made.
 pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
-    let changed = Changed::of(target)?;
+    let editor = Editor::of(target)?;
     let affects_others = matches!(
         setting,
         Setting::Virtio
@@ -115,8 +26,8 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         return Err("a shell variable may contain more options".into());
     }
     match setting {
-        Setting::TrimThreads => return changed.trim_threads(),
-        Setting::SharedMemory => return changed.share_memory(),
+        Setting::TrimThreads => return editor.trim_threads(),
+        Setting::SharedMemory => return editor.share_memory(),
         _ => {}
     }
     let disk = target.disk()?;
@@ -124,10 +35,10 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         return Err("a shell variable may contain more of its options".into());
     }
     match setting {
-        Setting::Virtio => changed.virtio(disk),
-        Setting::Cache(_) | Setting::CacheDirect => changed.cache(disk, setting),
-        Setting::Aio(word) => changed.storage(disk, "aio", word),
-        Setting::Discard => changed.all_nodes(disk, "discard", "unmap"),
+        Setting::Virtio => editor.virtio(disk),
+        Setting::Cache(_) | Setting::CacheDirect => editor.cache(disk, setting),
+        Setting::Aio(word) => editor.storage(disk, "aio", word),
+        Setting::Discard => editor.all_nodes(disk, "discard", "unmap"),
         Setting::L2Cache => {
             let needed = disk
                 .table
@@ -138,10 +49,10 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .given("disk.format")
                 .or(disk.table.given("disk.syntax"))
                 .ok_or("no option sets its format")?;
-            let option = changed.at(span).ok_or("the option is missing")?;
-            changed.set(option, "", "l2-cache-size", &needed.to_string())
+            let option = editor.at(span).ok_or("the option is missing")?;
+            editor.set(option, "", "l2-cache-size", &needed.to_string())
         }
-        Setting::OwnThread => changed.own_thread(disk),
+        Setting::OwnThread => editor.own_thread(disk),
         Setting::DefineThread => {
             let id = disk
                 .table
@@ -150,7 +61,7 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
             if !is_plain(id) {
                 return Err("the id of the I/O thread needs quotes".into());
             }
-            changed.define_thread(id, changed.carrier(disk)?)
+            editor.define_thread(id, editor.carrier(disk)?)
         }
         Setting::QueuesAsVcpus => {
             let vcpus = target
@@ -159,84 +70,19 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                 .number("vm.vcpus")
                 .unwrap_or(1)
                 .to_string();
-            let carrier = changed.carrier(disk)?;
+            let carrier = editor.carrier(disk)?;
             let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
             let key = if scsi { "num_queues" } else { "num-queues" };
-            changed.set(carrier, "", key, &vcpus)
+            editor.set(carrier, "", key, &vcpus)
         }
-        Setting::Remove(key) => Ok(vec![changed.without(changed.carrier(disk)?, key)?]),
-        Setting::EvenMapping => changed.even_mapping(disk),
-        Setting::Reconnect => changed.reconnect(disk),
+        Setting::Remove(key) => Ok(vec![editor.without(editor.carrier(disk)?, key)?]),
+        Setting::EvenMapping => editor.even_mapping(disk),
+        Setting::Reconnect => editor.reconnect(disk),
         _ => Err("QEMU has no such setting".into()),
     }
 }
 
-const UNCLEAR_JSON: &str = "its position in the JSON is unclear";
-
-/// # Errors
-/// There are no edits, because JSON in a shell's quotes is unclear.
-fn not_empty(edits: Vec<Edit>) -> Edits {
-    if edits.is_empty() {
-        return Err(UNCLEAR_JSON.into());
-    }
-    Ok(edits)
-}
-
-impl<'a> Changed<'a> {
-    pub fn of(target: &'a Target<'a>) -> Result<Self, String> {
-        let parsed = target.round.command(match target.input.kind {
-            Kind::Proxmox => 0,
-            _ => target.vm,
-        })?;
-        Ok(Self {
-            target,
-            parsed,
-            line: &parsed.line,
-        })
-    }
-
-    /// The text that contains an option.
-    fn source(&self, option: &Opt) -> &str {
-        let source = self
-            .target
-            .input
-            .sources
-            .get(usize::from(option.span.source));
-        source.map_or("", |source| &source.text)
-    }
-
-    /// Sets a pair of an option; `prefix` is that of a nested node.
-    pub fn set(&self, option: &Opt, prefix: &str, key: &str, value: &str) -> Edits {
-        not_empty(set_in(self.source(option), option, prefix, key, value))
-    }
-
-    /// The option that contains a span.
-    pub fn at(&self, span: Span) -> Option<&'a Opt> {
-        Some(self.line.at(self.place(span)?))
-    }
-
-    /// The index of the option that contains a span.
-    pub fn place(&self, span: Span) -> Option<usize> {
-        let key = (span.source, span.start);
-        let (_, at) = self.parsed.places.range(..=key).next_back()?;
-        let option = self.line.at(*at);
-        let is_inside = option.span.source == span.source && span.end <= option.span.end;
-        is_inside.then_some(*at)
-    }
-
-    /// The ids of all options.
-    fn ids(&self) -> HashSet<String> {
-        let ids = self.line.all().filter_map(|option| option.value("id"));
-        ids.map(str::to_owned).collect()
-    }
-
-    fn text(&self, span: Span) -> &str {
-        let source = self.target.input.sources.get(usize::from(span.source));
-        source
-            .and_then(|source| source.text.get(span.range()))
-            .unwrap_or_default()
-    }
-
+impl Editor<'_> {
     pub fn device(&self, disk: &Disk) -> Result<&Opt, String> {
         let found = self.at(disk.span).ok_or("the device is missing")?;
         match found.group.as_str() {
@@ -253,38 +99,6 @@ impl<'a> Changed<'a> {
         }
         let controller = self.line.scsi_controller(device);
         controller.ok_or_else(|| "its controller is missing".into())
-    }
-
-    /// The options that describe a disk's storage, from the device downwards, with the prefix of each node.
-    pub fn nodes(&self, disk: &Disk) -> Result<Vec<(&Opt, String)>, String> {
-        let span = disk
-            .table
-            .given("disk.syntax")
-            .ok_or("no option describes its storage")?;
-        let mut option = self.at(span).ok_or("the drive is missing")?;
-        match option.group.as_str() {
-            "blockdev" => {}
-            "drive" => return Ok(vec![(option, String::new())]),
-            other => return Err(format!("-{other} has no options")),
-        }
-        let mut nodes = vec![(option, String::new())];
-        let mut prefix = String::new();
-        for _ in 0..32 {
-            let key = format!("{prefix}file");
-            if let Some(name) = option.value(&key) {
-                let Some(next) = self.parsed.nodes.get(name) else {
-                    break;
-                };
-                option = self.line.at(*next);
-                prefix.clear();
-            } else if option.get(&format!("{prefix}file.driver")).is_some() {
-                prefix = format!("{prefix}file.");
-            } else {
-                break;
-            }
-            nodes.push((option, prefix.clone()));
-        }
-        Ok(nodes)
     }
 
     fn storage(&self, disk: &Disk, key: &str, value: &str) -> Edits {

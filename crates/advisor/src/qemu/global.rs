@@ -1,6 +1,6 @@
 //! Properties that `-global` sets for a driver, and that another driver would not have.
 
-use super::edit::Changed;
+use super::editor::Editor;
 use super::options::Opt;
 
 /// The prefixes of the drivers of disks and SCSI controllers, and of their base types, which QEMU also accepts.
@@ -41,7 +41,7 @@ fn driver(global: &Opt) -> Option<&str> {
     }
 }
 
-impl Changed<'_> {
+impl Editor<'_> {
     /// Whether a disk may get another driver: no `-global` sets a property that the disk would lose or get.
     pub fn keeps_globals(&self) -> Result<(), String> {
         for global in self.line.group("global") {

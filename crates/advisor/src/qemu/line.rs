@@ -2,11 +2,9 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use super::bus::EMULATED_SCSI;
-use super::devices::scsi_bus;
 use super::options::{self, Opt, Syntax};
 use super::script;
-use super::words::{Command, Word};
+use super::word::{Command, Word};
 use crate::input::{Mistake, Reading, Surroundings};
 use crate::text::{Source, Span};
 use crate::work;
@@ -142,6 +140,9 @@ const PASSED: &[&str] = &[
     "writeconfig",
 ];
 
+/// SCSI controllers on a PCI bus that virtio-scsi can replace.
+pub const EMULATED_SCSI: &[&str] = &["lsi", "megasas", "mptsas", "pvscsi", "am53c974", "dc390"];
+
 /// A parsed command line.
 #[derive(Default)]
 pub struct Line {
@@ -200,6 +201,13 @@ impl Index {
     }
 }
 
+/// `bus=scsi0.0` is of the controller `scsi0`.
+pub fn scsi_bus(device: &Opt) -> Option<&str> {
+    device
+        .value("bus")
+        .map(|bus| bus.split('.').next().unwrap_or(bus))
+}
+
 fn is_scsi_controller(device: &Opt) -> bool {
     let driver = device.value("driver").unwrap_or_default();
     driver.starts_with("virtio-scsi") || EMULATED_SCSI.iter().any(|name| driver.starts_with(name))
@@ -246,32 +254,45 @@ pub fn line(
     reading: &mut Reading,
     tell: bool,
 ) -> Result<Line, Mistake> {
-    let mut line = Line::default();
-    let mut words: VecDeque<Word> = command.arguments.iter().cloned().collect();
-    let mut files: Vec<&str> = Vec::new();
-    let mut after_unknown = false;
-    while let Some(word) = words.pop_front() {
-        let may_be_value = std::mem::take(&mut after_unknown);
+    let mut parser = Parser {
+        command,
+        surroundings,
+        reading,
+        tell,
+        line: Line::default(),
+        words: command.arguments.iter().cloned().collect(),
+        files: Vec::new(),
+        after_unknown: false,
+    };
+    while let Some(word) = parser.words.pop_front() {
+        parser.word(&word)?;
+    }
+    parser.line.finish();
+    Ok(parser.line)
+}
+
+/// Reads the words of a command one after the other.
+struct Parser<'a> {
+    command: &'a Command,
+    surroundings: &'a Surroundings,
+    reading: &'a mut Reading,
+    /// Whether to add notes about unknown options
+    tell: bool,
+    line: Line,
+    /// The words that are left
+    words: VecDeque<Word>,
+    /// The names of the arguments files that were read
+    files: Vec<&'a str>,
+    /// Whether the word before may be an option that takes a value
+    after_unknown: bool,
+}
+
+impl Parser<'_> {
+    fn word(&mut self, word: &Word) -> Result<(), Mistake> {
+        let may_be_value = std::mem::take(&mut self.after_unknown);
         if let Some(name) = word.text.strip_prefix('@') {
-            let source = named(surroundings, name);
-            match source.map(|source| check_arguments_file(source, &files)) {
-                Some(Ok(source)) => {
-                    files.push(&source.name);
-                    let place = place(reading, source);
-                    let arguments = script::arguments(&source.text, place).words;
-                    arguments
-                        .into_iter()
-                        .rev()
-                        .for_each(|word| words.push_front(word));
-                }
-                refused => {
-                    line.may_have_more |= refused.is_none();
-                    let problem = refused.and_then(Result::err).unwrap_or("could not be read");
-                    let note = format!("the arguments file '{name}' {problem}");
-                    reading.note(word.outer, note);
-                }
-            }
-            continue;
+            self.arguments_file(name, word);
+            return Ok(());
         }
         let is_option = word.text.starts_with('-') && word.text.len() > 1;
         if !word.knows(0, 1) || is_option && !word.unknown.is_empty() {
@@ -279,89 +300,121 @@ pub fn line(
                 "'{}' contains a shell variable, and may be any options",
                 word.text
             );
-            reading.note(word.outer, note);
-            line.may_have_more = true;
-            after_unknown = true;
-            continue;
-        }
-        if !is_option {
-            if may_be_value {
-                let note = format!(
-                    "'{}' may belong to the option before it, and is skipped",
-                    word.text
-                );
-                reading.note(word.outer, note);
-                continue;
-            }
+            self.reading.note(word.outer, note);
+            self.line.may_have_more = true;
+            self.after_unknown = true;
+        } else if is_option {
+            self.option(word)?;
+        } else if may_be_value {
+            let note = format!(
+                "'{}' may belong to the option before it, and is skipped",
+                word.text
+            );
+            self.reading.note(word.outer, note);
+        } else {
             // QEMU takes a word without an option as the first hard disk.
-            line.options
-                .push(options::name("hda", &word, word.outer, "file"));
-            continue;
+            let disk = options::name("hda", word, word.outer, "file");
+            self.line.options.push(disk);
         }
-        let option = word.text.trim_start_matches('-').to_owned();
-        if FLAGS.contains(&option.as_str()) {
+        Ok(())
+    }
+
+    /// Reads an arguments file (`@file`): its words come next.
+    fn arguments_file(&mut self, name: &str, word: &Word) {
+        let source = named(self.surroundings, name);
+        match source.map(|source| check_arguments_file(source, &self.files)) {
+            Some(Ok(source)) => {
+                self.files.push(&source.name);
+                let index = index_of(self.reading, source);
+                let arguments = script::arguments(&source.text, index).words;
+                for word in arguments.into_iter().rev() {
+                    self.words.push_front(word);
+                }
+            }
+            refused => {
+                self.line.may_have_more |= refused.is_none();
+                let problem = refused.and_then(Result::err).unwrap_or("could not be read");
+                let note = format!("the arguments file '{name}' {problem}");
+                self.reading.note(word.outer, note);
+            }
+        }
+    }
+
+    /// Reads an option, and the next word as its value if it takes one.
+    fn option(&mut self, word: &Word) -> Result<(), Mistake> {
+        let option = word.text.trim_start_matches('-');
+        if FLAGS.contains(&option) {
             let nothing = Word::plain("", 0, 0);
-            let flag = options::read(&option, &nothing, word.outer, "")?;
-            line.options.push(flag);
-            continue;
+            let flag = options::read(option, &nothing, word.outer, "")?;
+            self.line.options.push(flag);
+            return Ok(());
         }
-        let first = first_key(&option);
-        if first.is_none() && !PASSED.contains(&option.as_str()) {
-            if tell {
-                reading.note(word.outer, format!("unknown option -{option}, skipped"));
+        let first = first_key(option);
+        if first.is_none() && !PASSED.contains(&option) {
+            if self.tell {
+                let note = format!("unknown option -{option}, skipped");
+                self.reading.note(word.outer, note);
             }
             // It is unknown whether the option has a value; skip the next word unless it is an option.
-            words.pop_front_if(|next| !next.text.starts_with('-') || next.text.len() == 1);
-            continue;
+            self.words
+                .pop_front_if(|next| !next.text.starts_with('-') || next.text.len() == 1);
+            return Ok(());
         }
-        let Some(value) = words.pop_front() else {
-            reading.note(word.outer, format!("-{option} has no value"));
-            continue;
+        let Some(value) = self.words.pop_front() else {
+            let note = format!("-{option} has no value");
+            self.reading.note(word.outer, note);
+            return Ok(());
         };
-        line.has_kernel |= option == "kernel";
-        line.has_firmware |= matches!(option.as_str(), "bios" | "pflash");
-        let Some(first) = first else {
-            continue;
-        };
+        self.line.has_kernel |= option == "kernel";
+        self.line.has_firmware |= matches!(option, "bios" | "pflash");
+        match first {
+            Some(_) if option == "readconfig" => {
+                self.line
+                    .read_config(&value, self.surroundings, self.reading);
+                Ok(())
+            }
+            Some(first) => self.option_with_value(word, option, &value, first),
+            None => Ok(()),
+        }
+    }
+
+    fn option_with_value(
+        &mut self,
+        word: &Word,
+        option: &str,
+        value: &Word,
+        first: &str,
+    ) -> Result<(), Mistake> {
         let whole = Span {
             end: value.outer.end,
             ..word.outer
         };
-        if option == "readconfig" {
-            line.read_config(&value, surroundings, reading);
-            continue;
-        }
-        let option = if option == "M" {
-            "machine".into()
-        } else {
-            option
-        };
+        let option = if option == "M" { "machine" } else { option };
         let is_name = matches!(
-            option.as_str(),
+            option,
             "hda" | "hdb" | "hdc" | "hdd" | "cdrom" | "sd" | "mem-path"
         );
         let mut opt = if is_name {
-            options::name(&option, &value, whole, first)
+            options::name(option, value, whole, first)
         } else {
-            options::read(&option, &value, whole, first)?
+            options::read(option, value, whole, first)?
         };
         // Removing the option would remove a redirection between it and its value.
-        opt.may_have_more |= command.redirections.iter().any(|redirection| {
+        opt.may_have_more |= self.command.redirections.iter().any(|redirection| {
             redirection.source == whole.source
                 && whole.start <= redirection.start
                 && redirection.end <= whole.end
         });
-        if opt.is_unknown() && matches!(option.as_str(), "drive" | "blockdev" | "device") {
-            reading.note(
+        if opt.is_unknown() && matches!(option, "drive" | "blockdev" | "device") {
+            self.reading.note(
                 value.outer,
                 "the option contains a shell variable, whose value is unknown",
             );
         }
-        line.has_firmware |= opt.value("if") == Some("pflash") || opt.get("pflash0").is_some();
-        line.options.push(opt);
+        self.line.has_firmware |= opt.value("if") == Some("pflash") || opt.get("pflash0").is_some();
+        self.line.options.push(opt);
+        Ok(())
     }
-    line.finish();
-    Ok(line)
 }
 
 /// Checks that an arguments file may be read: a file that names itself would otherwise never end.
@@ -401,24 +454,24 @@ fn named<'a>(surroundings: &'a Surroundings, name: &str) -> Option<&'a Source> {
 }
 
 /// The index of a text in the input's texts.
-fn place(reading: &mut Reading, source: &Source) -> u16 {
+fn index_of(reading: &mut Reading, source: &Source) -> u16 {
     let known = reading
         .more
         .iter()
         .position(|more| more.name == source.name);
-    let place = known.unwrap_or_else(|| {
+    let index = known.unwrap_or_else(|| {
         reading.more.push(source.clone());
         reading.more.len() - 1
     });
-    place as u16 + 1
+    index as u16 + 1
 }
 
 impl Line {
     /// Adds the sections of a `-readconfig` file.
     fn read_config(&mut self, value: &Word, surroundings: &Surroundings, reading: &mut Reading) {
         if let Some(source) = named(surroundings, &value.text) {
-            let place = place(reading, source);
-            self.options.extend(options::sections(&source.text, place));
+            let index = index_of(reading, source);
+            self.options.extend(options::sections(&source.text, index));
         } else {
             self.may_have_more = true;
             reading.note(value.outer, format!("'{}' could not be read", value.text));

@@ -3,7 +3,7 @@
 use serde_json::Value as Json;
 
 use super::json;
-use super::words::Word;
+use super::word::Word;
 use crate::input::Mistake;
 use crate::text::Span;
 use crate::work;

@@ -4,7 +4,7 @@
 //! the value of a variable, is kept as in the source and marked. Scripts that a shell would refuse, or that are for another
 //! interpreter, are refused.
 
-use super::words::Word;
+use super::word::Word;
 use crate::text::Span;
 
 /// The maximum nesting of quotes, braces and parentheses in a substitution.

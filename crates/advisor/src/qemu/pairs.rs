@@ -1,16 +1,10 @@
 //! Sets single pairs in the text of an option.
 
-use crate::qemu::options::{Opt, Pair, Syntax};
+use super::options::{Opt, Pair, Syntax};
 use crate::text::{Edit, Span};
 
 /// Sets a pair of an option in the text that contains it.
-pub(super) fn set_in(
-    source: &str,
-    option: &Opt,
-    prefix: &str,
-    key: &str,
-    value: &str,
-) -> Vec<Edit> {
+pub fn set_in(source: &str, option: &Opt, prefix: &str, key: &str, value: &str) -> Vec<Edit> {
     let full = format!("{prefix}{key}");
     let json = |value: &str| match value {
         "on" => "true".to_owned(),
@@ -107,7 +101,7 @@ fn escaped(text: &str, quote: Option<char>) -> String {
 
 /// The position before the key of a JSON value. Between key and value, the text has quotes (perhaps escaped for a shell), a
 /// colon and white space.
-pub(super) fn key_start(source: &str, option: &Opt, pair: &Pair) -> Option<Span> {
+pub fn key_start(source: &str, option: &Opt, pair: &Pair) -> Option<Span> {
     let key = pair.key.rsplit('.').next()?;
     let before = source.get(option.span.start as usize..pair.value_span.start as usize)?;
     let before = before
