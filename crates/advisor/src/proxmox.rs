@@ -616,7 +616,9 @@ impl Storage<'_> {
             "zfs" => "iscsi",
             "lvm" | "lvmthin" | "zfspool" | "iscsi" => "block",
             "dir" | "nfs" | "cifs" | "btrfs" | "cephfs" | "glusterfs" => "file",
-            _ => "other",
+            // Plugins (LINSTOR, StorPool, arrays behind iSCSI or NVMe/TCP) give block devices; files have a suffix.
+            _ if suffix.is_some() => "file",
+            _ => "block",
         };
         table.derive("disk.protocol", protocol, "from storage.cfg");
         let thin = matches!(kind, "lvmthin" | "rbd" | "zfspool" | "zfs") || format == "qcow2";

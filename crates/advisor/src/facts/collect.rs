@@ -231,7 +231,8 @@ impl Host {
         )
     }
 
-    /// The release of librbd. File names have only the version of its interface, so this asks the package database.
+    /// The release of librbd from dpkg's database ([`programs`](Self::programs) asks rpm). File names have only the version
+    /// of its interface.
     fn librbd(&self) -> Option<String> {
         let status = self.text_long("/var/lib/dpkg/status")?;
         let (_, package) = status.split_once("Package: librbd1\n")?;
@@ -373,6 +374,12 @@ impl Host {
     }
 
     fn programs(&self, host: &mut Map) {
+        let query = ["--query", "--queryformat", "%{VERSION}", "librbd1"];
+        if !host.contains_key("librbd")
+            && let Some(version) = output("rpm", &query).as_deref().and_then(Version::find)
+        {
+            host.insert("librbd".into(), json!(version.to_string()));
+        }
         let mut version = |key: &str, program: &str, arguments: &[&str]| {
             let text = output(program, arguments);
             if let Some(version) = text.as_deref().and_then(Version::find) {
