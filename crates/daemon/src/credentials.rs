@@ -52,7 +52,9 @@ pub fn read() {
 pub fn group(name: &str) -> Result<u32, String> {
     number(name)
         .or_else(|| column(&accounts().groups, name, 2))
-        .ok_or_else(|| format!("there is no group '{name}' in /etc/group; a number will do"))
+        .ok_or_else(|| {
+            format!("there is no group '{name}' in /etc/group; a number below 4294967295 will do")
+        })
 }
 
 /// The id of a user, given by name or number.
@@ -62,11 +64,14 @@ pub fn group(name: &str) -> Result<u32, String> {
 pub fn user(name: &str) -> Result<u32, String> {
     number(name)
         .or_else(|| column(&accounts().users, name, 2))
-        .ok_or_else(|| format!("there is no user '{name}' in /etc/passwd; a number will do"))
+        .ok_or_else(|| {
+            format!("there is no user '{name}' in /etc/passwd; a number below 4294967295 will do")
+        })
 }
 
+/// chown(2) and setuid(2) reserve the largest number for "unchanged".
 fn number(text: &str) -> Option<u32> {
-    text.parse().ok()
+    text.parse().ok().filter(|id| *id != u32::MAX)
 }
 
 /// A number in a file of lines such as `kvm:x:104:`.
@@ -203,6 +208,8 @@ mod tests {
         assert_eq!(column(file, "broken", 2), None);
         assert_eq!(group("65534"), Ok(65534));
         assert!(group("there is none").is_err());
+        // The kernel takes it for "unchanged".
+        assert!(group("4294967295").is_err() && user("4294967295").is_err());
         assert!(UserAccount::find("root").is_err());
     }
 
