@@ -30,6 +30,7 @@ pub(super) fn open_chain(
     context: &OpenContext,
     locking: Locking,
     ours: &[Identity],
+    held: &[Arc<DiskFile>],
 ) -> Result<OpenedChain, NodeError> {
     // Without the lock, the image is only read.
     let read_only = spec.read_only || locking == Locking::None;
@@ -42,6 +43,7 @@ pub(super) fn open_chain(
         cache: spec.cache,
         locking,
         ours,
+        held,
         context,
         opened: Vec::new(),
     };

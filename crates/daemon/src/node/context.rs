@@ -129,6 +129,8 @@ pub struct Opener<'a> {
     pub locking: Locking,
     /// Files that the disk writes to until it moves to this image.
     pub ours: &'a [Identity],
+    /// Files that the disk has open already. A data file among them is used as it is: it is locked through its descriptor.
+    pub held: &'a [Arc<DiskFile>],
     pub context: &'a OpenContext,
     pub opened: Vec<Arc<FileStorage>>,
 }
@@ -160,6 +162,12 @@ impl OpenFiles for Opener<'_> {
             let e =
                 "a data file of its own cannot be shared with another host; leave out lock=running";
             return Err(io::Error::other(e));
+        }
+        let held = |held: &&Arc<DiskFile>| {
+            !read_only && Identity::of_fd(&file).is_ok_and(|identity| held.identity() == identity)
+        };
+        if let Some(held) = self.held.iter().find(held) {
+            return Ok(self.keep(held.clone()));
         }
         let context = self.context;
         let file = context.adopt(file, path, self.cache, read_only, self.ours);

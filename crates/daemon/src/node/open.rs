@@ -184,7 +184,7 @@ fn open_file(
     match format {
         Format::Raw => opened.size = file.raw_size(path)?,
         Format::Qcow2 => {
-            let chain = open_chain(spec, path, &file, context, locking, ours)?;
+            let chain = open_chain(spec, path, &file, context, locking, ours, &[])?;
             opened.facts = chain_facts(&chain.chain, &chain.files);
             opened.size = chain.chain.size();
             opened.image = Image::Chain(Arc::new(chain.chain));

@@ -119,7 +119,7 @@ impl Node {
         // Reopened, since network file systems then see what another host has written.
         let file = Arc::new(DiskFile::open(path, self.spec.cache, false)?);
         file.drop_cached();
-        let taken = self.read_anew(path, &file, ours);
+        let taken = self.read_anew(path, &file, ours, &[]);
         let taken = taken.and_then(|(state, facts)| {
             then(&state, &facts)?;
             self.put_in(state);
@@ -142,6 +142,7 @@ impl Node {
         path: &Path,
         file: &Arc<DiskFile>,
         ours: &[Identity],
+        held: &[Arc<DiskFile>],
     ) -> Result<(NodeState, DiskFacts), NodeError> {
         let state = NodeState {
             image: Some(Image::Raw),
@@ -160,7 +161,7 @@ impl Node {
             }
             Format::Qcow2 => {
                 let (spec, context) = (&self.spec, &self.context);
-                let opened = open_chain(spec, path, file, context, Locking::Now, ours)?;
+                let opened = open_chain(spec, path, file, context, Locking::Now, ours, held)?;
                 let (chain, files) = (opened.chain, opened.files);
                 let facts = chain_facts(&chain, &files);
                 let state = NodeState {

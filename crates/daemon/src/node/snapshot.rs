@@ -68,7 +68,7 @@ impl Node {
         let fail = |e| NodeError::Io(before.filename.clone(), "be written to its end", e);
         before.write_clean_state().map_err(fail)?;
         let _changes = self.lock_changes();
-        let (state, _) = self.read_anew(path, &file, &ours)?;
+        let (state, _) = self.read_anew(path, &file, &ours, &files)?;
         self.put_in(state);
         Ok(true)
     }

@@ -29,9 +29,9 @@ fn two_queues() -> DeviceConfig {
     }
 }
 
-/// Creates an overlay on a file with further options.
+/// Creates an overlay on a file with further options, in which `OVERLAY` is its name.
 fn overlay(at: &Path, name: &str, base: &str, options: &str) {
-    let format = format_of(base);
+    let (format, options) = (format_of(base), options.replace("OVERLAY", name));
     let create = format!("create -q -f qcow2 {options} -b {base} -F {format} {name}");
     qemu::img(at, &create);
 }
@@ -107,7 +107,7 @@ impl Guest {
 }
 
 /// Raw files and images of several kinds, with the options of the disk and of the overlays.
-const KINDS: [(&str, &str, &str); 7] = [
+const KINDS: [(&str, &str, &str); 8] = [
     ("base.raw", "cache=none", ""),
     (
         "base.raw",
@@ -127,6 +127,7 @@ const KINDS: [(&str, &str, &str); 7] = [
         "-o cluster_size=4k",
     ),
     ("beside.qcow2", "cache=none,aio=native", ""),
+    ("base.qcow2", "cache=none", "-o data_file=OVERLAY.data"),
 ];
 
 /// The previous image holds what the disk held at one moment; it is consistent, closed and locked against writers. The
