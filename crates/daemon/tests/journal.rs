@@ -462,3 +462,22 @@ fn damaged_journal_keeps_its_image_closed() -> io::Result<()> {
     assert!(server.terminate()?.success());
     Ok(())
 }
+
+/// An image that cannot be opened leaves no journal behind.
+#[test]
+fn refused_image_leaves_no_journal() -> io::Result<()> {
+    let Some(image) = Image::new("refused_image_leaves_no_journal", "") else {
+        return Ok(());
+    };
+    let path = image.directory().join(&image.name);
+    let mut bytes = fs::read(&path)?;
+    // No qcow2 image has this magic number.
+    bytes[0] = b'!';
+    fs::write(&path, bytes)?;
+    let output = image.command("").output()?;
+    assert!(!output.status.success());
+    let journals = image.directory().join("runtime/journals");
+    let left: Vec<_> = fs::read_dir(journals)?.collect();
+    assert!(left.is_empty(), "{left:?}");
+    Ok(())
+}

@@ -1,5 +1,6 @@
 //! Opens an image with all that it builds on.
 
+use std::fs;
 use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -78,9 +79,12 @@ pub(super) fn open_chain(
         },
     };
     let chain = Chain::open(top, &directories, &mut opener, options);
-    let chain = chain.map_err(|e| match &journal_path {
-        Some(path) if e.is_journal_error() => NodeError::Replay(path.clone(), e),
-        _ => e.into(),
+    let chain = chain.map_err(|e| match journal_path.clone() {
+        Some(path) if e.is_journal_error() => NodeError::Replay(path, e),
+        path => {
+            remove_if_empty(path);
+            e.into()
+        }
     })?;
     let files = chain.files().iter();
     let files = files.map(|storage| opener.file_of(storage));
@@ -104,6 +108,15 @@ pub(super) fn open_chain(
         files,
         journal: journal_path,
     })
+}
+
+/// Removes the journal that was made for an image that could not be opened.
+fn remove_if_empty(journal: Option<PathBuf>) {
+    if let Some(path) = journal
+        && fs::metadata(&path).is_ok_and(|metadata| metadata.len() == 0)
+    {
+        let _ = fs::remove_file(path);
+    }
 }
 
 /// The facts of a disk that uses all these files.
