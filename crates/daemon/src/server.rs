@@ -269,7 +269,7 @@ impl Server {
             events.emit(&Event::BlockImageCorrupted(BlockImageCorrupted {
                 device: String::new(),
                 node_name: Some(name.clone()),
-                msg: damage.to_string(),
+                msg: damage.what.into(),
                 offset: damage.file_offset(),
                 size: None,
                 fatal: true,

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -10,6 +11,7 @@ use std::time::Duration;
 use control::Client;
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::qemu_img as qemu;
 use testkit::server::Server;
 use virtio_bindings::virtio_blk::*;
 
@@ -347,6 +349,51 @@ fn storage_errors_are_reported() {
     // The guest's own errors are not counted as storage errors.
     assert_eq!(queue.run(Op::Read, 1 << 40, 4096), IOERR);
     assert_eq!(control.event(Duration::from_secs(2)).unwrap(), None);
+}
+
+/// As in QEMU, the event has the cause and the offset each in a field of its own.
+#[test]
+fn damaged_image_is_reported() {
+    let at = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| at.path().join(name);
+    if !qemu::is_there("damaged_image_is_reported") {
+        return;
+    }
+    qemu::img(at.path(), "create -q -f qcow2 image.qcow2 8M");
+    // An entry of the L1 table that is not at the start of a cluster (qcow2.txt: "L1 table entry").
+    let image = File::options()
+        .read(true)
+        .write(true)
+        .open(path("image.qcow2"))
+        .unwrap();
+    let mut l1_table = [0; 8];
+    image.read_exact_at(&mut l1_table, 40).unwrap();
+    let entry = 1_u64 << 63 | 0x200;
+    let l1_table = u64::from_be_bytes(l1_table);
+    image.write_all_at(&entry.to_be_bytes(), l1_table).unwrap();
+
+    let (file, socket) = (path("image.qcow2"), path("disk.sock"));
+    let _server = serve_all(&[
+        format!("file={},socket={}", file.display(), socket.display()),
+        format!("--control={}", path("control.qmp").display()),
+    ]);
+    let mut control = Client::connect(path("control.qmp"), HANG).unwrap();
+    let mut device = Device::connect(socket, &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(0, &[1; 4096]), IOERR);
+    let event = loop {
+        let event = control.event(HANG).unwrap().expect("no event came");
+        if event["event"] == "BLOCK_IMAGE_CORRUPTED" {
+            break event;
+        }
+    };
+    let data = &event["data"];
+    assert_eq!(data["fatal"], true);
+    let message = data["msg"].as_str().unwrap();
+    assert!(message.contains("L1"), "{data}");
+    assert!(
+        !message.contains("damaged") && !message.contains("0x"),
+        "{data}"
+    );
 }
 
 #[test]
