@@ -165,7 +165,9 @@ impl<E: Engine> Worker<E> {
                 break;
             }
             count += 1;
-            let Some(fetched) = fetch::next(queue, &mut self.fetching.scratch)? else {
+            let scratch = &mut self.fetching.scratch[..queue.ring.max_segments()];
+            let chain = queue.ring.fetch(scratch)?;
+            let Some(fetched) = fetch::parse(queue, &chain, scratch) else {
                 continue;
             };
             if HAS_NEEDS {
@@ -178,7 +180,7 @@ impl<E: Engine> Worker<E> {
                     }
                 }
             }
-            let (chain, segments, stamps) = (&fetched.chain, fetched.segments, needs.stamps);
+            let (segments, stamps) = (fetched.segments, needs.stamps);
             match plan::plan(&queue.disk, &queue.image, fetched.request) {
                 Plan::Operation(request, at) => {
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
@@ -237,13 +239,18 @@ impl<E: Engine> Worker<E> {
         let mut starting = mem::take(&mut self.fetching.starting);
         mapped::touch(self.queues.get(number), &starting);
         for slot in starting.drain(..) {
-            self.advance(
-                RequestId {
-                    queue: number,
-                    slot,
-                },
-                Next::Start,
-            );
+            let queue = self.queues.get(number);
+            let disk = self.disks.get(queue.thread_disk);
+            let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
+            let id = RequestId {
+                queue: number,
+                slot,
+            };
+            match mapped::start(queue, slot, disk, budget, cow) {
+                // Nearly all requests.
+                Next::Submit if self.engine.room() > 0 => self.submit(id),
+                next => self.advance(id, next),
+            }
         }
         self.fetching.starting = starting;
     }
@@ -385,7 +392,13 @@ impl<E: Engine> Worker<E> {
             match Event::from(completion.token) {
                 Event::Operation(id) => {
                     let queue = self.queues.get(id.queue);
-                    match complete::operation(queue, id.slot, completion.result) {
+                    let mut next = complete::operation(queue, id.slot, completion.result);
+                    if let Next::PieceMoved = next {
+                        let disk = self.disks.get(queue.thread_disk);
+                        let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
+                        next = mapped::piece_moved(queue, id.slot, disk, budget, cow);
+                    }
+                    match next {
                         // Nearly all requests, past the other stages: this saves 60 instructions for each.
                         Next::Moved if !sync::is_needed(queue, id.slot) => {
                             self.finish(id, Ending::OK);
@@ -521,7 +534,12 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues.get(id.queue);
         let index = queue.thread_disk;
         // It needs its buffer no more, and may have to wait for long.
-        submit::release_bounce(queue, id.slot, &mut self.disks, &mut self.buffers.bounce);
+        submit::release_bounce(
+            queue.slots.get(id.slot),
+            queue.thread_disk,
+            &mut self.disks,
+            &mut self.buffers.bounce,
+        );
         if sync::join(queue, id, self.disks.get(index)) {
             self.begin_sync(index);
         }
@@ -581,7 +599,12 @@ impl<E: Engine> Worker<E> {
         if ending.status != guest::blk::Status::Ok {
             if let Some(job) = mapped::abort(queue, id.slot, AbortEnd::Finish(ending)) {
                 // It may have to wait for long.
-                submit::release_bounce(queue, id.slot, &mut self.disks, &mut self.buffers.bounce);
+                submit::release_bounce(
+                    queue.slots.get(id.slot),
+                    queue.thread_disk,
+                    &mut self.disks,
+                    &mut self.buffers.bounce,
+                );
                 return self.start_job(id, job);
             }
             fail::report(&queue.disk, queue.slots.get(id.slot), ending);

@@ -133,7 +133,7 @@ impl ConfigSpace {
 /// # Errors
 /// The status with which to answer the request: it is out of range, misaligned, of invalid length, not
 /// allowed on this disk, or unknown.
-#[inline]
+#[inline(always)]
 pub fn parse(
     chain: &Chain,
     size: u64,

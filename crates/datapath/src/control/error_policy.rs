@@ -71,7 +71,12 @@ impl<E: Engine> Worker<E> {
     #[cold]
     pub fn stalled(&mut self, id: RequestId) {
         let queue = self.queues.get(id.queue);
-        submit::release_bounce(queue, id.slot, &mut self.disks, &mut self.buffers.bounce);
+        submit::release_bounce(
+            queue.slots.get(id.slot),
+            queue.thread_disk,
+            &mut self.disks,
+            &mut self.buffers.bounce,
+        );
         let (disk, is_stopping) = (queue.disk.clone(), queue.is_stopping());
         // The disk will not be without requests in flight for long.
         self.cancel_pauses(&disk);

@@ -99,9 +99,9 @@ pub(crate) fn finish(
     reaped_ns: &mut u64,
     status: Status,
 ) -> Finished {
-    submit::release_bounce(queue, slot, disks, &mut buffers.bounce);
     mapped::release(queue, slot, disks, buffers);
     let s = queue.slots.get(slot);
+    submit::release_bounce(s, queue.thread_disk, disks, &mut buffers.bounce);
     let written = match status {
         Status::Ok => s.written + 1,
         _ => 1,

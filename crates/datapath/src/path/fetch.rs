@@ -82,7 +82,7 @@ pub(crate) enum FetchResult {
 
 /// A request from the ring.
 pub(crate) struct Fetched<'a> {
-    pub chain: Chain,
+    pub chain: &'a Chain,
     pub request: Request,
     /// The guest's buffers for its data.
     pub segments: &'a [Segment],
@@ -90,38 +90,39 @@ pub(crate) struct Fetched<'a> {
     pub writable: &'a [Segment],
 }
 
-/// Fetches the next request of a queue. `None` if the disk does not allow it, and it was refused.
+/// Parses a request whose chain was fetched, and whose buffers are in `scratch`. `None` if the disk does not allow the
+/// request, and it was refused.
 #[inline(always)]
-pub(crate) fn next<'a>(
+pub(crate) fn parse<'a>(
     queue: &mut Queue,
-    scratch: &'a mut [Segment],
-) -> Result<Option<Fetched<'a>>, RingError> {
+    chain: &'a Chain,
+    scratch: &'a [Segment],
+) -> Option<Fetched<'a>> {
     let Queue {
         disk, ring, tally, ..
     } = queue;
-    let chain = ring.fetch(&mut scratch[..ring.max_segments()])?;
     let (readable, rest) = scratch.split_at(usize::from(chain.readable));
     let writable = &rest[..usize::from(chain.writable)];
     let payload = |to: &mut [u8; 16]| ring.copy_from(readable, to);
-    let request = match blk::parse(&chain, disk.size(), &disk.facts, payload) {
+    let request = match blk::parse(chain, disk.size(), &disk.facts, payload) {
         Ok(request) => request,
         Err(status) => {
             tally.refused();
-            refused(disk, &chain);
+            refused(disk, chain);
             ring.complete(&chain.ticket(), status as u8, 1);
-            return Ok(None);
+            return None;
         }
     };
     let segments = match request {
         Request::Read { .. } => writable,
         _ => readable,
     };
-    Ok(Some(Fetched {
+    Some(Fetched {
         chain,
         request,
         segments,
         writable,
-    }))
+    })
 }
 
 /// Answers a request for the disk's serial.

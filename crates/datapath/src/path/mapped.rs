@@ -10,16 +10,18 @@
 use std::sync::Arc;
 use std::task::{Poll, Wake as TaskWake, Waker};
 
-use block::Request;
+use block::{FileId, FileOffset, GuestOffset, Request};
 use guest::Virtqueue;
 use guest::blk::Status;
-use image::{Allocation, Chain, Image, ReadLocation, WriteLocation, ZeroMode};
+use image::{Allocation, Chain, Image, ImageError, ReadLocation, WriteLocation, ZeroMode};
 use rustix::io::Errno;
 
-use super::map_jobs::{self, blocking};
+use super::map_jobs;
 use super::next::{Next, SyncResult};
 use super::zeroes;
 use crate::clock::now_ns;
+use crate::disk::Disk;
+use crate::disk::source::Alignment;
 use crate::queue::Queue;
 use crate::queue::mapped_request::MappedRequest;
 use crate::queue::slot::{RequestState, Slot};
@@ -46,6 +48,7 @@ pub(crate) fn touch(queue: &mut Queue, slots: &[u16]) {
 }
 
 /// Looks up the first piece of a request in a slot that holds its segments.
+#[inline(always)]
 pub(crate) fn start(
     queue: &mut Queue,
     slot: u16,
@@ -53,21 +56,8 @@ pub(crate) fn start(
     zero_budget: &mut u64,
     buffers: &mut CowBuffers,
 ) -> Next {
-    let s = queue.slots.get(slot);
-    s.state = RequestState::Mapping;
-    let request = queue.mapped.get_or_add(slot);
-    if !zeroes::detect(&queue.disk, &queue.ring, s, zero_budget) {
-        return Next::WaitForTurn;
-    }
-    let (Request::Read { at, len }
-    | Request::Write { at, len }
-    | Request::Discard { at, len }
-    | Request::WriteZeroes { at, len, .. }) = s.request
-    else {
-        unreachable!("a request without a range is not mapped");
-    };
-    request.begin(at, len, disk.pins.pin(chain(&queue.image).pins()));
-    next_piece(queue, slot, disk, zero_budget, buffers)
+    queue.mapped.ensure(slot);
+    Stage::of(queue, slot, disk, zero_budget, buffers).start()
 }
 
 /// Looks up the next piece of a request, after what is done of it.
@@ -78,192 +68,7 @@ pub(crate) fn next_piece(
     zero_budget: &mut u64,
     buffers: &mut CowBuffers,
 ) -> Next {
-    queue.slots.get(slot).state = RequestState::Mapping;
-    loop {
-        if queue.mapped.get(slot).rest == 0 {
-            return Next::Moved;
-        }
-        let next = match queue.slots.get(slot).request {
-            Request::Read { .. } => next_read(queue, slot, disk, zero_budget),
-            Request::Write { .. } => Some(next_write(queue, slot, disk, buffers)),
-            Request::Discard { .. } => Some(give_up_range(queue, slot, ZeroMode::Discard)),
-            Request::WriteZeroes { unmap, .. } => {
-                Some(give_up_range(queue, slot, ZeroMode::Zeroes { unmap }))
-            }
-            Request::Flush | Request::GetId => Some(damaged()),
-        };
-        if let Some(next) = next {
-            return next;
-        }
-    }
-}
-
-/// Looks up the next piece of a read; `None` if that was of zeroes, which the guest has now.
-#[inline(always)]
-fn next_read(
-    queue: &mut Queue,
-    slot: u16,
-    disk: &ThreadDisk,
-    zero_budget: &mut u64,
-) -> Option<Next> {
-    let (s, request) = (queue.slots.get(slot), queue.mapped.get(slot));
-    let chain = chain(&queue.image);
-    let pin = request.pin.as_ref().expect("a request that has begun");
-    let (at, rest) = (request.at, request.rest);
-    Some(match chain.map(pin, at, rest) {
-        ReadLocation::Data {
-            file,
-            at: from,
-            len,
-        } => match map_jobs::whole_blocks(from, len, queue.alignment.len) {
-            Ok(len) => {
-                request.set_piece(s, disk.files[usize::from(file.0)], from, len);
-                s.state = RequestState::Moving;
-                Next::Submit
-            }
-            Err(len) => {
-                let chain = chain.clone();
-                Next::Block(blocking(&queue.disk, move || {
-                    map_jobs::part_of_block(&chain, at, len).map(JobResult::Bytes)
-                }))
-            }
-        },
-        ReadLocation::Zero { .. } if *zero_budget == 0 => Next::WaitForTurn,
-        ReadLocation::Zero { len } => {
-            let len = len.min(*zero_budget);
-            *zero_budget -= len;
-            request.set_len(s, len);
-            queue.ring.zero(s.segments());
-            request.advance(len);
-            return None;
-        }
-        ReadLocation::Compressed(packed) => {
-            let chain = chain.clone();
-            Next::Block(blocking(&queue.disk, move || {
-                chain.unpack(&packed).map(JobResult::Bytes)
-            }))
-        }
-        ReadLocation::Load(missing) => {
-            let chain = chain.clone();
-            Next::Block(blocking(&queue.disk, move || {
-                chain.load(missing).map(|()| JobResult::Again)
-            }))
-        }
-        ReadLocation::Damaged { .. } => damaged(),
-    })
-}
-
-/// Looks up the next piece of a write, or takes clusters for it.
-#[inline(always)]
-fn next_write(queue: &mut Queue, slot: u16, disk: &ThreadDisk, buffers: &mut CowBuffers) -> Next {
-    let (s, request) = (queue.slots.get(slot), queue.mapped.get(slot));
-    let chain = chain(&queue.image);
-    let pin = request.pin.as_ref().expect("a request that has begun");
-    let at = request.at;
-    match chain.map_write(pin, at, request.rest) {
-        WriteLocation::InPlace { file, at, len } => {
-            request.set_piece(s, disk.files[usize::from(file.0)], at, len);
-            s.state = RequestState::Moving;
-            Next::Submit
-        }
-        WriteLocation::Allocate { len } => match chain.try_prepare_write(pin, at, len) {
-            Some(allocation) if allocation.fills.is_empty() => {
-                write_allocation(s, request, disk, allocation)
-            }
-            Some(allocation) => {
-                let plan = CowWrite::plan(chain, pin, &allocation, queue.alignment, buffers);
-                let Some((write, source)) = plan else {
-                    let chain = chain.clone();
-                    return Next::Block(blocking(&queue.disk, move || {
-                        map_jobs::fill(&chain, allocation)
-                    }));
-                };
-                (request.allocation, request.cow) = (Some(allocation), Some(write));
-                match source {
-                    FillSource::Zeroes => write_cow(&mut queue.ring, s, request, disk),
-                    FillSource::Bytes(read) => fill(s, request, disk, read),
-                }
-            }
-            None => {
-                let chain = chain.clone();
-                Next::Block(blocking(&queue.disk, move || {
-                    map_jobs::prepare(&chain, at, len)
-                }))
-            }
-        },
-        WriteLocation::Load(missing) => {
-            let chain = chain.clone();
-            Next::Block(blocking(&queue.disk, move || {
-                chain.load(missing).map(|()| JobResult::Again)
-            }))
-        }
-        // To prepare it says what is wrong, and sees to it that nothing more is written.
-        WriteLocation::Damaged { len } => {
-            let chain = chain.clone();
-            Next::Block(blocking(&queue.disk, move || {
-                map_jobs::prepare(&chain, at, len)
-            }))
-        }
-    }
-}
-
-/// Writes the guest's bytes to clusters that were taken for them.
-fn write_allocation(
-    s: &mut Slot,
-    request: &mut MappedRequest,
-    disk: &ThreadDisk,
-    allocation: Allocation,
-) -> Next {
-    request.set_piece(s, disk.written_file(), allocation.to, allocation.len);
-    request.allocation = Some(allocation);
-    s.state = RequestState::Moving;
-    Next::Submit
-}
-
-/// Reads what a copy-on-write needs beside the guest's bytes.
-fn fill(s: &mut Slot, request: &mut MappedRequest, disk: &ThreadDisk, read: CowRead) -> Next {
-    request.keep_segments(s);
-    s.set_segments(&[read.to]);
-    request.file = disk.files[usize::from(read.file.0)];
-    (s.at, s.left, s.state) = (read.at, read.len, RequestState::Filling);
-    Next::Submit
-}
-
-/// Adds the guest's bytes to the others of a copy-on-write, and writes all of them.
-fn write_cow(
-    ring: &mut Virtqueue,
-    s: &mut Slot,
-    request: &mut MappedRequest,
-    disk: &ThreadDisk,
-) -> Next {
-    let allocation = request.allocation.as_ref();
-    let len = allocation.expect("a copy-on-write has clusters").len;
-    request.set_len(s, len);
-    let write = request.cow.as_mut().expect("a copy-on-write has a buffer");
-    ring.copy_from(s.segments(), write.gap(len));
-    let (at, segment) = write.write();
-    s.set_segments(&[segment]);
-    request.file = disk.written_file();
-    (s.at, s.left, s.state) = (at, segment.len as u64, RequestState::Moving);
-    Next::Submit
-}
-
-fn give_up_range(queue: &mut Queue, slot: u16, why: ZeroMode) -> Next {
-    let request = queue.mapped.get(slot);
-    let (at, rest) = (request.at, request.rest);
-    let chain = chain(&queue.image).clone();
-    Next::Block(blocking(&queue.disk, move || {
-        map_jobs::zero(&chain, at, rest, why)
-    }))
-}
-
-/// What comes next for a request whose turn it is to continue with zeroes.
-pub(crate) fn next_turn(queue: &mut Queue, slot: u16) -> Next {
-    match queue.mapped.find(slot) {
-        None => Next::Submit,
-        Some(request) if request.pin.is_none() => Next::Start,
-        Some(_) => Next::Map,
-    }
+    Stage::of(queue, slot, disk, zero_budget, buffers).next_piece()
 }
 
 /// The operation of a piece has moved all its bytes.
@@ -275,48 +80,7 @@ pub(crate) fn piece_moved(
     zero_budget: &mut u64,
     buffers: &mut CowBuffers,
 ) -> Next {
-    let (s, request) = (queue.slots.get(slot), queue.mapped.get(slot));
-    if s.state == RequestState::Filling {
-        return write_cow(&mut queue.ring, s, request, disk);
-    }
-    if let Some(write) = request.cow.take() {
-        buffers.give_back(write);
-    }
-    if let Some(allocation) = request.allocation.take() {
-        s.needs_sync = true;
-        let chain = chain(&queue.image);
-        if let Err(allocation) = chain.try_commit(allocation) {
-            let (chain, disk) = (chain.clone(), queue.disk.clone());
-            return Next::Block(Box::new(move || {
-                map_jobs::commit(&chain, &disk, allocation)
-            }));
-        }
-    }
-    piece_done(queue, slot, disk, zero_budget, buffers)
-}
-
-/// The piece is done, and what comes after it is looked up.
-#[inline(always)]
-fn piece_done(
-    queue: &mut Queue,
-    slot: u16,
-    disk: &mut ThreadDisk,
-    zero_budget: &mut u64,
-    buffers: &mut CowBuffers,
-) -> Next {
-    let request = queue.mapped.get(slot);
-    request.advance(request.len);
-    next_piece(queue, slot, disk, zero_budget, buffers)
-}
-
-/// Tries again to commit what could not be committed.
-pub(crate) fn commit(queue: &mut Queue, slot: u16) -> Next {
-    let allocation = queue.mapped.get(slot).allocation.take();
-    let allocation = allocation.expect("it was kept to be committed again");
-    let (chain, disk) = (chain(&queue.image).clone(), queue.disk.clone());
-    Next::Block(Box::new(move || {
-        map_jobs::commit(&chain, &disk, allocation)
-    }))
+    Stage::of(queue, slot, disk, zero_budget, buffers).piece_moved()
 }
 
 /// Continues a request for which the blocking pool has done something.
@@ -328,51 +92,317 @@ pub(crate) fn take_result(
     buffers: &mut CowBuffers,
     result: JobResult,
 ) -> Next {
-    let (s, request) = (queue.slots.get(slot), queue.mapped.get_or_add(slot));
-    let is_before_engine = !matches!(
-        result,
-        JobResult::Committed | JobResult::NotCommitted(..) | JobResult::Flushed { .. }
-    );
-    if s.stamps.fetched > 0 && is_before_engine {
-        s.stamps.submitted = now_ns();
+    queue.mapped.ensure(slot);
+    Stage::of(queue, slot, disk, zero_budget, buffers).take_result(result)
+}
+
+/// One request, and what this stage needs for it.
+struct Stage<'a> {
+    s: &'a mut Slot,
+    request: &'a mut MappedRequest,
+    chain: &'a Arc<Chain>,
+    ring: &'a mut Virtqueue,
+    disk: &'a Arc<Disk>,
+    alignment: Alignment,
+    thread_disk: &'a mut ThreadDisk,
+    /// Bytes that may be zeroed or looked at in this turn.
+    zero_budget: &'a mut u64,
+    buffers: &'a mut CowBuffers,
+}
+
+impl<'a> Stage<'a> {
+    #[inline(always)]
+    fn of(
+        queue: &'a mut Queue,
+        slot: u16,
+        thread_disk: &'a mut ThreadDisk,
+        zero_budget: &'a mut u64,
+        buffers: &'a mut CowBuffers,
+    ) -> Self {
+        Self {
+            s: queue.slots.get(slot),
+            request: queue.mapped.get(slot),
+            chain: chain(&queue.image),
+            ring: &mut queue.ring,
+            disk: &queue.disk,
+            alignment: queue.alignment,
+            thread_disk,
+            zero_budget,
+            buffers,
+        }
     }
-    match result {
-        JobResult::Again => next_piece(queue, slot, disk, zero_budget, buffers),
-        JobResult::Bytes(bytes) => {
-            request.set_len(s, bytes.len() as u64);
-            queue.ring.copy_to(s.segments(), &bytes);
-            piece_done(queue, slot, disk, zero_budget, buffers)
+
+    #[inline(always)]
+    fn start(mut self) -> Next {
+        self.s.state = RequestState::Mapping;
+        if !zeroes::detect(self.disk, self.ring, self.s, self.zero_budget) {
+            return Next::WaitForTurn;
         }
-        JobResult::Prepared(allocation) => write_allocation(s, request, disk, allocation),
-        JobResult::Merged(allocation, write) => {
-            (request.allocation, request.cow) = (Some(allocation), Some(write));
-            write_cow(&mut queue.ring, s, request, disk)
-        }
-        JobResult::Committed => piece_done(queue, slot, disk, zero_budget, buffers),
-        JobResult::Zeroed { done } => {
-            s.needs_sync = true;
-            request.advance(done);
-            next_piece(queue, slot, disk, zero_budget, buffers)
-        }
-        JobResult::Wait(_) | JobResult::Waits => {
-            unreachable!("a job that waits has no result")
-        }
-        JobResult::Aborted(AbortEnd::Finish(ending)) => Next::Finish(ending),
-        JobResult::Aborted(AbortEnd::Leave) => Next::Leave,
-        JobResult::Failed { errno, lasting } if lasting => Next::Finish(Ending::io_error(errno)),
-        JobResult::Failed { errno, .. } => Next::Fail {
-            errno,
-            retry: Retry::Piece,
-        },
-        JobResult::NotCommitted(allocation, errno) => {
-            request.allocation = Some(allocation);
-            Next::Fail {
-                errno,
-                retry: Retry::Commit,
+        let (Request::Read { at, len }
+        | Request::Write { at, len }
+        | Request::Discard { at, len }
+        | Request::WriteZeroes { at, len, .. }) = self.s.request
+        else {
+            unreachable!("a request without a range is not mapped");
+        };
+        let pin = self.thread_disk.pins.pin(self.chain.pins());
+        self.request.begin(at, len, pin);
+        self.look_up()
+    }
+
+    fn next_piece(mut self) -> Next {
+        self.s.state = RequestState::Mapping;
+        self.look_up()
+    }
+
+    #[inline(always)]
+    fn look_up(&mut self) -> Next {
+        while self.request.rest > 0 {
+            let next = match self.s.request {
+                Request::Read { .. } => self.next_read(),
+                Request::Write { .. } => Some(self.next_write()),
+                Request::Discard { .. } => Some(self.give_up_range(ZeroMode::Discard)),
+                Request::WriteZeroes { unmap, .. } => {
+                    Some(self.give_up_range(ZeroMode::Zeroes { unmap }))
+                }
+                Request::Flush | Request::GetId => Some(damaged()),
+            };
+            if let Some(next) = next {
+                return next;
             }
         }
-        JobResult::Flushed { errno, lost } => Next::Synced(SyncResult::Image { errno, lost }),
+        Next::Moved
     }
+
+    /// Looks up the next piece of a read; `None` if that was of zeroes, which the guest has now.
+    #[inline(always)]
+    fn next_read(&mut self) -> Option<Next> {
+        let (at, rest) = (self.request.at, self.request.rest);
+        Some(match self.chain.map(self.request.pin(), at, rest) {
+            ReadLocation::Data {
+                file,
+                at: from,
+                len,
+            } => match map_jobs::whole_blocks(from, len, self.alignment.len) {
+                Ok(len) => self.move_piece(self.thread_disk.files[usize::from(file.0)], from, len),
+                Err(len) => self.block(move |chain| {
+                    map_jobs::part_of_block(chain, at, len).map(JobResult::Bytes)
+                }),
+            },
+            ReadLocation::Zero { .. } if *self.zero_budget == 0 => Next::WaitForTurn,
+            ReadLocation::Zero { len } => {
+                let len = len.min(*self.zero_budget);
+                *self.zero_budget -= len;
+                self.request.set_len(self.s, len);
+                self.ring.zero(self.s.segments());
+                self.request.advance(len);
+                return None;
+            }
+            ReadLocation::Compressed(packed) => {
+                self.block(move |chain| chain.unpack(&packed).map(JobResult::Bytes))
+            }
+            ReadLocation::Load(missing) => {
+                self.block(move |chain| chain.load(missing).map(|()| JobResult::Again))
+            }
+            ReadLocation::Damaged { .. } => damaged(),
+        })
+    }
+
+    /// Looks up the next piece of a write, or takes clusters for it.
+    #[inline(always)]
+    fn next_write(&mut self) -> Next {
+        let at = self.request.at;
+        match self
+            .chain
+            .map_write(self.request.pin(), at, self.request.rest)
+        {
+            WriteLocation::InPlace { file, at, len } => {
+                self.move_piece(self.thread_disk.files[usize::from(file.0)], at, len)
+            }
+            WriteLocation::Allocate { len } => self.allocate(at, len),
+            WriteLocation::Load(missing) => {
+                self.block(move |chain| chain.load(missing).map(|()| JobResult::Again))
+            }
+            // To prepare it says what is wrong, and sees to it that nothing more is written.
+            WriteLocation::Damaged { len } => {
+                self.block(move |chain| map_jobs::prepare(chain, at, len))
+            }
+        }
+    }
+
+    /// Takes clusters for the next piece of a write.
+    fn allocate(&mut self, at: GuestOffset, len: u64) -> Next {
+        let Some(allocation) = self.chain.try_prepare_write(self.request.pin(), at, len) else {
+            return self.block(move |chain| map_jobs::prepare(chain, at, len));
+        };
+        if allocation.fills.is_empty() {
+            return self.write_allocation(allocation);
+        }
+        let pin = self.request.pin();
+        let plan = CowWrite::plan(self.chain, pin, &allocation, self.alignment, self.buffers);
+        let Some((write, source)) = plan else {
+            return self.block(move |chain| map_jobs::fill(chain, allocation));
+        };
+        (self.request.allocation, self.request.cow) = (Some(allocation), Some(write));
+        match source {
+            FillSource::Zeroes => self.write_cow(),
+            FillSource::Bytes(read) => self.fill(read),
+        }
+    }
+
+    /// Moves the guest's bytes of the next piece, which is at this place of this file.
+    #[inline(always)]
+    fn move_piece(&mut self, file: FileId, at: FileOffset, len: u64) -> Next {
+        self.request.set_piece(self.s, file, at, len);
+        self.s.state = RequestState::Moving;
+        Next::Submit
+    }
+
+    /// Writes the guest's bytes to clusters that were taken for them.
+    fn write_allocation(&mut self, allocation: Allocation) -> Next {
+        let (to, len) = (allocation.to, allocation.len);
+        self.request.allocation = Some(allocation);
+        self.move_piece(self.thread_disk.written_file(), to, len)
+    }
+
+    /// Reads what a copy-on-write needs beside the guest's bytes.
+    fn fill(&mut self, read: CowRead) -> Next {
+        let (s, request) = (&mut *self.s, &mut *self.request);
+        request.keep_segments(s);
+        s.set_segments(&[read.to]);
+        request.file = self.thread_disk.files[usize::from(read.file.0)];
+        (s.at, s.left, s.state) = (read.at, read.len, RequestState::Filling);
+        Next::Submit
+    }
+
+    /// Adds the guest's bytes to the others of a copy-on-write, and writes all of them.
+    fn write_cow(&mut self) -> Next {
+        let (s, request) = (&mut *self.s, &mut *self.request);
+        let allocation = request.allocation.as_ref();
+        let len = allocation.expect("a copy-on-write has clusters").len;
+        request.set_len(s, len);
+        let write = request.cow.as_mut().expect("a copy-on-write has a buffer");
+        self.ring.copy_from(s.segments(), write.gap(len));
+        let (at, segment) = write.write();
+        s.set_segments(&[segment]);
+        request.file = self.thread_disk.written_file();
+        (s.at, s.left, s.state) = (at, segment.len as u64, RequestState::Moving);
+        Next::Submit
+    }
+
+    fn give_up_range(&self, mode: ZeroMode) -> Next {
+        let (at, rest) = (self.request.at, self.request.rest);
+        self.block(move |chain| map_jobs::zero(chain, at, rest, mode))
+    }
+
+    /// Has the blocking pool do this with the image. Its errors are logged, and fail the request.
+    #[cold]
+    #[inline(never)]
+    fn block(
+        &self,
+        job: impl FnOnce(&Chain) -> Result<JobResult, ImageError> + Send + 'static,
+    ) -> Next {
+        let chain = self.chain.clone();
+        Next::Block(map_jobs::blocking(self.disk, move || job(&chain)))
+    }
+
+    #[inline(always)]
+    fn piece_moved(mut self) -> Next {
+        if self.s.state == RequestState::Filling {
+            return self.write_cow();
+        }
+        if let Some(write) = self.request.cow.take() {
+            self.buffers.give_back(write);
+        }
+        if let Some(allocation) = self.request.allocation.take() {
+            self.s.needs_sync = true;
+            if let Err(allocation) = self.chain.try_commit(allocation) {
+                let (chain, disk) = (self.chain.clone(), self.disk.clone());
+                return Next::Block(Box::new(move || {
+                    map_jobs::commit(&chain, &disk, allocation)
+                }));
+            }
+        }
+        self.piece_done()
+    }
+
+    /// The piece is done, and what comes after it is looked up.
+    #[inline(always)]
+    fn piece_done(self) -> Next {
+        self.request.advance(self.request.len);
+        if self.request.rest == 0 {
+            return Next::Moved;
+        }
+        self.next_piece()
+    }
+
+    fn take_result(mut self, result: JobResult) -> Next {
+        let is_before_engine = !matches!(
+            result,
+            JobResult::Committed | JobResult::NotCommitted(..) | JobResult::Flushed { .. }
+        );
+        if self.s.stamps.fetched > 0 && is_before_engine {
+            self.s.stamps.submitted = now_ns();
+        }
+        match result {
+            JobResult::Again => self.next_piece(),
+            JobResult::Bytes(bytes) => {
+                self.request.set_len(self.s, bytes.len() as u64);
+                self.ring.copy_to(self.s.segments(), &bytes);
+                self.piece_done()
+            }
+            JobResult::Prepared(allocation) => self.write_allocation(allocation),
+            JobResult::Merged(allocation, write) => {
+                (self.request.allocation, self.request.cow) = (Some(allocation), Some(write));
+                self.write_cow()
+            }
+            JobResult::Committed => self.piece_done(),
+            JobResult::Zeroed { done } => {
+                self.s.needs_sync = true;
+                self.request.advance(done);
+                self.next_piece()
+            }
+            JobResult::Wait(_) | JobResult::Waits => {
+                unreachable!("a job that waits has no result")
+            }
+            JobResult::Aborted(AbortEnd::Finish(ending)) => Next::Finish(ending),
+            JobResult::Aborted(AbortEnd::Leave) => Next::Leave,
+            JobResult::Failed { errno, lasting } if lasting => {
+                Next::Finish(Ending::io_error(errno))
+            }
+            JobResult::Failed { errno, .. } => Next::Fail {
+                errno,
+                retry: Retry::Piece,
+            },
+            JobResult::NotCommitted(allocation, errno) => {
+                self.request.allocation = Some(allocation);
+                Next::Fail {
+                    errno,
+                    retry: Retry::Commit,
+                }
+            }
+            JobResult::Flushed { errno, lost } => Next::Synced(SyncResult::Image { errno, lost }),
+        }
+    }
+}
+
+/// What comes next for a request whose turn it is to continue with zeroes.
+pub(crate) fn next_turn(queue: &mut Queue, slot: u16) -> Next {
+    match queue.mapped.find(slot) {
+        None => Next::Submit,
+        Some(request) if request.pin.is_none() => Next::Start,
+        Some(_) => Next::Map,
+    }
+}
+
+/// Tries again to commit what could not be committed.
+pub(crate) fn commit(queue: &mut Queue, slot: u16) -> Next {
+    let allocation = queue.mapped.get(slot).allocation.take();
+    let allocation = allocation.expect("it was kept to be committed again");
+    let (chain, disk) = (chain(&queue.image).clone(), queue.disk.clone());
+    Next::Block(Box::new(move || {
+        map_jobs::commit(&chain, &disk, allocation)
+    }))
 }
 
 /// A job that gives back the clusters of a request that ends before they were used; the request ends after that. `None` if

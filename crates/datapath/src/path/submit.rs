@@ -2,11 +2,12 @@
 //! needs it.
 
 use block::{Engine, Op, Request, Segment};
+use guest::Virtqueue;
 
 use super::next::Next;
 use super::zeroes;
 use crate::queue::Queue;
-use crate::queue::slot::RequestState;
+use crate::queue::slot::{RequestState, Slot};
 use crate::queue::token::token;
 use crate::request::RequestId;
 use crate::resources::bounce::{self, BOUNCE_BYTES, BouncePool};
@@ -22,15 +23,14 @@ pub(crate) fn submit<E: Engine>(
     pool: &mut BouncePool,
     zero_budget: &mut u64,
 ) -> Next {
-    let slot = id.slot;
+    let s = queue.slots.get(id.slot);
     let file = match queue.file {
+        Some(_) if !zeroes::detect(&queue.disk, &queue.ring, s, zero_budget) => {
+            return Next::WaitForTurn;
+        }
         Some(file) => file,
-        None => queue.mapped.get_or_add(slot).file,
+        None => queue.mapped.get(id.slot).file,
     };
-    let s = queue.slots.get(slot);
-    if queue.file.is_some() && !zeroes::detect(&queue.disk, &queue.ring, s, zero_budget) {
-        return Next::WaitForTurn;
-    }
     let stable = queue.disk.writes_are_stable();
     s.needs_sync |= !stable || !matches!(s.request, Request::Write { .. });
     let mut bounced = [Segment { addr: 0, len: 0 }];
@@ -40,12 +40,12 @@ pub(crate) fn submit<E: Engine>(
         && (s.bounce.is_some()
             || !bounce::is_aligned(s.segments(), queue.alignment.address, queue.alignment.len))
     {
-        match prepare_bounce(queue, slot, disks, pool) {
+        let disk = disks.get(queue.thread_disk);
+        match prepare_bounce(s, &mut queue.ring, &mut disk.bounces, pool) {
             Some(segment) => bounced = [segment],
             None => return Next::WaitForBuffer,
         }
     }
-    let s = queue.slots.get(slot);
     let (at, len) = (s.at, s.left);
     let segments = match bounced[0].len {
         0 => s.segments(),
@@ -87,21 +87,18 @@ pub(crate) fn submit<E: Engine>(
 /// A bounce buffer for the next bytes of a request, filled if it is a write; `None` if no buffer is free.
 #[cold]
 fn prepare_bounce(
-    queue: &mut Queue,
-    slot: u16,
-    disks: &mut ThreadDisks,
+    s: &mut Slot,
+    ring: &mut Virtqueue,
+    disk_bounces: &mut usize,
     pool: &mut BouncePool,
 ) -> Option<Segment> {
-    let s = queue.slots.get(slot);
     let mut bounce = match s.bounce.take() {
         Some(bounce) => bounce,
-        None => pool.take(&mut disks.get(queue.thread_disk).bounces)?,
+        None => pool.take(disk_bounces)?,
     };
     let len = (s.left).min(BOUNCE_BYTES as u64) as usize;
     if let Request::Write { .. } = s.request {
-        queue
-            .ring
-            .copy_from(s.segments(), &mut bounce.bytes()[..len]);
+        ring.copy_from(s.segments(), &mut bounce.bytes()[..len]);
     }
     let segment = bounce.segment(len);
     s.bounce = Some(bounce);
@@ -111,12 +108,12 @@ fn prepare_bounce(
 /// Gives back the bounce buffer that a request has, if any.
 #[inline]
 pub(crate) fn release_bounce(
-    queue: &mut Queue,
-    slot: u16,
+    s: &mut Slot,
+    thread_disk: usize,
     disks: &mut ThreadDisks,
     pool: &mut BouncePool,
 ) {
-    if let Some(bounce) = queue.slots.get(slot).bounce.take() {
-        pool.give_back(bounce, &mut disks.get(queue.thread_disk).bounces);
+    if let Some(bounce) = s.bounce.take() {
+        pool.give_back(bounce, &mut disks.get(thread_disk).bounces);
     }
 }

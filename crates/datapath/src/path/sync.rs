@@ -90,7 +90,8 @@ pub(crate) fn lead(queue: &mut Queue, slot: u16, disk: &ThreadDisk) -> Next {
     if !queue.disk.options.cache.flushes() {
         return Next::Synced(SyncResult::File(0));
     }
-    queue.mapped.get_or_add(slot).file = disk.written_file();
+    queue.mapped.ensure(slot);
+    queue.mapped.get(slot).file = disk.written_file();
     Next::Submit
 }
 

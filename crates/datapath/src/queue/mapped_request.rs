@@ -55,6 +55,12 @@ impl MappedRequest {
         self.pin = Some(pin);
     }
 
+    /// Its pin.
+    #[inline(always)]
+    pub fn pin(&self) -> &Pin {
+        self.pin.as_ref().expect("a request that has begun")
+    }
+
     /// So many bytes of the request are done.
     #[inline]
     pub fn advance(&mut self, bytes: u64) {
@@ -124,17 +130,15 @@ impl MappedRequests {
         self.0 = Vec::new();
     }
 
-    /// The request in this slot, which may be the first there.
+    /// Makes the request in this slot, if it is the first there.
     #[inline]
-    pub fn get_or_add(&mut self, slot: u16) -> &mut MappedRequest {
-        let place = usize::from(slot);
-        if place >= self.0.len() {
-            self.add(place + 1);
+    pub fn ensure(&mut self, slot: u16) {
+        if usize::from(slot) >= self.0.len() {
+            self.add(usize::from(slot) + 1);
         }
-        &mut self.0[place]
     }
 
-    /// The request in this slot, which has begun.
+    /// The request in this slot, which was made before.
     #[inline]
     pub fn get(&mut self, slot: u16) -> &mut MappedRequest {
         &mut self.0[usize::from(slot)]
