@@ -16,6 +16,7 @@ mod error;
 mod events;
 mod framing;
 mod json;
+mod limits;
 mod replies;
 mod serve;
 mod session;

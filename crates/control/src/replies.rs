@@ -4,7 +4,7 @@ use block::{DetectZeroes, ThrottleLimits};
 use serde_json::{Map, Value};
 
 use crate::CommandError;
-use crate::commands::{COMMAND, limit_members, put_limits, take_limits};
+use crate::limits::{COMMAND, limit_members, put_limits, take_limits};
 use crate::qapi::{Fields, Member, Object, Record, Schema};
 
 record! {

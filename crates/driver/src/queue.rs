@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_blk::*;
 
-use crate::device::{Device, DeviceConfig};
-use crate::memory::Memory;
+use crate::config::DeviceConfig;
+use crate::memory::{Memory, Region};
 use crate::ring::{Desc, Ring};
 
 /// A request, without its sector.
@@ -70,13 +70,14 @@ struct Header {
 }
 
 impl Queue {
+    /// `regions` hold the control blocks of its slots, and their data buffers.
     pub(crate) fn new(
         index: u16,
         ring: Ring,
         memory: &Arc<Memory>,
         indirect: bool,
         config: &DeviceConfig,
-        region: usize,
+        (controls, buffers): (&Region, &Region),
     ) -> Self {
         let per_slot = if indirect { 1 } else { CHAIN };
         assert!(
@@ -85,8 +86,8 @@ impl Queue {
             config.slots
         );
         let slot = |_| {
-            let control = memory.regions()[Device::RINGS].alloc(CONTROL, 64);
-            let data = memory.regions()[region].alloc(config.data_len(), 4096);
+            let control = controls.alloc(CONTROL, 64);
+            let data = buffers.alloc(config.data_len(), 4096);
             let data = data + u64::from(config.buffer_offset);
             let header = memory.ptr(control, 16).cast();
             let status = memory.ptr(control + STATUS_AT, 1);

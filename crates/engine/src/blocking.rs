@@ -13,11 +13,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use block::{Backing, Completion, FileOffset, Op, Segment, Token};
+use block::{Completion, FileOffset, Op, Segment, Token};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
-use crate::ranges::{self, Range};
+use crate::iovec::{SEGMENTS_MAX, iovec};
+use crate::ranges::{self, Range, Target};
 
 /// Maximum number of threads per engine; they start on demand. This keeps a disk array or a file server busy
 /// and uses little memory.
@@ -25,12 +26,6 @@ pub(crate) const THREADS_MAX: usize = 16;
 
 /// A thread ends after it has been idle for this long.
 const IDLE: Duration = Duration::from_secs(10);
-
-/// The file that an operation works on.
-pub(crate) struct Target {
-    pub file: Arc<OwnedFd>,
-    pub backing: Backing,
-}
 
 /// An operation for a pool thread.
 pub(crate) struct Job {
@@ -325,8 +320,8 @@ impl SegmentList {
     /// Reads if `write` is `None`; otherwise writes, and makes the data stable if it is `Some(true)`.
     fn transfer(&self, fd: RawFd, at: FileOffset, write: Option<bool>) -> Result<i32, Errno> {
         let (list, n) = match self {
-            Self::One(segment) => crate::uring::iovec(std::slice::from_ref(segment)),
-            Self::Many(list, n) => (list.cast(), (*n).min(crate::uring::SEGMENTS_MAX) as u32),
+            Self::One(segment) => iovec(std::slice::from_ref(segment)),
+            Self::Many(list, n) => (list.cast(), (*n).min(SEGMENTS_MAX) as u32),
         };
         let (n, at) = (n as libc::c_int, at.0 as libc::off_t);
         loop {

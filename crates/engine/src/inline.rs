@@ -139,7 +139,7 @@ impl Inline {
             Self::Off => None,
         };
         let (fd, offset) = (file.as_raw_fd(), at.0 as libc::off_t);
-        let (list, n) = crate::uring::iovec(segments);
+        let (list, n) = crate::iovec::iovec(segments);
         // SAFETY: the caller's promise; a segment is laid out like an iovec.
         let result = unsafe {
             match (segments, write) {

@@ -6,6 +6,7 @@ mod buffers;
 mod choice;
 mod file;
 mod inline;
+mod iovec;
 mod linux_aio;
 mod lock;
 mod multi_engine;

@@ -449,7 +449,7 @@ impl Iocb {
                 self.length = one.len.min(LEN_MAX) as u64;
             }
             many => {
-                let (list, n) = crate::uring::iovec(many);
+                let (list, n) = crate::iovec::iovec(many);
                 self.opcode = vectored;
                 self.address = list as u64;
                 self.length = n.into();

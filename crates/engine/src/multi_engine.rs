@@ -7,11 +7,12 @@ use std::sync::Arc;
 
 use block::{Aio, Backing, Completion, Engine, FileId, Op, Remote, Segment, Token};
 
-use crate::blocking::{BlockingPool, Job, Target};
+use crate::blocking::{BlockingPool, Job};
 use crate::choice::{Support, choose};
 use crate::inline::Inline;
 use crate::linux_aio::LinuxAio;
 use crate::poller::Poller;
+use crate::ranges::Target;
 use crate::uring::{IN_FLIGHT_MAX, Uring, UringError};
 
 /// Marks the id of a file that the ring does not serve.

@@ -2,16 +2,21 @@
 //! backing, and backings differ in what they support.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
 
 use block::{Backing, FileOffset};
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-use crate::blocking::Target;
-
 /// If the file system supports no faster way, zeroes are written in pieces of this size.
 const ZEROES: usize = 1 << 20;
+
+/// The file that an operation works on.
+pub(crate) struct Target {
+    pub file: Arc<OwnedFd>,
+    pub backing: Backing,
+}
 
 /// A byte range of a file.
 pub(crate) struct Range<'a> {

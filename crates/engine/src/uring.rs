@@ -11,9 +11,11 @@ use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue};
 use rustix::process::Resource;
 use thiserror::Error;
 
-use crate::blocking::{BlockingPool, Job, Target as BlockingTarget};
+use crate::blocking::{BlockingPool, Job};
 use crate::buffers::Buffers;
 use crate::inline::Inline;
+use crate::iovec::iovec;
+use crate::ranges::Target as BlockingTarget;
 use crate::workers::Workers;
 
 /// Number of submissions that can be queued for one system call. If there are more, the call is made earlier.
@@ -29,9 +31,6 @@ const FILES_MAX: u32 = 16384;
 /// Maximum length of an operation on one segment, in bytes. A longer operation completes short, and the
 /// submitter continues it.
 const LEN_MAX: usize = 1 << 30;
-
-/// Maximum number of segments in one operation (UIO_MAXIOV).
-pub(crate) const SEGMENTS_MAX: usize = 1024;
 
 /// Bits in the user data of a completion that is not an operation of the submitter.
 const WATCH: u64 = 1 << 63;
@@ -484,19 +483,6 @@ impl Uring {
 
 fn write_flags(stable: bool) -> i32 {
     if stable { libc::RWF_DSYNC } else { 0 }
-}
-
-/// Converts a list of segments for the kernel, which accepts at most [`SEGMENTS_MAX`] of them: an operation
-/// on a longer list completes short. A [`Segment`] is laid out like an iovec.
-pub(crate) fn iovec(segments: &[Segment]) -> (*const libc::iovec, u32) {
-    const {
-        assert!(size_of::<Segment>() == size_of::<libc::iovec>());
-        assert!(align_of::<Segment>() == align_of::<libc::iovec>());
-    }
-    (
-        segments.as_ptr().cast(),
-        segments.len().min(SEGMENTS_MAX) as u32,
-    )
 }
 
 #[cfg(test)]
