@@ -17,8 +17,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use thiserror::Error;
 
 use crate::memory::{Mapping, MemoryError, RegionLayout};
+use crate::ring::{RING_SIZE_MAX, RingBase, RingError};
 use crate::sigbus::SessionAbort;
-use crate::virtqueue::{RingBase, RingError, Virtqueue};
 
 /// Alignment of each queue's part: queues do not share cache lines.
 const QUEUE_ALIGN: u64 = 64;
@@ -45,7 +45,7 @@ const PARKED: u16 = 0xfffe;
 const ENTRIES_MIN: u16 = 1024;
 
 /// Maximum number of entries per queue.
-const ENTRIES_MAX: u16 = Virtqueue::SIZE_LIMIT;
+const ENTRIES_MAX: u16 = RING_SIZE_MAX;
 
 /// The region's position in its file and its number of queues (vhost-user: "Inflight description").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

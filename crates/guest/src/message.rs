@@ -202,108 +202,99 @@ impl Message {
         payload: &[u8],
         fds: Vec<OwnedFd>,
     ) -> Result<Self, MessageError> {
-        let n_fds = fds.len();
-        let mut fds = fds.into_iter();
-        let need = |len: usize, n: usize| {
-            if payload.len() != len {
-                Err(MessageError::Length(request, payload.len()))
-            } else if n_fds != n {
-                Err(MessageError::Descriptors(request, n_fds))
-            } else {
-                Ok(Fields(payload))
-            }
+        let body = Body {
+            request,
+            payload,
+            fds,
         };
-        let mut one_fd = || fds.next().ok_or(MessageError::Descriptors(request, 0));
-        let message = match request {
-            1 => need(0, 0).map(|_| Self::GetFeatures)?,
-            2 => Self::SetFeatures(need(8, 0)?.u64()),
-            3 => need(0, 0).map(|_| Self::SetOwner)?,
-            4 => need(0, 0).map(|_| Self::ResetOwner)?,
-            5 => return mem_table(request, payload, fds.collect()),
+        Ok(match request {
+            1 => body.empty(Self::GetFeatures)?,
+            2 => Self::SetFeatures(body.u64()?),
+            3 => body.empty(Self::SetOwner)?,
+            4 => body.empty(Self::ResetOwner)?,
+            5 => Self::SetMemTable(body.mem_table()?),
             6 => {
-                let mut fields = need(16, 1)?;
-                let layout = LogLayout {
-                    len: fields.u64(),
-                    file_offset: fields.u64(),
-                };
-                Self::SetLogBase(layout, one_fd()?)
+                let (mut fields, fd) = body.with_fd(16)?;
+                Self::SetLogBase(fields.log(), fd)
             }
-            7 => need(0, 1).and_then(|_| one_fd().map(Self::SetLogFd))?,
+            7 => Self::SetLogFd(body.with_fd(0)?.1),
             8 => {
-                let (ring, size) = need(8, 0)?.u32_pair();
+                let (ring, size) = body.u32_pair()?;
                 Self::SetVringNum { ring, size }
             }
-            9 => {
-                let mut fields = need(40, 0)?;
-                let ring = fields.u32();
-                /// VHOST_VRING_F_LOG; other bits have no meaning.
-                const LOG: u32 = 1;
-                let flags = fields.u32();
-                Self::SetVringAddr(VringAddr {
-                    ring,
-                    descriptors: fields.u64(),
-                    used: fields.u64(),
-                    available: fields.u64(),
-                    log: (flags & LOG != 0).then(|| fields.u64()),
-                })
-            }
+            9 => Self::SetVringAddr(body.fields(40, 0)?.vring_addr()),
             10 => {
-                let (ring, base) = need(8, 0)?.u32_pair();
+                let (ring, base) = body.u32_pair()?;
                 Self::SetVringBase { ring, base }
             }
             11 => {
-                let (ring, _) = need(8, 0)?.u32_pair();
+                let (ring, _) = body.u32_pair()?;
                 Self::GetVringBase { ring }
             }
-            12..=14 => {
-                // The lowest byte is the ring; bit 8 says that the message has no descriptor.
-                const NO_FD: u64 = 1 << 8;
-                let word = Fields(payload)
-                    .checked_u64()
-                    .filter(|_| payload.len() == 8)
-                    .ok_or(MessageError::Length(request, payload.len()))?;
-                let fd = match word & NO_FD != 0 {
-                    true => need(8, 0).map(|_| None)?,
-                    false => need(8, 1).and_then(|_| one_fd().map(Some))?,
-                };
-                let ring = (word & 0xff) as u32;
-                match request {
-                    12 => Self::SetVringKick { ring, fd },
-                    13 => Self::SetVringCall { ring, fd },
-                    _ => Self::SetVringErr { ring, fd },
-                }
+            12 => {
+                let (ring, fd) = body.ring_event()?;
+                Self::SetVringKick { ring, fd }
             }
-            15 => need(0, 0).map(|_| Self::GetProtocolFeatures)?,
-            16 => Self::SetProtocolFeatures(need(8, 0)?.u64()),
-            17 => need(0, 0).map(|_| Self::GetQueueNum)?,
-            18 => {
-                let (ring, on) = need(8, 0)?.u32_pair();
-                match on {
-                    0 | 1 => Self::SetVringEnable { ring, on: on == 1 },
-                    _ => return Err(MessageError::Value(request, "neither 0 nor 1")),
-                }
+            13 => {
+                let (ring, fd) = body.ring_event()?;
+                Self::SetVringCall { ring, fd }
             }
-            21 => need(0, 1).and_then(|_| one_fd().map(Self::SetBackendReqFd))?,
-            24 => Self::GetConfig(config(request, payload, n_fds)?),
-            25 => Self::SetConfig(config(request, payload, n_fds)?),
+            14 => {
+                let (ring, fd) = body.ring_event()?;
+                Self::SetVringErr { ring, fd }
+            }
+            15 => body.empty(Self::GetProtocolFeatures)?,
+            16 => Self::SetProtocolFeatures(body.u64()?),
+            17 => body.empty(Self::GetQueueNum)?,
+            18 => match body.u32_pair()? {
+                (ring, on @ (0 | 1)) => Self::SetVringEnable { ring, on: on == 1 },
+                _ => return Err(MessageError::Value(request, "neither 0 nor 1")),
+            },
+            21 => Self::SetBackendReqFd(body.with_fd(0)?.1),
+            24 => Self::GetConfig(body.config()?),
+            25 => Self::SetConfig(body.config()?),
             31 => {
-                let layout = inflight(need(INFLIGHT_BYTES, 0)?);
+                let layout = body.fields(INFLIGHT_BYTES, 0)?.inflight();
                 Self::GetInflightFd {
                     queues: layout.queues,
                     queue_size: layout.queue_size,
                 }
             }
-            32 => Self::SetInflightFd(inflight(need(INFLIGHT_BYTES, 1)?), one_fd()?),
-            34 => need(0, 0).map(|_| Self::ResetDevice)?,
-            36 => need(0, 0).map(|_| Self::GetMaxMemSlots)?,
-            37 => Self::AddMemReg(single_region(need(40, 1)?), one_fd()?),
-            // QEMU also sends a descriptor here; it is not needed.
-            38 => Self::RemMemReg(single_region(need(40, n_fds.min(1))?)),
-            39 => Self::SetStatus(need(8, 0)?.u64()),
-            40 => need(0, 0).map(|_| Self::GetStatus)?,
+            32 => {
+                let (mut fields, fd) = body.with_fd(INFLIGHT_BYTES)?;
+                Self::SetInflightFd(fields.inflight(), fd)
+            }
+            34 => body.empty(Self::ResetDevice)?,
+            36 => body.empty(Self::GetMaxMemSlots)?,
+            37 => {
+                let (mut fields, fd) = body.with_fd(SINGLE_REGION_BYTES)?;
+                Self::AddMemReg(fields.single_region(), fd)
+            }
+            38 => {
+                // QEMU also sends a descriptor here; it is not needed.
+                let n_fds = body.fds.len().min(1);
+                Self::RemMemReg(body.fields(SINGLE_REGION_BYTES, n_fds)?.single_region())
+            }
+            39 => Self::SetStatus(body.u64()?),
+            40 => body.empty(Self::GetStatus)?,
             _ => return Err(MessageError::Unknown(request)),
-        };
-        Ok(message)
+        })
+    }
+}
+
+/// A message that is handled after storage has answered.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Deferred {
+    VringBase { ring: u32 },
+    Reset,
+}
+
+impl From<Deferred> for Message {
+    fn from(deferred: Deferred) -> Self {
+        match deferred {
+            Deferred::VringBase { ring } => Self::GetVringBase { ring },
+            Deferred::Reset => Self::SetStatus(0),
+        }
     }
 }
 
@@ -314,35 +305,11 @@ pub fn accepts_message(header: [u8; HEADER_BYTES], payload: &[u8], fds: Vec<Owne
     Header::parse(header).is_ok_and(|h| Message::parse(h.request, payload, fds).is_ok())
 }
 
-fn mem_table(request: u32, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Message, MessageError> {
-    let length = MessageError::Length(request, payload.len());
-    let (head, mut regions) = match payload.split_at_checked(8) {
-        Some((head, rest)) => (Fields(head).u32() as usize, Fields(rest)),
-        None => return Err(length),
-    };
-    if head > MAX_FDS || regions.0.len() != head * 32 {
-        return Err(length);
-    }
-    if fds.len() != head {
-        return Err(MessageError::Descriptors(request, fds.len()));
-    }
-    let table = fds.into_iter().map(|fd| (region(&mut regions), fd));
-    Ok(Message::SetMemTable(table.collect()))
-}
-
 /// Length of an inflight description as front-ends send it, including the padding after its last field.
 const INFLIGHT_BYTES: usize = 24;
 
-fn inflight(mut fields: Fields<'_>) -> InflightLayout {
-    let (len, file_offset) = (fields.u64(), fields.u64());
-    let [queues, queue_size] = fields.u16_pair();
-    InflightLayout {
-        len,
-        file_offset,
-        queues,
-        queue_size,
-    }
-}
+/// Length of a memory region in a message of its own, including the padding before it.
+const SINGLE_REGION_BYTES: usize = 40;
 
 /// The payload of the reply to GET_INFLIGHT_FD.
 pub(crate) fn inflight_payload(layout: &InflightLayout) -> Vec<u8> {
@@ -361,43 +328,103 @@ pub(crate) fn log_payload(layout: LogLayout) -> Vec<u8> {
     [layout.len.to_ne_bytes(), layout.file_offset.to_ne_bytes()].concat()
 }
 
-fn single_region(mut fields: Fields<'_>) -> RegionLayout {
-    let _padding = fields.u64();
-    region(&mut fields)
+/// The payload and the descriptors of a request.
+struct Body<'a> {
+    request: u32,
+    payload: &'a [u8],
+    fds: Vec<OwnedFd>,
 }
 
-fn region(fields: &mut Fields<'_>) -> RegionLayout {
-    RegionLayout {
-        guest: fields.u64(),
-        len: fields.u64(),
-        user: fields.u64(),
-        file_offset: fields.u64(),
+impl<'a> Body<'a> {
+    /// The payload, which has this length, with so many descriptors.
+    fn fields(&self, len: usize, n_fds: usize) -> Result<Fields<'a>, MessageError> {
+        if self.payload.len() != len {
+            Err(self.wrong_length())
+        } else if self.fds.len() != n_fds {
+            Err(self.wrong_descriptors())
+        } else {
+            Ok(Fields(self.payload))
+        }
     }
-}
 
-fn config(request: u32, payload: &[u8], n_fds: usize) -> Result<Config, MessageError> {
-    let length = MessageError::Length(request, payload.len());
-    let Some((head, bytes)) = payload.split_at_checked(12) else {
-        return Err(length);
-    };
-    let mut head = Fields(head);
-    let (offset, len, flags) = (head.u32(), head.u32(), head.u32());
-    // SPDK's initiator always sends 256 bytes, even if it writes fewer.
-    let bytes = bytes.get(..len as usize).ok_or(length)?;
-    if n_fds != 0 {
-        return Err(MessageError::Descriptors(request, n_fds));
+    /// The payload, which has this length, and its only descriptor.
+    fn with_fd(mut self, len: usize) -> Result<(Fields<'a>, OwnedFd), MessageError> {
+        let fields = self.fields(len, 1)?;
+        let fd = self.fds.pop().ok_or_else(|| self.wrong_descriptors())?;
+        Ok((fields, fd))
     }
-    if bytes.len() > MAX_CONFIG || offset > CONFIG_END - len {
-        return Err(MessageError::Value(
-            request,
-            "beyond the configuration space",
-        ));
+
+    fn empty(self, message: Message) -> Result<Message, MessageError> {
+        self.fields(0, 0).map(|_| message)
     }
-    Ok(Config {
-        offset,
-        flags,
-        bytes: bytes.to_vec(),
-    })
+
+    fn u64(self) -> Result<u64, MessageError> {
+        Ok(self.fields(8, 0)?.u64())
+    }
+
+    fn u32_pair(self) -> Result<(u32, u32), MessageError> {
+        Ok(self.fields(8, 0)?.u32_pair())
+    }
+
+    /// A ring, and the descriptor that it is given, if any.
+    fn ring_event(self) -> Result<(u32, Option<OwnedFd>), MessageError> {
+        // The lowest byte is the ring; bit 8 says that the message has no descriptor.
+        const NO_FD: u64 = 1 << 8;
+        let word = self.fields(8, self.fds.len())?.u64();
+        let ring = (word & 0xff) as u32;
+        if word & NO_FD != 0 {
+            return self.fields(8, 0).map(|_| (ring, None));
+        }
+        let (_, fd) = self.with_fd(8)?;
+        Ok((ring, Some(fd)))
+    }
+
+    fn mem_table(self) -> Result<Vec<(RegionLayout, OwnedFd)>, MessageError> {
+        let (n, mut regions) = match self.payload.split_at_checked(8) {
+            Some((head, rest)) => (Fields(head).u32() as usize, Fields(rest)),
+            None => return Err(self.wrong_length()),
+        };
+        if n > MAX_FDS || regions.0.len() != n * 32 {
+            return Err(self.wrong_length());
+        }
+        if self.fds.len() != n {
+            return Err(self.wrong_descriptors());
+        }
+        let table = self.fds.into_iter().map(|fd| (regions.region(), fd));
+        Ok(table.collect())
+    }
+
+    fn config(self) -> Result<Config, MessageError> {
+        let Some((head, bytes)) = self.payload.split_at_checked(12) else {
+            return Err(self.wrong_length());
+        };
+        let mut head = Fields(head);
+        let (offset, len, flags) = (head.u32(), head.u32(), head.u32());
+        // SPDK's initiator always sends 256 bytes, even if it writes fewer.
+        let bytes = bytes
+            .get(..len as usize)
+            .ok_or_else(|| self.wrong_length())?;
+        if !self.fds.is_empty() {
+            return Err(self.wrong_descriptors());
+        }
+        if bytes.len() > MAX_CONFIG || offset > CONFIG_END - len {
+            let problem = "beyond the configuration space";
+            return Err(MessageError::Value(self.request, problem));
+        }
+        Ok(Config {
+            offset,
+            flags,
+            bytes: bytes.to_vec(),
+        })
+    }
+
+    fn wrong_length(&self) -> MessageError {
+        MessageError::Length(self.request, self.payload.len())
+    }
+
+    fn wrong_descriptors(&self) -> MessageError {
+        MessageError::Descriptors(self.request, self.fds.len())
+    }
 }
 
 /// Reads fields from the front; the caller has checked the length.
@@ -416,10 +443,6 @@ impl Fields<'_> {
         u64::from_ne_bytes(*head)
     }
 
-    fn checked_u64(&self) -> Option<u64> {
-        self.0.first_chunk().map(|head| u64::from_ne_bytes(*head))
-    }
-
     fn u16_pair(&mut self) -> [u16; 2] {
         let [a, b, c, d] = self.u32().to_ne_bytes();
         [u16::from_ne_bytes([a, b]), u16::from_ne_bytes([c, d])]
@@ -427,6 +450,51 @@ impl Fields<'_> {
 
     fn u32_pair(&mut self) -> (u32, u32) {
         (self.u32(), self.u32())
+    }
+
+    fn log(&mut self) -> LogLayout {
+        LogLayout {
+            len: self.u64(),
+            file_offset: self.u64(),
+        }
+    }
+
+    fn vring_addr(&mut self) -> VringAddr {
+        /// VHOST_VRING_F_LOG; other bits have no meaning.
+        const LOG: u32 = 1;
+        let (ring, flags) = self.u32_pair();
+        VringAddr {
+            ring,
+            descriptors: self.u64(),
+            used: self.u64(),
+            available: self.u64(),
+            log: (flags & LOG != 0).then(|| self.u64()),
+        }
+    }
+
+    fn inflight(&mut self) -> InflightLayout {
+        let (len, file_offset) = (self.u64(), self.u64());
+        let [queues, queue_size] = self.u16_pair();
+        InflightLayout {
+            len,
+            file_offset,
+            queues,
+            queue_size,
+        }
+    }
+
+    fn single_region(&mut self) -> RegionLayout {
+        let _padding = self.u64();
+        self.region()
+    }
+
+    fn region(&mut self) -> RegionLayout {
+        RegionLayout {
+            guest: self.u64(),
+            len: self.u64(),
+            user: self.u64(),
+            file_offset: self.u64(),
+        }
     }
 }
 

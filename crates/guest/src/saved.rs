@@ -7,10 +7,9 @@ use std::sync::Arc;
 use crate::inflight::InflightLayout;
 use crate::log::LogLayout;
 use crate::memory::RegionLayout;
-use crate::message::{Header, MAX_MEM_SLOTS, VringAddr};
-use crate::session::Deferred;
+use crate::message::{Deferred, Header, MAX_MEM_SLOTS, VringAddr};
+use crate::ring::RingBase;
 use crate::sigbus::SessionAbort;
-use crate::virtqueue::RingBase;
 
 /// Maximum number of rings of a device, far more than any device has.
 const RINGS_MAX: u64 = 4096;

@@ -1,6 +1,7 @@
 //! The back-end side of a vhost-user session: one connected front-end, from the first message to the end of
 //! the connection (QEMU's `docs/interop/vhost-user.rst`).
 
+mod memory;
 mod rings;
 mod saving;
 
@@ -15,14 +16,15 @@ use tracing::debug;
 
 use crate::aio_notifier::AioNotifier;
 use crate::blk::{self, CONFIG_BYTES};
-use crate::inflight::{Inflight, InflightError, InflightLayout};
+use crate::inflight::{Inflight, InflightError};
 use crate::log::{DirtyLog, LogError};
 use crate::memory::{GuestMemory, MemoryError};
-use crate::message::{self, Config, Header, MAX_MEM_SLOTS, Message, MessageError};
+use crate::message::{Config, Deferred, Header, MAX_MEM_SLOTS, Message, MessageError};
+use crate::ring::{RingBase, RingError};
 use crate::saved::SavedSession;
 use crate::sigbus::SessionAbort;
 use crate::socket::{self, FrontendChannel, NoMessage};
-use crate::virtqueue::{RingBase, RingError, Virtqueue};
+use crate::virtqueue::Virtqueue;
 use rings::{Ring, event};
 
 /// The feature bit that announces protocol features.
@@ -259,22 +261,6 @@ struct Session<'a> {
     deferred: Option<(Header, Deferred)>,
 }
 
-/// A message that is handled after storage has answered.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Deferred {
-    VringBase { ring: u32 },
-    Reset,
-}
-
-impl From<Deferred> for Message {
-    fn from(deferred: Deferred) -> Self {
-        match deferred {
-            Deferred::VringBase { ring } => Self::GetVringBase { ring },
-            Deferred::Reset => Self::SetStatus(0),
-        }
-    }
-}
-
 /// Interval at which the session checks whether storage has answered while a front-end waits for it.
 const AWAIT: Duration = Duration::from_millis(200);
 
@@ -290,6 +276,11 @@ enum Reply {
     File(Vec<u8>, OwnedFd),
     /// The position at which a stopped ring would continue.
     Base(u32, RingBase),
+}
+
+/// The reply to a message that has been handled.
+fn done((): ()) -> Reply {
+    Reply::None
 }
 
 impl Session<'_> {
@@ -362,174 +353,59 @@ impl Session<'_> {
 
     fn handle(&mut self, message: Message) -> Result<Reply, SessionError> {
         match message {
-            Message::GetFeatures => {
-                return Ok(Reply::Word(self.device.features() | SESSION_FEATURES));
-            }
-            Message::SetFeatures(bits) => self.set_features(bits)?,
+            Message::GetFeatures => Ok(Reply::Word(self.device.features() | SESSION_FEATURES)),
+            Message::SetFeatures(bits) => self.set_features(bits).map(done),
             Message::GetProtocolFeatures => {
                 self.protocol.get_or_insert(0);
-                return Ok(Reply::Word(PROTOCOL_FEATURES));
+                Ok(Reply::Word(PROTOCOL_FEATURES))
             }
-            Message::SetProtocolFeatures(bits) => {
-                if bits & !PROTOCOL_FEATURES != 0 {
-                    return Err(SessionError::Features(bits));
-                }
-                self.protocol = Some(bits);
+            Message::SetProtocolFeatures(bits) => self.set_protocol_features(bits).map(done),
+            Message::SetOwner => {
+                self.reinitialize();
+                Ok(Reply::None)
             }
-            Message::SetOwner => self.reinitialize(),
-            Message::ResetOwner | Message::ResetDevice => {
-                self.reset()?;
-                (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
-                self.rings.iter_mut().for_each(|r| r.unfinished = false);
-                self.features = 0;
+            Message::ResetOwner | Message::ResetDevice => self.reset_device().map(done),
+            Message::GetQueueNum => Ok(Reply::Word(u64::from(self.device.queues()))),
+            Message::SetBackendReqFd(fd) => {
+                self.open_channel(Arc::new(fd));
+                Ok(Reply::None)
             }
-            Message::GetQueueNum => return Ok(Reply::Word(u64::from(self.device.queues()))),
+            Message::GetConfig(window) => Ok(self.read_config(window)),
+            Message::SetConfig(window) => self.write_config(&window),
+            Message::SetStatus(status) => self.set_status(status),
+            Message::GetStatus => Ok(Reply::Word(u64::from(self.status))),
 
-            Message::SetMemTable(table) => {
-                let mut memory = GuestMemory::watched(self.abort.clone());
-                for (layout, file) in table {
-                    memory = memory.with_region(layout, file)?;
-                }
-                self.change_memory(memory)?;
-            }
-            Message::SetLogBase(layout, file) => {
-                self.negotiated(P_LOG_SHMFD)?;
-                let log = DirtyLog::map(layout, file, Some(self.abort.clone()))?;
-                let stopped = self.stop_all();
-                self.log = Some(Arc::new(log));
-                self.start_again(stopped)?;
-                // From now on, nothing is marked in the previous log. QEMU accepts a reply of any length;
-                // Cloud Hypervisor waits for as many bytes as it has sent.
-                return Ok(Reply::Bytes(message::log_payload(layout)));
-            }
-            Message::SetLogFd(fd) => {
-                self.log_event = event(Some(fd))?;
-                let stopped = self.stop_all();
-                self.start_again(stopped)?;
-            }
-            Message::GetMaxMemSlots => return Ok(Reply::Word(MAX_MEM_SLOTS as u64)),
-            Message::AddMemReg(layout, file) => {
-                if self.memory.len() == MAX_MEM_SLOTS {
-                    return Err(SessionError::MemorySlots);
-                }
-                self.change_memory(self.memory.with_region(layout, file)?)?;
-            }
+            Message::SetMemTable(table) => self.set_memory(table).map(done),
+            Message::GetMaxMemSlots => Ok(Reply::Word(MAX_MEM_SLOTS as u64)),
+            Message::AddMemReg(layout, file) => self.add_memory(layout, file).map(done),
             Message::RemMemReg(layout) => {
-                self.change_memory(self.memory.without_region(layout)?)?;
+                let memory = self.memory.without_region(layout)?;
+                self.change_memory(memory).map(done)
             }
+            Message::SetLogBase(layout, file) => self.set_log(layout, file),
+            Message::SetLogFd(fd) => self.set_log_event(fd).map(done),
+            Message::GetInflightFd { queues, queue_size } => self.make_inflight(queues, queue_size),
+            Message::SetInflightFd(layout, file) => self.set_inflight(layout, file).map(done),
 
-            Message::SetVringNum { ring, size } => {
-                let size = u16::try_from(size)
-                    .map_err(|_| SessionError::Refused("ring size is more than 16 bits"))?;
-                self.change_ring(ring, |state| state.size = size)?;
-            }
-            Message::SetVringAddr(addr) => {
-                self.change_ring(addr.ring, |state| state.addr = Some(addr))?;
-            }
-            Message::SetVringBase { ring, base } => {
-                if !self.packed() && base > u32::from(u16::MAX) {
-                    return Err(SessionError::Refused("ring base is more than 16 bits"));
-                }
-                self.change_ring(ring, |state| state.base = Some(RingBase(base)))?;
-            }
-            Message::GetVringBase { ring } => {
-                self.ring(ring)?;
-                self.stop(ring as u16);
-                let first = RingBase::first(self.packed());
-                self.rings[ring as usize].kick = None;
-                // A migrating guest continues elsewhere as soon as this message is answered. Requests that
-                // storage has not finished are in the ring again (`requeue`) and are executed there.
-                // Operations that storage has not answered must not run there: they may still be written
-                // later, over data that the guest writes on the other machine. The front-end therefore waits,
-                // as it does for QEMU's own disks (`bdrv_drain_all`). Closing the connection would not refuse
-                // the request: QEMU up to 10.0 continues without an answer, from the used index or, for
-                // packed rings, from their start, and the guest runs without its requests
-                // (`vhost_virtqueue_stop`).
-                if self.migrating() && !self.device.storage_answered() {
-                    return Ok(Reply::Deferred(Deferred::VringBase { ring }));
-                }
-                // Before the answer, because the front-end may then let the guest continue elsewhere.
-                self.quiesce()?;
-                let state = &self.rings[ring as usize];
-                let base = state.base.or(state.base_at_reset).unwrap_or(first);
-                return Ok(match state.drained {
-                    true => Reply::Base(ring, base),
-                    // The record of this ring stays valid, even if the ring has not been started here yet.
-                    false => Reply::Bytes([ring.to_ne_bytes(), base.0.to_ne_bytes()].concat()),
-                });
-            }
-            Message::SetVringKick { ring, fd } => {
-                let fd = event(fd)?.ok_or(SessionError::Refused(
-                    "a ring without an eventfd for kicks is not supported",
-                ))?;
-                self.ring(ring)?;
-                self.stop(ring as u16);
-                self.rings[ring as usize].kick = Some(fd);
-                self.start_if_ready(ring as u16)?;
-            }
+            Message::SetVringNum { ring, size } => self.set_ring_size(ring, size).map(done),
+            Message::SetVringAddr(addr) => self
+                .change_ring(addr.ring, |state| state.addr = Some(addr))
+                .map(done),
+            Message::SetVringBase { ring, base } => self.set_ring_base(ring, base).map(done),
+            Message::GetVringBase { ring } => self.stop_for_base(ring),
+            Message::SetVringKick { ring, fd } => self.set_kick(ring, fd).map(done),
             Message::SetVringCall { ring, fd } => {
                 self.ring(ring)?.call = event(fd)?;
                 self.update_event_fds(ring as u16);
+                Ok(Reply::None)
             }
             Message::SetVringErr { ring, fd } => {
                 self.ring(ring)?.error = event(fd)?;
                 self.update_event_fds(ring as u16);
+                Ok(Reply::None)
             }
-            Message::SetVringEnable { ring, on } => {
-                self.ring(ring)?.enabled = on;
-                match on {
-                    true => self.start_if_ready(ring as u16)?,
-                    false => self.stop(ring as u16),
-                }
-            }
-
-            Message::GetInflightFd { queues, queue_size } => {
-                self.negotiated(P_INFLIGHT_SHMFD)?;
-                let layout = InflightLayout::for_request(queues, queue_size, self.packed());
-                let file = Inflight::make(layout, self.device.queues())?;
-                return Ok(Reply::File(message::inflight_payload(&layout), file));
-            }
-            Message::SetInflightFd(layout, file) => {
-                self.negotiated(P_INFLIGHT_SHMFD)?;
-                let inflight = Inflight::map_watched(
-                    layout,
-                    file,
-                    self.device.queues(),
-                    Some(self.abort.clone()),
-                )?;
-                let stopped = self.stop_all();
-                self.inflight = Some(inflight);
-                for ring in &mut self.rings {
-                    (ring.drained, ring.outdated, ring.untracked) = (false, false, false);
-                }
-                self.start_again(stopped)?;
-            }
-
-            Message::SetBackendReqFd(fd) => {
-                self.open_channel(Arc::new(fd));
-            }
-            Message::GetConfig(mut window) => {
-                window.read(&self.device.config());
-                if let Some(sectors) = window.capacity() {
-                    self.device.capacity_read(sectors);
-                }
-                return Ok(Reply::Bytes(window.payload()));
-            }
-            Message::SetConfig(window) => return self.write_config(&window),
-            Message::SetStatus(status) => {
-                if status == 0 {
-                    // QEMU 7.2 sends this before it asks for the rings' positions, and waits for the reply.
-                    self.stop_all();
-                    if self.migrating() && !self.device.storage_answered() {
-                        return Ok(Reply::Deferred(Deferred::Reset));
-                    }
-                    self.reset()?;
-                }
-                self.status = status as u8;
-            }
-            Message::GetStatus => return Ok(Reply::Word(u64::from(self.status))),
+            Message::SetVringEnable { ring, on } => self.enable_ring(ring, on).map(done),
         }
-        Ok(Reply::None)
     }
 
     /// Whether a front-end may accept these features: they are offered, or may have been offered before.
@@ -555,6 +431,22 @@ impl Session<'_> {
             self.rings.iter_mut().for_each(|r| r.enabled = true);
         }
         Ok(())
+    }
+
+    fn set_protocol_features(&mut self, bits: u64) -> Result<(), SessionError> {
+        if bits & !PROTOCOL_FEATURES != 0 {
+            return Err(SessionError::Features(bits));
+        }
+        self.protocol = Some(bits);
+        Ok(())
+    }
+
+    fn read_config(&self, mut window: Config) -> Reply {
+        window.read(&self.device.config());
+        if let Some(sectors) = window.capacity() {
+            self.device.capacity_read(sectors);
+        }
+        Reply::Bytes(window.payload())
     }
 
     /// Handles a write to the configuration space. A driver may write only the write cache field. Writes to
@@ -636,6 +528,28 @@ impl Session<'_> {
         self.features &= blk::F_RING_PACKED;
         self.device.set_features(0);
         Ok(())
+    }
+
+    /// Resets the device, and discards its requests in flight.
+    fn reset_device(&mut self) -> Result<(), SessionError> {
+        self.reset()?;
+        (0..self.device.queues()).for_each(|ring| self.forget_inflight(ring));
+        self.rings.iter_mut().for_each(|r| r.unfinished = false);
+        self.features = 0;
+        Ok(())
+    }
+
+    fn set_status(&mut self, status: u64) -> Result<Reply, SessionError> {
+        if status == 0 {
+            // QEMU 7.2 sends this before it asks for the rings' positions, and waits for the reply.
+            self.stop_all();
+            if self.migrating() && !self.device.storage_answered() {
+                return Ok(Reply::Deferred(Deferred::Reset));
+            }
+            self.reset()?;
+        }
+        self.status = status as u8;
+        Ok(Reply::None)
     }
 
     /// Whether the guest is being migrated to another machine.

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use rustix::fs::{CWD, OFlags};
 use tracing::debug;
 
-use super::{F_LOG_ALL, NewQueue, Session, SessionError};
+use super::{F_LOG_ALL, NewQueue, Reply, Session, SessionError};
 use crate::blk;
 use crate::inflight::{Inflight, InflightQueue};
 use crate::memory::GuestMemory;
-use crate::message::VringAddr;
-use crate::virtqueue::{DirtyMarks, RingBase, RingError, RingLayout, Virtqueue};
+use crate::message::{Deferred, VringAddr};
+use crate::ring::{RingBase, RingError, RingLayout};
+use crate::virtqueue::{DirtyMarks, Virtqueue};
 
 /// The state of a ring, as the front-end has set it so far.
 #[derive(Default)]
@@ -59,10 +60,70 @@ impl Session<'_> {
         let was_running = self.ring(ring)?.running;
         self.stop(ring as u16);
         change(&mut self.rings[ring as usize]);
-        match was_running {
-            true => self.start_if_ready(ring as u16),
-            false => Ok(()),
+        if was_running {
+            self.start_if_ready(ring as u16)?;
         }
+        Ok(())
+    }
+
+    pub(super) fn set_ring_size(&mut self, ring: u32, size: u32) -> Result<(), SessionError> {
+        let size = u16::try_from(size)
+            .map_err(|_| SessionError::Refused("ring size is more than 16 bits"))?;
+        self.change_ring(ring, |state| state.size = size)
+    }
+
+    pub(super) fn set_ring_base(&mut self, ring: u32, base: u32) -> Result<(), SessionError> {
+        if !self.packed() && base > u32::from(u16::MAX) {
+            return Err(SessionError::Refused("ring base is more than 16 bits"));
+        }
+        self.change_ring(ring, |state| state.base = Some(RingBase(base)))
+    }
+
+    /// Stops a ring, and replies with its position.
+    pub(super) fn stop_for_base(&mut self, ring: u32) -> Result<Reply, SessionError> {
+        self.ring(ring)?;
+        self.stop(ring as u16);
+        let first = RingBase::first(self.packed());
+        self.rings[ring as usize].kick = None;
+        // A migrating guest continues elsewhere as soon as this message is answered. Requests that storage
+        // has not finished are in the ring again (`requeue`) and are executed there. Operations that storage
+        // has not answered must not run there: they may still be written later, over data that the guest
+        // writes on the other machine. The front-end therefore waits, as it does for QEMU's own disks
+        // (`bdrv_drain_all`). Closing the connection would not refuse the request: QEMU up to 10.0 continues
+        // without an answer, from the used index or, for packed rings, from their start, and the guest runs
+        // without its requests (`vhost_virtqueue_stop`).
+        if self.migrating() && !self.device.storage_answered() {
+            return Ok(Reply::Deferred(Deferred::VringBase { ring }));
+        }
+        // Before the answer, because the front-end may then let the guest continue elsewhere.
+        self.quiesce()?;
+        let state = &self.rings[ring as usize];
+        let base = state.base.or(state.base_at_reset).unwrap_or(first);
+        Ok(if state.drained {
+            Reply::Base(ring, base)
+        } else {
+            // The record of this ring stays valid, even if the ring has not been started here yet.
+            Reply::Bytes([ring.to_ne_bytes(), base.0.to_ne_bytes()].concat())
+        })
+    }
+
+    pub(super) fn set_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<(), SessionError> {
+        let fd = event(fd)?.ok_or(SessionError::Refused(
+            "a ring without an eventfd for kicks is not supported",
+        ))?;
+        self.ring(ring)?;
+        self.stop(ring as u16);
+        self.rings[ring as usize].kick = Some(fd);
+        self.start_if_ready(ring as u16)
+    }
+
+    pub(super) fn enable_ring(&mut self, ring: u32, on: bool) -> Result<(), SessionError> {
+        self.ring(ring)?.enabled = on;
+        if on {
+            return self.start_if_ready(ring as u16);
+        }
+        self.stop(ring as u16);
+        Ok(())
     }
 
     /// Whether the rings are packed.
@@ -204,9 +265,10 @@ impl Session<'_> {
         (state.base, state.requeued) = (Some(base), true);
         if let Some(log) = &self.log {
             let size = u64::from(layout.size);
-            let (user, len) = match layout.packed {
-                true => (layout.descriptors, 16 * size),
-                false => (layout.available, 6 + 2 * size),
+            let (user, len) = if layout.packed {
+                (layout.descriptors, 16 * size)
+            } else {
+                (layout.available, 6 + 2 * size)
             };
             if let Some(guest) = self.memory.guest_of_user(user, len) {
                 log.mark(guest, len);
@@ -228,16 +290,6 @@ impl Session<'_> {
         if let Some(queue) = self.inflight.as_ref().and_then(queue) {
             queue.forget();
         }
-    }
-
-    /// Installs a new memory map. A ring keeps the map with which it started, so running rings are stopped
-    /// and started again.
-    pub(super) fn change_memory(&mut self, memory: GuestMemory) -> Result<(), SessionError> {
-        self.stop_all();
-        self.memory = Arc::new(memory);
-        // All rings, because a ring that was stopped when its memory was removed may have it again.
-        let rings = (0..self.device.queues()).collect();
-        self.start_again(rings)
     }
 
     pub(super) fn start_again(&mut self, rings: Vec<u16>) -> Result<(), SessionError> {

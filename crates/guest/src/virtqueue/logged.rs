@@ -11,9 +11,10 @@ use std::sync::Arc;
 use block::Segment;
 
 use super::walk::View;
-use super::{Chain, Ring, RingError, RingLayout, Ticket};
+use super::{Chain, Ring, Ticket};
 use crate::log::{DirtyLog, LogError};
 use crate::memory::GuestMemory;
+use crate::ring::{RingError, RingLayout};
 
 /// The log of a ring's writes.
 #[derive(Clone)]

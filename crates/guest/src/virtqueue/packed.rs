@@ -33,7 +33,8 @@ use virtio_bindings::virtio_ring::{
 };
 
 use super::walk::{View, Walk, prefetch};
-use super::{Chain, DESCRIPTOR_BYTES, RingBase, RingError, RingLayout, Ticket, Virtqueue, place};
+use super::{Chain, DESCRIPTOR_BYTES, Ticket, place};
+use crate::ring::{RING_SIZE_MAX, RingBase, RingError, RingLayout};
 
 pub(super) use inflight::TrackedPacked;
 
@@ -98,7 +99,7 @@ struct Descriptor {
 impl Packed {
     pub fn new(view: &View, layout: &RingLayout, chain_limit: u16) -> Result<Self, RingError> {
         let size = layout.size;
-        if size == 0 || size > Virtqueue::SIZE_LIMIT {
+        if size == 0 || size > RING_SIZE_MAX {
             return Err(RingError::PackedSize(size));
         }
         let n = u64::from(size);

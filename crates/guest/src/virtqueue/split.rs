@@ -12,7 +12,8 @@ use virtio_bindings::virtio_ring::{
 };
 
 use super::walk::{View, Walk, prefetch};
-use super::{Chain, DESCRIPTOR_BYTES, RingBase, RingError, RingLayout, Ticket, Virtqueue, place};
+use super::{Chain, DESCRIPTOR_BYTES, Ticket, place};
+use crate::ring::{RING_SIZE_MAX, RingBase, RingError, RingLayout};
 
 pub(super) use in_order::InOrderSplit;
 pub(super) use inflight::TrackedSplit;
@@ -69,7 +70,7 @@ struct UsedElement {
 impl Split {
     pub fn new(view: &View, layout: &RingLayout, chain_limit: u16) -> Result<Self, RingError> {
         let size = layout.size;
-        if !size.is_power_of_two() || size > Virtqueue::SIZE_LIMIT {
+        if !size.is_power_of_two() || size > RING_SIZE_MAX {
             return Err(RingError::Size(size));
         }
         let n = u64::from(size);

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use block::Segment;
 use virtio_bindings::virtio_ring::VRING_DESC_F_WRITE;
 
-use super::{Chain, HEADER_BYTES, RingError};
+use super::{Chain, HEADER_BYTES};
 use crate::memory::{GuestMemory, Window};
+use crate::ring::RingError;
 
 /// The guest's memory with one queue's cache of regions.
 pub(super) struct View {

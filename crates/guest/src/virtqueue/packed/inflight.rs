@@ -39,8 +39,9 @@ use block::Segment;
 
 use super::{AVAIL, Descriptor, INDIRECT, NEXT, Packed, Position, USED, indirect};
 use crate::inflight::InflightQueue;
+use crate::ring::{RingBase, RingError, RingLayout};
 use crate::virtqueue::walk::{View, Walk};
-use crate::virtqueue::{Chain, RingBase, RingError, RingLayout, Ticket};
+use crate::virtqueue::{Chain, Ticket};
 
 pub struct TrackedPacked {
     ring: Packed,

@@ -9,8 +9,9 @@
 use block::Segment;
 
 use super::Split;
+use crate::ring::{RingBase, RingError, RingLayout};
 use crate::virtqueue::walk::View;
-use crate::virtqueue::{Chain, RingBase, RingError, RingLayout, Ticket};
+use crate::virtqueue::{Chain, Ticket};
 
 pub struct InOrderSplit {
     ring: Split,

@@ -28,8 +28,9 @@ use block::Segment;
 
 use super::Split;
 use crate::inflight::InflightQueue;
+use crate::ring::{RingBase, RingError, RingLayout};
 use crate::virtqueue::walk::View;
-use crate::virtqueue::{Chain, RingBase, RingError, RingLayout, Ticket};
+use crate::virtqueue::{Chain, Ticket};
 
 pub struct TrackedSplit {
     ring: Split,
