@@ -9,7 +9,7 @@ use std::sync::Arc;
 use block::Segment;
 use guest::{
     DirtyLog, DirtyMarks, GuestMemory, Inflight, InflightLayout, LogError, LogLayout, RegionLayout,
-    RingBase, RingLayout, Virtqueue,
+    RingBase, RingLayout, Ticket, Virtqueue,
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use testkit::memory::Memory;
@@ -123,9 +123,10 @@ impl Bench {
     /// The pages of the ring that the device may write.
     fn ring_pages(&self) -> BTreeSet<u64> {
         let (at, n) = (self.ring.guest_addresses(), u64::from(SIZE));
-        match self.ring.is_packed() {
-            true => pages(at.desc, 16 * n).chain(pages(at.used, 4)).collect(),
-            false => pages(at.used, 6 + 8 * n).collect(),
+        if self.ring.is_packed() {
+            pages(at.desc, 16 * n).chain(pages(at.used, 4)).collect()
+        } else {
+            pages(at.used, 6 + 8 * n).collect()
         }
     }
 }
@@ -148,14 +149,13 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
     let mut bench = Bench::new(packed, event_idx);
     let mut random = Random(seed);
     let layout = bench.layout();
-    let queue = match tracked {
-        false => Virtqueue::new(bench.guest(), layout),
-        true => {
-            let region = InflightLayout::new(1, SIZE, packed);
-            let file = Inflight::make(region, 1).unwrap();
-            let inflight = Inflight::map(region, file, 1).unwrap();
-            Virtqueue::tracked(bench.guest(), layout, inflight.queue(0, packed).unwrap())
-        }
+    let queue = if tracked {
+        let region = InflightLayout::new(1, SIZE, packed);
+        let file = Inflight::make(region, 1).unwrap();
+        let inflight = Inflight::map(region, file, 1).unwrap();
+        Virtqueue::tracked(bench.guest(), layout, inflight.queue(0, packed).unwrap())
+    } else {
+        Virtqueue::new(bench.guest(), layout)
     };
     let used = bench.ring.guest_addresses().used;
     let marks = bench.marks(LOG_BYTES, random.below(2).eq(&0).then_some(used));
@@ -165,59 +165,19 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
     assert!(bench.unmarked.is_empty());
 
     let mut free: Vec<u16> = (0..REQUESTS).collect();
-    let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
     for step in 0..120u8 {
         bench.marked.clear();
         let mut may_be = bench.ring_pages();
         let batch = random.below(free.len().min(5) as u64) as usize + 1;
         let batch = free.split_off(free.len() - batch);
         for &request in &batch {
-            let (start, end) = match random.below(3) {
-                0 => (0x10_0000, 0x10_4000),
-                _ => (0x6000, 0xe000),
-            };
-            let mut at = start + random.below(end - start - 1);
-            if start == 0x6000 && random.below(4) == 0 {
-                at = HEADERS + PAGE - 1 - random.below(600); // into the next region
-            }
-            let len = (random.below(3 * PAGE) + 1).min(end - at);
-            may_be.extend(pages(at, len));
-            let header = HEADERS + 16 * u64::from(request);
-            let descriptor = |addr, len, flags, next| Desc {
-                addr,
-                len,
-                flags,
-                next,
-            };
-            let first = 2 * request;
-            let head = descriptor(header, 16, Desc::NEXT, first + 1);
-            bench.ring.set_desc(first, head);
-            let tail = descriptor(at, len as u32, Desc::WRITE, 0);
-            bench.ring.set_desc(first + 1, tail);
+            may_be.extend(set_request(&mut bench, request, &mut random));
         }
         bench.ring.publish(batch.iter().map(|r| 2 * r));
         bench.forget();
 
-        let mut tickets = Vec::new();
-        while queue.available().unwrap() > 0 {
-            let chain = queue.fetch(&mut segments).unwrap();
-            let from = usize::from(chain.readable);
-            let writable = &segments[from..from + usize::from(chain.writable)];
-            match random.below(3) {
-                0 => queue.zero(writable),
-                _ => {
-                    let bytes: Vec<u8> = (0..chain.writable_len)
-                        .map(|_| random.any() as u8)
-                        .collect();
-                    queue.copy_to(writable, &bytes);
-                }
-            }
-            tickets.push(chain.ticket());
-        }
+        let tickets = serve_batch(&mut queue, &mut random);
         assert_eq!(tickets.len(), batch.len());
-        // Not in the order in which they came.
-        let first = random.below(tickets.len() as u64) as usize;
-        tickets.rotate_left(first);
         for ticket in &tickets {
             queue.complete(ticket, step, 1);
         }
@@ -253,6 +213,59 @@ fn everything_is_marked(packed: bool, event_idx: bool, tracked: bool, seed: u64)
         let too_many: Vec<_> = bench.marked.difference(&may_be).collect();
         assert!(too_many.is_empty(), "marked for nothing: {too_many:x?}");
     }
+}
+
+/// Writes the descriptors of a request with a buffer of any length anywhere. Returns the pages of the buffer.
+fn set_request(bench: &mut Bench, request: u16, random: &mut Random) -> impl Iterator<Item = u64> {
+    let (start, end) = match random.below(3) {
+        0 => (0x10_0000, 0x10_4000),
+        _ => (0x6000, 0xe000),
+    };
+    let mut at = start + random.below(end - start - 1);
+    if start == 0x6000 && random.below(4) == 0 {
+        at = HEADERS + PAGE - 1 - random.below(600); // into the next region
+    }
+    let len = (random.below(3 * PAGE) + 1).min(end - at);
+    let first = 2 * request;
+    let header = Desc {
+        addr: HEADERS + 16 * u64::from(request),
+        len: 16,
+        flags: Desc::NEXT,
+        next: first + 1,
+    };
+    let buffer = Desc {
+        addr: at,
+        len: len as u32,
+        flags: Desc::WRITE,
+        next: 0,
+    };
+    bench.ring.set_desc(first, header);
+    bench.ring.set_desc(first + 1, buffer);
+    pages(at, len)
+}
+
+/// Fetches all available requests and writes to their buffers. Returns their tickets, in another order.
+fn serve_batch(queue: &mut Virtqueue, random: &mut Random) -> Vec<Ticket> {
+    let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
+    let mut tickets = Vec::new();
+    while queue.available().unwrap() > 0 {
+        let chain = queue.fetch(&mut segments).unwrap();
+        let from = usize::from(chain.readable);
+        let writable = &segments[from..from + usize::from(chain.writable)];
+        match random.below(3) {
+            0 => queue.zero(writable),
+            _ => {
+                let bytes: Vec<u8> = (0..chain.writable_len)
+                    .map(|_| random.any() as u8)
+                    .collect();
+                queue.copy_to(writable, &bytes);
+            }
+        }
+        tickets.push(chain.ticket());
+    }
+    let first = random.below(tickets.len() as u64) as usize;
+    tickets.rotate_left(first);
+    tickets
 }
 
 #[test]

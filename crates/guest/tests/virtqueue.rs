@@ -1,6 +1,7 @@
 //! Virtqueues as legal drivers use them, in every way that the specification allows: what `any_bytes` meets only by
 //! chance.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -290,24 +291,7 @@ fn stress(make: MakeRing, event_idx: bool) {
     let memory = Arc::new(Memory::new(&[(0x10_0000, 0x1_0000)]).unwrap());
     let region = &memory.regions()[0];
     let mut ring = make(&memory, region, SIZE, event_idx).unwrap();
-    let buffers = region.alloc(64 * u64::from(SIZE), 64);
-    for head in (0..SIZE).step_by(2) {
-        let addr = buffers + 64 * u64::from(head);
-        let header = Desc {
-            addr,
-            len: 16,
-            flags: Desc::NEXT,
-            next: head + 1,
-        };
-        let status = Desc {
-            addr: addr + 16,
-            len: 1,
-            flags: Desc::WRITE,
-            next: 0,
-        };
-        ring.set_desc(head, header);
-        ring.set_desc(head + 1, status);
-    }
+    set_flushes(&mut ring, region, SIZE);
     let base = ring.first_base();
     ring.restart(base);
 
@@ -337,35 +321,7 @@ fn stress(make: MakeRing, event_idx: bool) {
         ring.kick.try_clone().unwrap(),
         ring.call.try_clone().unwrap(),
     );
-
-    let device = thread::spawn(move || {
-        let (mut queue, mut random, mut done) = (queue, Random(2), 0);
-        let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
-        let mut sleeps = 0;
-        while done < STRESS {
-            for _ in 0..queue.available().unwrap() {
-                let chain = queue.fetch(&mut segments).unwrap();
-                queue.complete(&chain.ticket(), 0, 1);
-                done += 1;
-                // In batches of any size.
-                if random.below(4) == 0 && queue.publish() {
-                    rustix::io::write(&call, &1u64.to_ne_bytes()).unwrap();
-                }
-            }
-            if queue.publish() {
-                rustix::io::write(&call, &1u64.to_ne_bytes()).unwrap();
-            }
-            if done < STRESS && random.below(2) == 0 {
-                if !queue.enable_kicks() {
-                    sleeps += 1;
-                    let kicked = eventfd_wait(&kick, Some(LOST)).unwrap();
-                    assert!(kicked, "a kick was lost after {done} requests");
-                }
-                queue.disable_kicks();
-            }
-        }
-        sleeps
-    });
+    let device = thread::spawn(move || serve_stress(queue, &kick, &call));
 
     let (mut random, mut sent, mut done, mut sleeps) = (Random(1), 0, 0, 0);
     let mut free: Vec<u16> = (0..SIZE).step_by(2).collect();
@@ -383,10 +339,62 @@ fn stress(make: MakeRing, event_idx: bool) {
         }
         done += ring.take_used(|used| free.push(used.id as u16)) as u64;
     }
-    let device_sleeps: u64 = device.join().unwrap();
+    let device_sleeps = device.join().unwrap();
     assert!(
         sleeps > 1000 && device_sleeps > 1000,
         "{sleeps}, {device_sleeps}"
     );
     assert_eq!(free.len(), usize::from(SIZE / 2));
+}
+
+/// Makes each pair of descriptors a request of a header and a status.
+fn set_flushes(ring: &mut Ring, region: &Region, size: u16) {
+    let buffers = region.alloc(64 * u64::from(size), 64);
+    for head in (0..size).step_by(2) {
+        let addr = buffers + 64 * u64::from(head);
+        let header = Desc {
+            addr,
+            len: 16,
+            flags: Desc::NEXT,
+            next: head + 1,
+        };
+        let status = Desc {
+            addr: addr + 16,
+            len: 1,
+            flags: Desc::WRITE,
+            next: 0,
+        };
+        ring.set_desc(head, header);
+        ring.set_desc(head + 1, status);
+    }
+}
+
+/// The device of [`stress`]. Returns how often it slept.
+fn serve_stress(mut queue: Virtqueue, kick: &OwnedFd, call: &OwnedFd) -> u64 {
+    let interrupt = || rustix::io::write(call, &1u64.to_ne_bytes()).unwrap();
+    let (mut random, mut done, mut sleeps) = (Random(2), 0, 0);
+    let mut segments = vec![Segment { addr: 0, len: 0 }; queue.max_segments()];
+    while done < STRESS {
+        for _ in 0..queue.available().unwrap() {
+            let chain = queue.fetch(&mut segments).unwrap();
+            queue.complete(&chain.ticket(), 0, 1);
+            done += 1;
+            // In batches of any size.
+            if random.below(4) == 0 && queue.publish() {
+                interrupt();
+            }
+        }
+        if queue.publish() {
+            interrupt();
+        }
+        if done < STRESS && random.below(2) == 0 {
+            if !queue.enable_kicks() {
+                sleeps += 1;
+                let kicked = eventfd_wait(kick, Some(LOST)).unwrap();
+                assert!(kicked, "a kick was lost after {done} requests");
+            }
+            queue.disable_kicks();
+        }
+    }
+    sleeps
 }

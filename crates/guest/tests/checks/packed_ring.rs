@@ -354,34 +354,6 @@ pub fn ring(input: &mut Input<'_>) -> (RefPacked, usize) {
 }
 
 pub fn seeds() -> Seeds {
-    let table = |list: &[(u64, u32, u16, u16)]| {
-        let mut bytes = Vec::new();
-        for &(addr, len, id, flags) in list {
-            bytes.extend(addr.to_le_bytes());
-            bytes.extend(len.to_le_bytes());
-            bytes.extend(id.to_le_bytes());
-            bytes.extend(flags.to_le_bytes());
-        }
-        bytes
-    };
-    // A ring of 11 at 0, the driver area at 0x100 and the device area at 0x140: flags and batch, both positions, what the
-    // driver area says, and the descriptors and tables by address.
-    let input = |how: [u8; 2], at: u16, event: [u16; 2], tables: &[(usize, Vec<u8>)]| {
-        let mut bytes = vec![11, how[0], how[1]];
-        for word in [at, at, 0, 0x100 / 2, 0x140 / 2] {
-            bytes.extend(word.to_le_bytes());
-        }
-        let memory = bytes.len();
-        let mut put = |at: usize, what: &[u8]| {
-            let at = memory + at;
-            bytes.resize(bytes.len().max(at + what.len()), 0);
-            bytes[at..at + what.len()].copy_from_slice(what);
-        };
-        put(0x100, &event[0].to_le_bytes());
-        put(0x102, &event[1].to_le_bytes());
-        tables.iter().for_each(|(at, table)| put(*at, table));
-        bytes
-    };
     let usual = |id: u16, turn: u16| {
         [
             (0x200, 16, id, turn | NEXT),
@@ -462,4 +434,35 @@ pub fn seeds() -> Seeds {
             ),
         ),
     ]
+}
+
+/// Descriptors, as they are in memory.
+fn table(list: &[(u64, u32, u16, u16)]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for &(addr, len, id, flags) in list {
+        bytes.extend(addr.to_le_bytes());
+        bytes.extend(len.to_le_bytes());
+        bytes.extend(id.to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+    }
+    bytes
+}
+
+/// A ring of 11 at 0, the driver area at 0x100 and the device area at 0x140: flags and batch, both positions, what the
+/// driver area says, and the descriptors and tables by address.
+fn input(how: [u8; 2], at: u16, event: [u16; 2], tables: &[(usize, Vec<u8>)]) -> Vec<u8> {
+    let mut bytes = vec![11, how[0], how[1]];
+    for word in [at, at, 0, 0x100 / 2, 0x140 / 2] {
+        bytes.extend(word.to_le_bytes());
+    }
+    let memory = bytes.len();
+    let mut put = |at: usize, what: &[u8]| {
+        let at = memory + at;
+        bytes.resize(bytes.len().max(at + what.len()), 0);
+        bytes[at..at + what.len()].copy_from_slice(what);
+    };
+    put(0x100, &event[0].to_le_bytes());
+    put(0x102, &event[1].to_le_bytes());
+    tables.iter().for_each(|(at, table)| put(*at, table));
+    bytes
 }

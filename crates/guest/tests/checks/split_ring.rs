@@ -114,42 +114,11 @@ pub fn ring(input: &mut Input<'_>) -> RefRing {
     }
 }
 
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
 pub fn seeds() -> Seeds {
-    const NEXT: u16 = 1;
-    const WRITE: u16 = 2;
-    const INDIRECT: u16 = 4;
-    let table = |list: &[(u64, u32, u16, u16)]| {
-        let mut bytes = Vec::new();
-        for &(addr, len, flags, next) in list {
-            bytes.extend(addr.to_le_bytes());
-            bytes.extend(len.to_le_bytes());
-            bytes.extend(flags.to_le_bytes());
-            bytes.extend(next.to_le_bytes());
-        }
-        bytes
-    };
-    // A ring of 16 with descriptors at 0, an available ring at 0x100 and a used one at 0x140. Index and heads as given,
-    // and the descriptor tables by address.
-    let input = |flags: u8, first: u16, heads: &[u16], tables: &[(usize, Vec<u8>)]| {
-        let mut bytes = vec![4, flags];
-        for word in [first, 0, 0x100 / 2, 0x140 / 2] {
-            bytes.extend(word.to_le_bytes());
-        }
-        let memory = bytes.len();
-        let mut put = |at: usize, what: &[u8]| {
-            let at = memory + at;
-            bytes.resize(bytes.len().max(at + what.len()), 0);
-            bytes[at..at + what.len()].copy_from_slice(what);
-        };
-        let end = first.wrapping_add(heads.len() as u16);
-        put(0x102, &end.to_le_bytes());
-        for (i, head) in (0..).zip(heads) {
-            let entry = usize::from(first.wrapping_add(i) & 15);
-            put(0x104 + 2 * entry, &head.to_le_bytes());
-        }
-        tables.iter().for_each(|(at, table)| put(*at, table));
-        bytes
-    };
     let usual = [
         (0x200, 16, NEXT, 1),
         (0x1000, 0x1000, NEXT | WRITE, 2),
@@ -218,4 +187,39 @@ pub fn seeds() -> Seeds {
         ),
         ("too_far_ahead", input(0, 0, &[0; 17], &[(0, scattered)])),
     ]
+}
+
+/// Descriptors, as they are in memory.
+fn table(list: &[(u64, u32, u16, u16)]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for &(addr, len, flags, next) in list {
+        bytes.extend(addr.to_le_bytes());
+        bytes.extend(len.to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend(next.to_le_bytes());
+    }
+    bytes
+}
+
+/// A ring of 16 with descriptors at 0, an available ring at 0x100 and a used one at 0x140. Index and heads as given,
+/// and the descriptor tables by address.
+fn input(flags: u8, first: u16, heads: &[u16], tables: &[(usize, Vec<u8>)]) -> Vec<u8> {
+    let mut bytes = vec![4, flags];
+    for word in [first, 0, 0x100 / 2, 0x140 / 2] {
+        bytes.extend(word.to_le_bytes());
+    }
+    let memory = bytes.len();
+    let mut put = |at: usize, what: &[u8]| {
+        let at = memory + at;
+        bytes.resize(bytes.len().max(at + what.len()), 0);
+        bytes[at..at + what.len()].copy_from_slice(what);
+    };
+    let end = first.wrapping_add(heads.len() as u16);
+    put(0x102, &end.to_le_bytes());
+    for (i, head) in (0..).zip(heads) {
+        let entry = usize::from(first.wrapping_add(i) & 15);
+        put(0x104 + 2 * entry, &head.to_le_bytes());
+    }
+    tables.iter().for_each(|(at, table)| put(*at, table));
+    bytes
 }
