@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::Instant;
 
 use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig, HANG, Op, RegionEntries};
@@ -38,10 +39,14 @@ fn start(disk: &Disk, options: &str) -> Server {
 /// Starts a server after a kill: the kernel may still be completing writes and hold the lock.
 fn start_after_kill(disk: &Disk) -> Server {
     let argument = [disk.argument("queues=2")];
+    let start = Instant::now();
     loop {
         match Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &argument) {
             Ok(server) => return server,
-            Err(e) => assert!(e.to_string().contains("in use"), "{e}"),
+            Err(e) => {
+                let is_locked = e.to_string().contains("in use");
+                assert!(is_locked && start.elapsed() < HANG, "{e}");
+            }
         }
     }
 }

@@ -7,9 +7,10 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
+use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
-use testkit::driver::{Device, DeviceConfig, Op};
+use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::qemu_img;
 use testkit::server::Server;
 use testkit::storage::Storage;
@@ -71,11 +72,12 @@ impl Image {
     }
 
     fn serve(&self, options: &str) -> Server {
+        let start = Instant::now();
         loop {
             let command = self.command(options);
             match Server::ringdisk_command(command) {
                 // The kernel may still be completing the killed process's writes.
-                Err(e) if e.to_string().contains("in use") => {}
+                Err(e) if e.to_string().contains("in use") && start.elapsed() < HANG => {}
                 result => return result.unwrap(),
             }
         }
