@@ -181,9 +181,10 @@ impl Framer {
 
     fn count(&mut self) -> Result<(), FramingError> {
         self.tokens += 1;
-        match self.tokens > self.limits.tokens {
-            true => Err(FramingError::TooMany(self.limits.tokens)),
-            false => Ok(()),
+        if self.tokens > self.limits.tokens {
+            Err(FramingError::TooMany(self.limits.tokens))
+        } else {
+            Ok(())
         }
     }
 

@@ -107,9 +107,10 @@ proptest! {
     ) {
         let mut bytes = Vec::new();
         for (value, apart) in &values {
-            let text = match apart {
-                true => serde_json::to_string_pretty(value).unwrap(),
-                false => value.to_string(),
+            let text = if *apart {
+                serde_json::to_string_pretty(value).unwrap()
+            } else {
+                value.to_string()
             };
             bytes.extend(text.as_bytes());
             // Numbers and keywords have no end of their own.

@@ -40,7 +40,7 @@ struct Setup {
     memory: Arc<Mutex<MemoryDisk>>,
     disk: Arc<Disk>,
     threads: Arc<Vec<IoThread>>,
-    told: Arc<Mutex<Vec<IoEvent>>>,
+    events: Arc<Mutex<Vec<IoEvent>>>,
     served: Served,
     device: Device,
 }
@@ -93,9 +93,9 @@ fn serve_on(
             ..Options::default()
         },
     ));
-    let told: Arc<Mutex<Vec<IoEvent>>> = Arc::default();
-    let its_told = told.clone();
-    disk.on_event(move |event| its_told.lock().unwrap().push(*event));
+    let events: Arc<Mutex<Vec<IoEvent>>> = Arc::default();
+    let sink = events.clone();
+    disk.on_event(move |event| sink.lock().unwrap().push(*event));
     let threads = Arc::new(vec![thread.unwrap()]);
     let served = Served::new(disk.clone(), threads.clone(), 1, 256);
     let device = Device::connect(served.socket(), config).unwrap();
@@ -103,7 +103,7 @@ fn serve_on(
         memory,
         disk,
         threads,
-        told,
+        events,
         served,
         device,
     }
@@ -142,16 +142,16 @@ impl Setup {
     }
 
     fn resumed(&self) -> usize {
-        let told = self.told.lock().unwrap();
+        let events = self.events.lock().unwrap();
         let is = |event: &&IoEvent| matches!(event, IoEvent::Resumed(_));
-        told.iter().filter(is).count()
+        events.iter().filter(is).count()
     }
 
     /// How the last outage was; waits for the first to end.
     fn last_resumed(&self) -> IoResumed {
         self.until("it is told", |_| self.resumed() > 0);
-        let told = self.told.lock().unwrap();
-        let resumed = told.iter().rev().find_map(|event| match event {
+        let events = self.events.lock().unwrap();
+        let resumed = events.iter().rev().find_map(|event| match event {
             IoEvent::Resumed(resumed) => Some(*resumed),
             IoEvent::Failed(_) => None,
         });
@@ -159,12 +159,12 @@ impl Setup {
     }
 
     fn actions(&self) -> Vec<IoAction> {
-        let told = self.told.lock().unwrap();
+        let events = self.events.lock().unwrap();
         let action = |event: &IoEvent| match event {
             IoEvent::Failed(failure) => Some(failure.action),
             IoEvent::Resumed(_) => None,
         };
-        told.iter().filter_map(action).collect()
+        events.iter().filter_map(action).collect()
     }
 
     /// Nothing has been answered so far.
@@ -435,9 +435,10 @@ fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool, status_first: bool) 
         let features = setup.device.features | F_LOG_ALL;
         setup.device.frontend.set_features(features).unwrap();
     }
-    match hangs {
-        true => setup.hang(true),
-        false => setup.outage(Some(EIO)),
+    if hangs {
+        setup.hang(true)
+    } else {
+        setup.outage(Some(EIO))
     }
     // Some are writes, which wait. The others are done, again and again: the ring goes round.
     let (writes, others): (Vec<u16>, Vec<u16>) = (0..DEPTH).partition(|slot| slot % 4 == 0);
@@ -474,14 +475,15 @@ fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool, status_first: bool) 
         }
         asking.join().unwrap()
     });
-    match packed {
+    if packed {
+        assert_eq!(base & 0xffff, base >> 16, "{case}")
+    } else {
         // What QEMU knows if it gets no answer.
-        false => assert_eq!(
+        assert_eq!(
             base,
             setup.device.queues[0].ring.base_after_death(),
             "{case}"
-        ),
-        true => assert_eq!(base & 0xffff, base >> 16, "{case}"),
+        )
     }
     setup.hang(false);
     setup.outage(None);

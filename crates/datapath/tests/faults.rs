@@ -303,13 +303,12 @@ impl Guest {
                 Table::Mixed(1),
             ][self.random.below(4) as usize],
         };
-        match odd {
-            true => {
-                let (a, b) = (self.random.below(600), 1 + self.random.below(600));
-                (layout, from + a, to + b)
-            }
+        if odd {
+            let (a, b) = (self.random.below(600), 1 + self.random.below(600));
+            (layout, from + a, to + b)
+        } else {
             // Data behind the header begins on a page.
-            false => (layout, from - 16, to),
+            (layout, from - 16, to)
         }
     }
 

@@ -192,10 +192,10 @@ fn the_dirty_log_is_signalled_only_after_a_mark() {
         busy.queues[0].finish(slots.len());
         quiet.queues[0].finish(1);
     }
-    let mut told = [0; 8];
-    rustix::io::read(&event, &mut told).unwrap();
-    let told = u64::from_ne_bytes(told);
-    println!("told {told} times in {rounds} rounds");
+    let mut interrupts = [0; 8];
+    rustix::io::read(&event, &mut interrupts).unwrap();
+    let interrupts = u64::from_ne_bytes(interrupts);
+    println!("{interrupts} interrupts in {rounds} rounds");
     // With each request, and as its ring is left alone and looked at again.
-    assert!(told <= 4 * rounds, "{told}");
+    assert!(interrupts <= 4 * rounds, "{interrupts}");
 }

@@ -184,9 +184,10 @@ fn the_guest_does_not_notice() {
                         "something is under way"
                     );
                     new.fill(&bytes);
-                    match fails {
-                        true => Err(io::Error::other("not recorded")),
-                        false => Ok(()),
+                    if fails {
+                        Err(io::Error::other("not recorded"))
+                    } else {
+                        Ok(())
                     }
                 });
                 assert_eq!(result.is_err(), fails, "{result:?}");

@@ -34,12 +34,11 @@ fn serve_with(null: bool, fail: u32, options: Options) -> (Arc<Disk>, Served, De
         Polling::up_to(Duration::from_micros(50)),
         move || Faulty::new(memory, faults, 1),
     );
-    let (image, file) = match null {
-        true => (Image::Null, None),
-        false => {
-            let file = Arc::new(tempfile::tempfile().unwrap().into());
-            (Image::Raw, Some((file, Backing::File, Aio::Auto)))
-        }
+    let (image, file) = if null {
+        (Image::Null, None)
+    } else {
+        let file = Arc::new(tempfile::tempfile().unwrap().into());
+        (Image::Raw, Some((file, Backing::File, Aio::Auto)))
     };
     let disk = Arc::new(Disk::new(
         "counted".to_owned(),
@@ -211,26 +210,26 @@ fn held_requests_count_as_in_flight() {
 #[test]
 fn events_report_only_failures_of_storage() {
     let (disk, _served, mut device) = serve(false, 0);
-    let told: Arc<Mutex<Vec<IoEvent>>> = Arc::default();
-    let its = told.clone();
-    assert!(disk.on_event(move |event| its.lock().unwrap().push(*event)));
+    let events: Arc<Mutex<Vec<IoEvent>>> = Arc::default();
+    let sink = events.clone();
+    assert!(disk.on_event(move |event| sink.lock().unwrap().push(*event)));
     assert!(!disk.on_event(|_| ()));
     run(&mut device, Op::Write, 3);
     assert_ne!(device.queues[0].run(Op::Read, DISK_BYTES / 512, LEN), 0);
-    assert_eq!(*told.lock().unwrap(), []);
+    assert_eq!(*events.lock().unwrap(), []);
 
     let (disk, _served, mut device) = serve(false, 500);
-    let its = told.clone();
-    disk.on_event(move |event| its.lock().unwrap().push(*event));
+    let sink = events.clone();
+    disk.on_event(move |event| sink.lock().unwrap().push(*event));
     let (_, bad) = run(&mut device, Op::Read, 3);
     assert!(bad > 0);
-    let told = told.lock().unwrap();
-    let Some(IoEvent::Failed(first)) = told.first() else {
-        panic!("a failure is told: {told:?}");
+    let events = events.lock().unwrap();
+    let Some(IoEvent::Failed(first)) = events.first() else {
+        panic!("no failure is reported: {events:?}");
     };
     assert!(matches!(first.request, Request::Read { .. }) && first.errno > 0);
     assert_eq!(first.action, IoAction::Report);
-    assert!(told.len() as u64 <= bad);
+    assert!(events.len() as u64 <= bad);
 }
 
 #[test]

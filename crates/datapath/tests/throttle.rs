@@ -49,12 +49,11 @@ fn serve(null: bool) -> (Arc<Disk>, Served, Device) {
         Polling::up_to(Duration::from_micros(50)),
         move || Faulty::new(memory, faults, 1),
     );
-    let (image, file) = match null {
-        true => (Image::Null, None),
-        false => {
-            let file = Arc::new(tempfile::tempfile().unwrap().into());
-            (Image::Raw, Some((file, Backing::File, Aio::Auto)))
-        }
+    let (image, file) = if null {
+        (Image::Null, None)
+    } else {
+        let file = Arc::new(tempfile::tempfile().unwrap().into());
+        (Image::Raw, Some((file, Backing::File, Aio::Auto)))
     };
     let name = "limited".to_owned();
     let disk = Arc::new(Disk::new(

@@ -52,9 +52,10 @@ impl Device {
     pub fn connect(socket: impl AsRef<Path>, config: &DeviceConfig) -> io::Result<Self> {
         let mut frontend = Frontend::connect(socket)?;
         let (features, protocol) = negotiate(&mut frontend, config)?;
-        let inflight = match config.inflight && protocol & protocol::INFLIGHT_SHMFD != 0 {
-            true => Some(region(&mut frontend, config)?),
-            false => None,
+        let inflight = if config.inflight && protocol & protocol::INFLIGHT_SHMFD != 0 {
+            Some(region(&mut frontend, config)?)
+        } else {
+            None
         };
         let (memory, queues) = lay_out(config, features)?;
         let mut device = Self {

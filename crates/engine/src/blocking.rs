@@ -282,9 +282,12 @@ impl Job {
 
     fn run(&self) -> Completion {
         let target = &*self.target;
-        let sync = |stable| match stable {
-            true => rustix::fs::fdatasync(&target.file),
-            false => Ok(()),
+        let sync = |stable| {
+            if stable {
+                rustix::fs::fdatasync(&target.file)
+            } else {
+                Ok(())
+            }
         };
         let range = |at, len| Range { target, at, len };
         let result = match self.operation {

@@ -103,9 +103,12 @@ pub fn choose(
         .map_err(io::Error::from)?
         .contains(OFlags::DIRECT);
     let what = || describe(file, backing, direct);
-    let what_in = |in_memory| match in_memory {
-        true => what() + ", read and written by plain calls while they are quick",
-        false => what(),
+    let what_in = |in_memory| {
+        if in_memory {
+            what() + ", read and written by plain calls while they are quick"
+        } else {
+            what()
+        }
     };
     let choice = |aio, reason| Ok(Choice { aio, reason });
     match wanted {

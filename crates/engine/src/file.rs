@@ -43,9 +43,10 @@ impl Identity {
     /// The identity of the file with this metadata.
     pub fn of(file: &fs::Metadata) -> Self {
         // Several device nodes may refer to one device.
-        let (device, inode) = match file.file_type().is_block_device() {
-            true => (u64::MAX, file.rdev()),
-            false => (file.dev(), file.ino()),
+        let (device, inode) = if file.file_type().is_block_device() {
+            (u64::MAX, file.rdev())
+        } else {
+            (file.dev(), file.ino())
         };
         Self { device, inode }
     }
@@ -207,9 +208,10 @@ impl DiskFile {
             .metadata()
             .map_err(|e| open_failed(&name, e, cache, read_only))?
             .file_type();
-        let backing = match kind.is_block_device() {
-            true => Backing::BlockDevice,
-            false => Backing::File,
+        let backing = if kind.is_block_device() {
+            Backing::BlockDevice
+        } else {
+            Backing::File
         };
         let mut flags = rustix::fs::fcntl_getfl(&file).unwrap_or(OFlags::empty());
         flags.remove(OFlags::NONBLOCK);
@@ -323,9 +325,10 @@ impl DiskFile {
             });
         }
         if !size.is_multiple_of(u64::from(facts.logical_block)) {
-            let hint = match facts.logical_block > 512 {
-                true => ", or use cache=writeback, which needs only 512",
-                false => "",
+            let hint = if facts.logical_block > 512 {
+                ", or use cache=writeback, which needs only 512"
+            } else {
+                ""
             };
             return Err(OpenError::Size {
                 path: name,
@@ -444,9 +447,10 @@ fn regular_facts(
     locking: Locking,
 ) -> io::Result<DiskFacts> {
     let stat = file.metadata()?;
-    let (logical_block, address_alignment) = match cache.direct() {
-        true => direct_alignment(file)?,
-        false => (512, 1),
+    let (logical_block, address_alignment) = if cache.direct() {
+        direct_alignment(file)?
+    } else {
+        (512, 1)
     };
     let fs_block = (stat.blksize() as u32)
         .next_power_of_two()
@@ -476,9 +480,10 @@ fn device_facts(file: &File, cache: CacheMode, read_only: bool) -> io::Result<Di
     let physical = rustix::fs::ioctl_blkpbszget(file)?;
     let device = PathBuf::from(queue_directory(file.metadata()?.rdev()));
     let number = |name| read_number(&device.join(name));
-    let (logical_block, address_alignment) = match cache.direct() {
-        true => (logical, direct_alignment(file)?.1),
-        false => (logical, 1),
+    let (logical_block, address_alignment) = if cache.direct() {
+        (logical, direct_alignment(file)?.1)
+    } else {
+        (logical, 1)
     };
     let can_discard = !read_only && number("discard_max_bytes").unwrap_or(0) > 0;
     let granularity = number("discard_granularity").unwrap_or(0).max(logical);
@@ -536,9 +541,10 @@ fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
 fn queue_directory(device: u64) -> String {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     let node = format!("/sys/dev/block/{major}:{minor}");
-    match Path::new(&node).join("partition").exists() {
-        true => format!("{node}/../queue"),
-        false => format!("{node}/queue"),
+    if Path::new(&node).join("partition").exists() {
+        format!("{node}/../queue")
+    } else {
+        format!("{node}/queue")
     }
 }
 

@@ -180,9 +180,10 @@ impl CostEstimate {
 
     fn record(&mut self, time: Duration, slept: bool, bytes: usize) {
         let allowance = BASE + EACH_PAGE * (bytes / 4096) as u32;
-        let waited = match slept {
-            true => (time.as_secs_f32() / allowance.as_secs_f32()).min(COST_MAX),
-            false => 0.0,
+        let waited = if slept {
+            (time.as_secs_f32() / allowance.as_secs_f32()).min(COST_MAX)
+        } else {
+            0.0
         };
         self.load += (waited - self.load) / AVERAGE_WEIGHT;
         self.until_sample = if waited > 1.0 { 0 } else { SAMPLE_INTERVAL - 1 };

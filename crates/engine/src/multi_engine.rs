@@ -288,9 +288,10 @@ impl Engine for MultiEngine {
             Main::Ring(ring) => ring.wait(),
             Main::Poller { poller, pool } => {
                 pool.push();
-                match ready || pool.ready() {
-                    true => poller.check_sometimes(),
-                    false => poller.fetch_events(true),
+                if ready || pool.ready() {
+                    poller.check_sometimes()
+                } else {
+                    poller.fetch_events(true)
                 }
             }
         }

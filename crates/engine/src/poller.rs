@@ -71,9 +71,10 @@ impl Poller {
     /// Checks for events without sleeping, at one in `CHECK_INTERVAL` calls.
     pub fn check_sometimes(&mut self) -> io::Result<()> {
         self.opportunities = self.opportunities.wrapping_add(1);
-        match self.opportunities.is_multiple_of(CHECK_INTERVAL) {
-            true => self.fetch_events(false),
-            false => Ok(()),
+        if self.opportunities.is_multiple_of(CHECK_INTERVAL) {
+            self.fetch_events(false)
+        } else {
+            Ok(())
         }
     }
 

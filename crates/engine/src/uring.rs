@@ -396,20 +396,16 @@ impl Engine for Uring {
         // some.
         let nothing_to_do = all_done && queue.is_empty() && !queue.taskrun();
         drop(queue);
-        match nothing_to_do {
-            true => Ok(()),
-            false => self.enter(0),
-        }
+        if nothing_to_do { Ok(()) } else { self.enter(0) }
     }
 
     fn wait(&mut self) -> io::Result<()> {
         // Completions that did not fit into the last reap cause no further event.
-        match self.inline.is_empty() && !self.blocking.ready() {
-            true => {
-                self.blocking.push();
-                self.enter(1)
-            }
-            false => self.push(),
+        if self.inline.is_empty() && !self.blocking.ready() {
+            self.blocking.push();
+            self.enter(1)
+        } else {
+            self.push()
         }
     }
 

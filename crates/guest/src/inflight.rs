@@ -98,9 +98,10 @@ impl InflightLayout {
         let sound = (1..=queues).contains(&self.queues)
             && (1..=len_max).contains(&self.len)
             && self.file_offset.is_multiple_of(8);
-        match sound {
-            true => Ok(()),
-            false => Err(InflightError::Malformed(self, queues)),
+        if sound {
+            Ok(())
+        } else {
+            Err(InflightError::Malformed(self, queues))
         }
     }
 

@@ -100,9 +100,10 @@ impl DirtyLog {
     /// # Errors
     /// The log is too short.
     pub fn check_covers(&self, end: u64) -> Result<(), LogError> {
-        match end.div_ceil(BYTE_COVERS) <= self.layout.len {
-            true => Ok(()),
-            false => Err(LogError::Short(self.layout.len, end)),
+        if end.div_ceil(BYTE_COVERS) <= self.layout.len {
+            Ok(())
+        } else {
+            Err(LogError::Short(self.layout.len, end))
         }
     }
 

@@ -130,13 +130,13 @@ impl GuestMemory {
             self.abort.clone(),
         )?);
         let mut regions = self.regions.clone();
-        let place = regions.partition_point(|r| r.layout.guest < layout.guest);
+        let index = regions.partition_point(|r| r.layout.guest < layout.guest);
         let region = Region {
             layout,
             mapping,
             file,
         };
-        regions.insert(place, region);
+        regions.insert(index, region);
         let abort = self.abort.clone();
         Ok(Self { regions, abort })
     }
@@ -147,14 +147,14 @@ impl GuestMemory {
     /// There is no such region.
     pub fn without_region(&self, layout: RegionLayout) -> Result<Self, MemoryError> {
         let mut regions = self.regions.clone();
-        let place = regions
+        let index = regions
             .iter()
             .position(|r| {
                 (r.layout.guest, r.layout.user, r.layout.len)
                     == (layout.guest, layout.user, layout.len)
             })
             .ok_or(MemoryError::Unknown(layout.guest))?;
-        regions.remove(place);
+        regions.remove(index);
         let abort = self.abort.clone();
         Ok(Self { regions, abort })
     }

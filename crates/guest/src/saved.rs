@@ -206,9 +206,12 @@ impl<I: Iterator<Item = OwnedFd>> Words<'_, I> {
     }
 
     fn below(&mut self, end: u64) -> Result<u64, InvalidSession> {
-        self.word().and_then(|word| match word < end {
-            true => Ok(word),
-            false => Err(InvalidSession),
+        self.word().and_then(|word| {
+            if word < end {
+                Ok(word)
+            } else {
+                Err(InvalidSession)
+            }
         })
     }
 

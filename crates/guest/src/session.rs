@@ -565,9 +565,10 @@ impl Session<'_> {
                 "the guest cannot migrate while its storage does not answer requests in flight",
             ));
         }
-        match self.rings.iter().any(|r| r.running) {
-            true => Ok(()),
-            false => Ok(self.device.quiesce(migrating)?),
+        if self.rings.iter().any(|r| r.running) {
+            Ok(())
+        } else {
+            Ok(self.device.quiesce(migrating)?)
         }
     }
 }

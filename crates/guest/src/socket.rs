@@ -150,9 +150,10 @@ fn fill(
         if received.flags.contains(ReturnFlags::CTRUNC) {
             // The buffer holds as many descriptors as a message may have: either the front-end sent more, or
             // this process may not open more.
-            return Err(match fds.len() == MAX_FDS {
-                true => MessageError::TooManyDescriptors.into(),
-                false => io::Error::from(rustix::io::Errno::MFILE).into(),
+            return Err(if fds.len() == MAX_FDS {
+                MessageError::TooManyDescriptors.into()
+            } else {
+                io::Error::from(rustix::io::Errno::MFILE).into()
             });
         }
         match received.bytes {

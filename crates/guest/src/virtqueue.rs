@@ -94,9 +94,10 @@ impl Virtqueue {
     /// The size is not allowed, or part of the ring is outside `memory` or misaligned.
     pub fn new(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
         Self::open_ring(memory, layout, |view, limit| {
-            Ok(match layout.packed {
-                true => Ring::Packed(Packed::new(view, &layout, limit)?),
-                false => Ring::Split(Split::new(view, &layout, limit)?),
+            Ok(if layout.packed {
+                Ring::Packed(Packed::new(view, &layout, limit)?)
+            } else {
+                Ring::Split(Split::new(view, &layout, limit)?)
             })
         })
     }
@@ -113,15 +114,12 @@ impl Virtqueue {
         region: InflightQueue,
     ) -> Result<Self, RingError> {
         Self::open_ring(memory, layout, |view, limit| {
-            Ok(match layout.packed {
-                true => {
-                    let ring = TrackedPacked::new(view, &layout, limit, region)?;
-                    Ring::TrackedPacked(Box::new(ring))
-                }
-                false => {
-                    let ring = TrackedSplit::new(view, &layout, limit, region)?;
-                    Ring::TrackedSplit(Box::new(ring))
-                }
+            Ok(if layout.packed {
+                let ring = TrackedPacked::new(view, &layout, limit, region)?;
+                Ring::TrackedPacked(Box::new(ring))
+            } else {
+                let ring = TrackedSplit::new(view, &layout, limit, region)?;
+                Ring::TrackedSplit(Box::new(ring))
             })
         })
     }
@@ -133,12 +131,13 @@ impl Virtqueue {
     /// # Errors
     /// As for [`new`](Self::new).
     pub fn untracked(memory: Arc<GuestMemory>, layout: RingLayout) -> Result<Self, RingError> {
-        match layout.packed {
-            true => Self::new(memory, layout),
-            false => Self::open_ring(memory, layout, |view, limit| {
+        if layout.packed {
+            Self::new(memory, layout)
+        } else {
+            Self::open_ring(memory, layout, |view, limit| {
                 let ring = InOrderSplit::new(view, &layout, limit)?;
                 Ok(Ring::InOrder(Box::new(ring)))
-            }),
+            })
         }
     }
 

@@ -197,9 +197,10 @@ impl World {
             descriptors: USER + DESCRIPTORS as u64,
             available: USER + DRIVER as u64,
             used: USER + DEVICE as u64,
-            base: match self.packed {
-                true => RingBase::packed(base, base),
-                false => RingBase::split(base),
+            base: if self.packed {
+                RingBase::packed(base, base)
+            } else {
+                RingBase::split(base)
             },
             event_idx: false,
             max_segments: 6,
@@ -216,9 +217,10 @@ impl World {
         &self,
         (memory, layout, region): (Arc<GuestMemory>, RingLayout, InflightQueue),
     ) -> Virtqueue {
-        match self.in_order {
-            false => Virtqueue::tracked(memory, layout, region).unwrap(),
-            true => Virtqueue::untracked(memory, layout).unwrap(),
+        if self.in_order {
+            Virtqueue::untracked(memory, layout).unwrap()
+        } else {
+            Virtqueue::tracked(memory, layout, region).unwrap()
         }
     }
 
@@ -346,9 +348,10 @@ impl World {
             };
             assert!(self.in_flight(id), "{id} was given back twice");
             self.guest.write(MEMO + memo::IN_FLIGHT + id, 0u8);
-            at = match self.packed {
-                true => step(at, self.chain(id).len() as u16),
-                false => at.wrapping_add(1),
+            at = if self.packed {
+                step(at, self.chain(id).len() as u16)
+            } else {
+                at.wrapping_add(1)
             };
             count += 1;
         }
@@ -360,9 +363,10 @@ impl World {
 /// A position of a packed ring, some descriptors on.
 fn step(at: u16, count: u16) -> u16 {
     let index = (at & 0x7fff) + count;
-    match index >= SIZE {
-        true => (at ^ 0x8000) & 0x8000 | (index - SIZE),
-        false => at & 0x8000 | index,
+    if index >= SIZE {
+        (at ^ 0x8000) & 0x8000 | (index - SIZE)
+    } else {
+        at & 0x8000 | index
     }
 }
 
@@ -411,9 +415,10 @@ fn run(world: &World, random: &mut Random, steps: usize) {
             Step::Publish => {
                 device.publish();
                 let all = published + done;
-                published = match world.in_order {
-                    false => all,
-                    true => unwatched(|| world.given_back()),
+                published = if world.in_order {
+                    unwatched(|| world.given_back())
+                } else {
+                    all
                 };
                 done = all - published;
             }

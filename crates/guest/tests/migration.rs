@@ -93,9 +93,10 @@ fn migration_waits_for_storage() {
         let accepted = protocol::ALL & frontend.protocol_features().unwrap();
         frontend.set_protocol_features(accepted).unwrap();
         frontend.set_features(offered | F_LOG_ALL).unwrap();
-        let (request, flags, payload) = match status_first {
-            true => (SET_STATUS, VERSION | NEED_REPLY, [0; 8]),
-            false => (GET_VRING_BASE, VERSION, [0; 8]),
+        let (request, flags, payload) = if status_first {
+            (SET_STATUS, VERSION | NEED_REPLY, [0; 8])
+        } else {
+            (GET_VRING_BASE, VERSION, [0; 8])
         };
         frontend.send_raw(request, flags, 8, &payload, &[]).unwrap();
         while !hung.asked.load(Ordering::SeqCst) {

@@ -98,8 +98,8 @@ impl Handler for FakeDisks {
             }
             Command::BlockdevDel(BlockdevDel { node_name }) => {
                 let missing = || CommandError::generic(format!("there is no node '{node_name}'"));
-                let place = nodes.iter().position(|node| node.0 == node_name);
-                nodes.remove(place.ok_or_else(missing)?);
+                let index = nodes.iter().position(|node| node.0 == node_name);
+                nodes.remove(index.ok_or_else(missing)?);
             }
             Command::BlockExportAdd(options) => {
                 exports.push((options.id.to_string(), options.node_name));

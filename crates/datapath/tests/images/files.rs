@@ -96,9 +96,10 @@ impl Memory {
 }
 
 fn fails(on: &AtomicBool, errno: i32) -> io::Result<()> {
-    match on.load(Ordering::Relaxed) {
-        true => Err(io::Error::from_raw_os_error(errno)),
-        false => Ok(()),
+    if on.load(Ordering::Relaxed) {
+        Err(io::Error::from_raw_os_error(errno))
+    } else {
+        Ok(())
     }
 }
 

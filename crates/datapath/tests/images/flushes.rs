@@ -43,9 +43,10 @@ fn only_writes_lost_by_the_page_cache_fail_later_flushes() {
         let make = move || Faulty::over(bytes, FAULTS, 1);
         let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
         let options = Options {
-            cache: match cached {
-                true => CacheMode::Writeback,
-                false => CacheMode::None,
+            cache: if cached {
+                CacheMode::Writeback
+            } else {
+                CacheMode::None
             },
             werror: OnError::Report,
             ..Options::default()

@@ -547,11 +547,11 @@ fn all_kinds(test: &str, part: Range<usize>) {
         let directory = tempfile::tempdir().unwrap();
         variant.make(directory.path(), 5);
         let start = qemu::content(directory.path(), "disk.qcow2", "qcow2");
-        let told = runner(CASES).run(&stories(), |story| {
+        let result = runner(CASES).run(&stories(), |story| {
             tell(variant, directory.path(), &start, &story);
             Ok(())
         });
-        if let Err(e) = told {
+        if let Err(e) = result {
             panic!("{}: {e}", variant.name);
         }
     }

@@ -90,19 +90,18 @@ fn detecting_zeroes_takes_turns() {
         };
         let mut files = Files::default();
         let (chain, its_files) = files.chain(&directory.path().join("disk.qcow2"), None);
-        let (bytes, disk) = match raw {
-            false => (
+        let (bytes, disk) = if raw {
+            let size = PIECES * MIB;
+            let file = Arc::new(tempfile::tempfile().unwrap().into());
+            let files = [(file, Backing::File, Aio::Auto)];
+            let name = "raw".into();
+            let disk = Disk::new(name, Image::Raw, files, FACTS, size, "", options);
+            (MemoryDisk::file(vec![1; size as usize]), Arc::new(disk))
+        } else {
+            (
                 its_files[0].disk.clone(),
                 disk(Arc::new(chain), 1, FACTS, options),
-            ),
-            true => {
-                let size = PIECES * MIB;
-                let file = Arc::new(tempfile::tempfile().unwrap().into());
-                let files = [(file, Backing::File, Aio::Auto)];
-                let name = "raw".into();
-                let disk = Disk::new(name, Image::Raw, files, FACTS, size, "", options);
-                (MemoryDisk::file(vec![1; size as usize]), Arc::new(disk))
-            }
+            )
         };
         let its_bytes = bytes.clone();
         let make = move || Faulty::over(vec![its_bytes], FAULTS, 1);

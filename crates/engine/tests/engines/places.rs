@@ -47,12 +47,13 @@ impl Way {
 /// What works here, or would if io_uring were switched off.
 pub fn support(ring: bool) -> Arc<Support> {
     let mut support = Support::probe();
-    match ring {
-        true => assert!(
+    if ring {
+        assert!(
             support.io_uring.is_ok(),
             "these tests need io_uring: {support:?}"
-        ),
-        false => support.io_uring = Err(UringError::Disabled("2".into())),
+        )
+    } else {
+        support.io_uring = Err(UringError::Disabled("2".into()))
     }
     Arc::new(support)
 }

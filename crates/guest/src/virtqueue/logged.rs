@@ -50,10 +50,11 @@ impl Logged {
     ) -> Result<Self, LogError> {
         let memory = view.memory.clone();
         let n = u64::from(layout.size);
-        let ring_bytes = match layout.packed {
+        let ring_bytes = if layout.packed {
             // Used elements overwrite available ones.
-            true => [(layout.descriptors, 16 * n), (layout.used, 4)],
-            false => [(0, 0), (layout.used, 6 + 8 * n)],
+            [(layout.descriptors, 16 * n), (layout.used, 4)]
+        } else {
+            [(0, 0), (layout.used, 6 + 8 * n)]
         };
         let mut parts = ring_bytes.map(|(user, len)| {
             let guest = memory.guest_of_user(user, len);

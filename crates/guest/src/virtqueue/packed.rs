@@ -316,9 +316,10 @@ impl Packed {
 
     #[inline(never)]
     pub fn enable_kicks(&mut self) -> bool {
-        self.wish(match self.event_idx {
-            true => u32::from(self.available.encode()) | VRING_PACKED_EVENT_FLAG_DESC << 16,
-            false => VRING_PACKED_EVENT_FLAG_ENABLE << 16,
+        self.wish(if self.event_idx {
+            u32::from(self.available.encode()) | VRING_PACKED_EVENT_FLAG_DESC << 16
+        } else {
+            VRING_PACKED_EVENT_FLAG_ENABLE << 16
         });
         // The guest writes its flags and then reads the setting that was just written.
         fence(Ordering::SeqCst);

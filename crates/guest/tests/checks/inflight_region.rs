@@ -23,9 +23,10 @@ fn check_in(memory: &TestMemory, data: &[u8]) {
     let mut input = Input(data);
     let [kind, how] = input.bytes();
     let packed = kind & 1 != 0;
-    let size = match packed {
-        true => 1 + u16::from(kind >> 1) % 32,
-        false => 1 << (kind >> 1 & 7),
+    let size = if packed {
+        1 + u16::from(kind >> 1) % 32
+    } else {
+        1 << (kind >> 1 & 7)
     };
     let entries = size + u16::from(how & 1);
     let inflight_layout = InflightLayout::new(1, entries, packed);

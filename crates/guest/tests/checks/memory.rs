@@ -237,9 +237,10 @@ impl RefRing {
                 return None;
             }
             TestMemory::parts(addr, u64::from(len))?;
-            match is_write {
-                true => writable.push((addr, u64::from(len))),
-                false => readable.push((addr, u64::from(len))),
+            if is_write {
+                writable.push((addr, u64::from(len)))
+            } else {
+                readable.push((addr, u64::from(len)))
             }
             if !has_next {
                 break;

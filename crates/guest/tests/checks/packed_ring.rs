@@ -66,15 +66,16 @@ impl Place {
 
     /// The next place, step by step.
     pub fn next(self, size: u16) -> Self {
-        match self.index + 1 == size {
-            true => Self {
+        if self.index + 1 == size {
+            Self {
                 index: 0,
                 wrap: !self.wrap,
-            },
-            false => Self {
+            }
+        } else {
+            Self {
                 index: self.index + 1,
                 ..self
-            },
+            }
         }
     }
 }
@@ -249,9 +250,10 @@ fn check_in(memory: &TestMemory, data: &[u8]) {
     // Last, because it writes to the ring: a kick is missing exactly if there is more to fetch.
     let more = queue.enable_kicks();
     assert_eq!(more, ring.is_available(memory, ring.available));
-    let wish = match ring.event_idx {
-        true => (ring.available.word(), 2),
-        false => (0, 0),
+    let wish = if ring.event_idx {
+        (ring.available.word(), 2)
+    } else {
+        (0, 0)
     };
     let word = |at| memory.read_u16(ring.device + at).expect("the ring");
     assert_eq!((word(0), word(2)), wish);
@@ -314,7 +316,7 @@ fn give_back(
         let flags = memory.read_u16(flags_at(ring, from));
         assert_eq!(flags, shown, "the first element is shown too early");
     }
-    let told = queue.publish();
+    let notified = queue.publish();
     if intact {
         for (at, id, len) in elements {
             let flags = if at.wrap { AVAIL | USED } else { 0 } | WRITE;
@@ -324,8 +326,8 @@ fn give_back(
     }
     // The driver area may overlap the ring: read after it. The first publication tells the guest in any case.
     match ring.wants_interrupt(memory, from) {
-        Some(wanted) => assert!(told == wanted || told && first, "{ring:?}"),
-        None => assert!(told, "{ring:?}"),
+        Some(wanted) => assert!(notified == wanted || notified && first, "{ring:?}"),
+        None => assert!(notified, "{ring:?}"),
     }
 }
 

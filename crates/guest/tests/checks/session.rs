@@ -87,12 +87,11 @@ fn check_replies(mut socket: &UnixStream) {
 
 fn send(socket: &UnixStream, input: &mut Input<'_>, memory: &OwnedFd) -> io::Result<()> {
     let (request, flags) = (u32::from(input.u8()), Flags(input.u8()));
-    let (payload, n_fds) = match flags.raw() {
-        true => {
-            let len = usize::from(input.u16() % 300);
-            (input.slice(len).to_vec(), usize::from(input.u8() % 10))
-        }
-        false => payload(request, input),
+    let (payload, n_fds) = if flags.raw() {
+        let len = usize::from(input.u16() % 300);
+        (input.slice(len).to_vec(), usize::from(input.u8() % 10))
+    } else {
+        payload(request, input)
     };
     let mut header = [request, 1, payload.len() as u32];
     if flags.need_reply() {

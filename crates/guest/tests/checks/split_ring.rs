@@ -50,14 +50,15 @@ fn check_in(memory: &TestMemory, data: &[u8]) {
             return;
         }
         assert_eq!(queue.base(), RingBase::split(ring.next_available));
-        let told = queue.publish();
+        let notified = queue.publish();
         // Read after it: rings may overlap. The first publication tells the guest in any case.
         let new_used = old_used.wrapping_add(1);
-        let wanted = match ring.event_idx {
-            true => need_event(available(4 + 2 * u64::from(ring.size)), new_used, old_used),
-            false => available(0) & 1 == 0,
+        let wanted = if ring.event_idx {
+            need_event(available(4 + 2 * u64::from(ring.size)), new_used, old_used)
+        } else {
+            available(0) & 1 == 0
         };
-        assert!(told == wanted || told && n == 0, "{ring:?}");
+        assert!(notified == wanted || notified && n == 0, "{ring:?}");
         old_used = new_used;
     }
     // Last, because it writes to the ring: a kick is missing exactly if there is more to fetch.

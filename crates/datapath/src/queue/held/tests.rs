@@ -168,17 +168,19 @@ fn within(what: &str, is: f64, wanted: f64, percent: f64) {
 
 /// How long to look at a rate: without optimisation, ten seconds at a high rate take as long.
 fn seconds(rate: u64) -> f64 {
-    match cfg!(debug_assertions) && rate > 10_000 {
-        true => 1.5,
-        false => 10.0,
+    if cfg!(debug_assertions) && rate > 10_000 {
+        1.5
+    } else {
+        10.0
     }
 }
 
 /// What flows at once at first counts in ten seconds, as it does for a guest, and not in less.
 fn warm_up(sims: &mut [Sim], seconds: f64) -> u64 {
-    match seconds < 10.0 {
-        true => run(sims, start(), 0.2),
-        false => start(),
+    if seconds < 10.0 {
+        run(sims, start(), 0.2)
+    } else {
+        start()
     }
 }
 

@@ -116,9 +116,10 @@ impl TrackedPacked {
             counter: 0,
             resubmit: Vec::new(),
         };
-        match blank {
-            true => tracked.begin(layout.base)?,
-            false => tracked.recover()?,
+        if blank {
+            tracked.begin(layout.base)?
+        } else {
+            tracked.recover()?
         }
         Ok(tracked)
     }
@@ -153,9 +154,10 @@ impl TrackedPacked {
         let flags = self.ring.flags(old_used.index).load(Ordering::Acquire);
         let published =
             used.encode() != old_used.encode() && flags & (AVAIL | USED) != old_used.turn;
-        let (free, used) = match published {
-            true => (heads.0, used),
-            false => (heads.1, old_used),
+        let (free, used) = if published {
+            (heads.0, used)
+        } else {
+            (heads.1, old_used)
         };
         header.heads.store(both(free, free), Ordering::Release);
         header.used.store(words(used, used), Ordering::Release);

@@ -80,9 +80,10 @@ impl TrackedSplit {
             resubmit: Vec::new(),
             batch: vec![0; usize::from(layout.size)].into(),
         };
-        match blank {
-            true => tracked.begin(),
-            false => tracked.recover()?,
+        if blank {
+            tracked.begin()
+        } else {
+            tracked.recover()?
         }
         Ok(tracked)
     }
