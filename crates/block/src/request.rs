@@ -1,3 +1,5 @@
+use std::fmt;
+
 use crate::GuestOffset;
 
 /// A guest's request to its disk, parsed and checked against the disk's size and block size.
@@ -39,4 +41,31 @@ pub enum Request {
     },
     /// Return the disk's serial number, 20 bytes.
     GetId,
+}
+
+impl fmt::Display for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (operation, at, len) = match *self {
+            Self::Read { at, len } => ("a read", at, len),
+            Self::Write { at, len } => ("a write", at, len),
+            Self::Discard { at, len } => ("a discard", at, len),
+            Self::WriteZeroes { at, len, .. } => ("a write-zeroes", at, len),
+            Self::Flush => return write!(f, "a flush"),
+            Self::GetId => return write!(f, "a query of the serial number"),
+        };
+        write!(f, "{operation} of {len} bytes at byte {}", at.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_described_in_words() {
+        let (at, len) = (GuestOffset(8192), 4096);
+        let text = Request::Write { at, len }.to_string();
+        assert_eq!(text, "a write of 4096 bytes at byte 8192");
+        assert_eq!(Request::Flush.to_string(), "a flush");
+    }
 }

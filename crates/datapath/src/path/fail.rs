@@ -147,7 +147,7 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
             e => explain(&std::io::Error::from_raw_os_error(e), ""),
         };
         error!(
-            "disk {}: {:?} failed at {} of its file, with {} bytes left: {cause}{then}{left_out}",
+            "disk {}: {} failed at {} of its file, with {} bytes left: {cause}{then}{left_out}",
             disk.name, slot.request, slot.at, slot.left
         );
     });

@@ -147,10 +147,10 @@ pub(crate) fn retire(queue: &mut Queue, reason: &RingError, notifier: &Notifier)
     let disk = &queue.disk;
     disk.errors.log(|left_out| {
         warn!(
-            "disk {}: queue {} is given up at {:?} until {until}: {reason}{left_out}",
+            "disk {}: queue {} is given up at position {:#x} until {until}: {reason}{left_out}",
             disk.name,
             queue.ring.number(),
-            queue.ring.base(),
+            queue.ring.base().0,
         );
     });
     super::notify::report_error(queue, notifier);
