@@ -140,8 +140,8 @@ fn run_on(release: &str) {
             let run = AssertUnwindSafe(|| running.run(&mut record));
             match panic::catch_unwind(run) {
                 Ok(()) => break,
-                Err(_) if tries_left > 0 && vm::translation_failed(&logs) => {
-                    println!("QEMU's translation failed; the guest is started again");
+                Err(_) if tries_left > 0 && vm::emulation_failed(&logs) => {
+                    println!("QEMU's emulation of processors failed; the guest is started again");
                     record.forget_after(steps);
                 }
                 Err(panic) => panic::resume_unwind(panic),
