@@ -110,28 +110,70 @@ pub fn fio_bin_ns(bin: usize) -> u64 {
 
 /// Counts latencies while requests run, in fio's bins: adding one needs no search.
 #[derive(Clone, Debug)]
-pub struct Bins([u64; BINS]);
+pub struct Bins {
+    counts: [u64; BINS],
+    sum_ns: u64,
+    max_ns: u64,
+}
 
 /// fio's: 29 groups of 64.
 const BINS: usize = 29 << 6;
 
 impl Default for Bins {
     fn default() -> Self {
-        Self([0; BINS])
+        Self {
+            counts: [0; BINS],
+            sum_ns: 0,
+            max_ns: 0,
+        }
     }
 }
 
 impl Bins {
     /// Counts a request.
     pub fn add(&mut self, latency_ns: u64) {
-        self.0[fio_bin(latency_ns)] += 1;
+        self.add_many(latency_ns, 1);
+    }
+
+    /// Counts requests with the same latency.
+    pub fn add_many(&mut self, latency_ns: u64, requests: u64) {
+        self.counts[fio_bin(latency_ns)] += requests;
+        self.sum_ns = self
+            .sum_ns
+            .saturating_add(latency_ns.saturating_mul(requests));
+        self.max_ns = self.max_ns.max(latency_ns);
+    }
+
+    /// Adds all requests of other bins.
+    pub fn merge(&mut self, other: &Self) {
+        for (requests, more) in self.counts.iter_mut().zip(&other.counts) {
+            *requests += more;
+        }
+        self.sum_ns = self.sum_ns.saturating_add(other.sum_ns);
+        self.max_ns = self.max_ns.max(other.max_ns);
+    }
+
+    /// The number of requests.
+    pub fn requests(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// The mean latency, exact; 0 without requests.
+    pub fn mean_ns(&self) -> f64 {
+        self.sum_ns as f64 / self.requests().max(1) as f64
+    }
+
+    /// The longest latency, exact.
+    pub fn max_ns(&self) -> u64 {
+        self.max_ns
     }
 
     /// Moves all counts to a histogram.
     pub fn move_to(&mut self, histogram: &mut Histogram) {
-        for (bin, requests) in self.0.iter_mut().enumerate() {
-            histogram.add(fio_bin_ns(bin), std::mem::take(requests));
+        for (bin, requests) in self.counts.iter().enumerate() {
+            histogram.add(fio_bin_ns(bin), *requests);
         }
+        *self = Self::default();
     }
 }
 
@@ -184,9 +226,13 @@ mod tests {
         assert_eq!(fio_bin(u64::MAX), BINS - 1);
         let mut histogram = Histogram::default();
         let mut counted = Bins::default();
-        for latency in [1, 1, 300, 70_000] {
-            counted.add(latency);
-        }
+        counted.add_many(1, 2);
+        let mut more = Bins::default();
+        more.add(300);
+        more.add(70_000);
+        counted.merge(&more);
+        assert_eq!((counted.requests(), counted.max_ns()), (4, 70_000));
+        assert_eq!(counted.mean_ns(), 70_302.0 / 4.0);
         counted.move_to(&mut histogram);
         counted.move_to(&mut histogram);
         assert_eq!(

@@ -4,6 +4,7 @@
 //! Used by the lab, which ships, and by testkit and xtask, which do not. It depends on nothing of the data path, and on
 //! nothing that only tests need.
 
+pub mod cpu;
 pub mod histogram;
 pub mod initramfs;
 pub mod paths;
@@ -11,4 +12,5 @@ pub mod process;
 pub mod qemu;
 pub mod qmp;
 pub mod random;
+pub mod spread;
 pub mod svg;

@@ -18,8 +18,8 @@ use crate::host::now_ms;
 use crate::plan::sockets::depth;
 use crate::plan::words::{Arrival, Rw};
 use crate::plan::{Settings, Workload};
-use crate::process;
 use crate::vhost::{DESCRIPTORS, Device, Queue, Shape};
+use harness::cpu;
 
 /// Longest that a server may take to greet, or to complete a request.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -97,7 +97,7 @@ pub fn drive(
             .map(|lane| {
                 let start = &start;
                 scope.spawn(move || {
-                    let pinned = times.cpu.map_or(Ok(()), process::pin_thread);
+                    let pinned = times.cpu.map_or(Ok(()), |cpu| cpu::pin_thread(&[cpu]));
                     start.wait();
                     pinned?;
                     lane.run(load, times, stop)

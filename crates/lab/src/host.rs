@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::process::{self, Usage};
 use crate::window::Window;
+use harness::cpu::{self, Usage};
 
 /// What results depend on, in words: results with other facts are not comparable.
 pub type Facts = BTreeMap<String, String>;
@@ -234,7 +234,7 @@ fn tick(watched: &Watched, cpu: Option<usize>) -> Tick {
     };
     if let Some(cpu) = cpu {
         // One that has just ended needs no pin.
-        pids.iter().for_each(|pid| drop(process::pin(*pid, cpu)));
+        pids.iter().for_each(|pid| drop(cpu::pin(*pid, &[cpu])));
     }
     let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
     let fields: Vec<u64> = stat

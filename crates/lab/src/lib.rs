@@ -17,7 +17,6 @@ pub mod import;
 pub mod journal;
 pub mod measured;
 pub mod plan;
-pub mod process;
 pub mod recipes;
 pub mod report;
 pub mod run;

@@ -20,7 +20,7 @@ use serde_json::Value;
 use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Format};
 use crate::plan::{Backing, IoThread, Server, Settings};
-use crate::process;
+use harness::cpu;
 use zram::Zram;
 
 /// Disk files that the lab creates. Dropping this removes them.
@@ -241,7 +241,7 @@ impl Served {
         let log = folder.join("server.log");
         // Pinned from its start: a server that sees one CPU has one I/O thread.
         let process = match cpu {
-            Some(cpu) => process::born_on(cpu, || Process::start(name, &mut command, &log))?,
+            Some(cpu) => cpu::start_on(&[cpu], || Process::start(name, &mut command, &log))?,
             None => Process::start(name, &mut command, &log),
         };
         let mut process = process?.with_grace(Duration::from_secs(10));

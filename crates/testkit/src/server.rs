@@ -22,17 +22,6 @@ pub struct Server {
     log: Arc<Mutex<String>>,
 }
 
-/// The CPU time of a process.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct CpuTime {
-    /// All CPU time, including ended threads and io_uring's workers; exact to the nanosecond.
-    pub total: Duration,
-    /// The part in user mode, as the kernel estimates it.
-    pub user: Duration,
-    /// The part in the kernel, as the kernel estimates it.
-    pub system: Duration,
-}
-
 impl Server {
     /// Starts `ringdisk serve --json ARGS...`, and waits until its sockets accept connections.
     pub fn ringdisk<S: AsRef<OsStr>>(binary: impl AsRef<OsStr>, args: &[S]) -> io::Result<Self> {
@@ -202,28 +191,6 @@ impl Server {
         }
     }
 
-    /// The CPU time used so far.
-    pub fn cpu_time(&self) -> io::Result<CpuTime> {
-        let total = process_clock(self.pid())?;
-        // Fields 14 and 15. Count after the parenthesis of the command name, which may contain anything.
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid()))?;
-        let mut fields = stat
-            .rsplit(')')
-            .next()
-            .unwrap_or_default()
-            .split_whitespace()
-            .skip(11);
-        let mut ticks = || fields.next().and_then(|f| f.parse().ok()).unwrap_or(0);
-        let tick = |n: u64| {
-            Duration::from_nanos(n * 1_000_000_000 / rustix::param::clock_ticks_per_second())
-        };
-        Ok(CpuTime {
-            total,
-            user: tick(ticks()),
-            system: tick(ticks()),
-        })
-    }
-
     fn rustix_pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
@@ -258,26 +225,6 @@ fn collect(stderr: impl Read + Send + 'static) -> Arc<Mutex<String>> {
         }
     });
     log
-}
-
-/// The CPU clock of another process (`clock_getcpuclockid(3)`). Unlike a sum over /proc/PID/task, it includes threads
-/// that have ended.
-fn process_clock(pid: u32) -> io::Result<Duration> {
-    let mut clock = 0;
-    // SAFETY: the call writes one clock id to the local variable.
-    let failed = unsafe { libc::clock_getcpuclockid(pid as libc::pid_t, &raw mut clock) };
-    if failed != 0 {
-        return Err(io::Error::from_raw_os_error(failed));
-    }
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: the call writes one timespec to the local variable.
-    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
 }
 
 /// Waits until a process and its threads have ended; one of them may still be in the kernel. A zombie counts as ended.

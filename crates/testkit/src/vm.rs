@@ -481,32 +481,6 @@ fn log_port(name: &str, file: &Path, incoming: Option<&Path>) -> [String; 4] {
     ]
 }
 
-/// The CPU time, user and system, of the living threads of process `pid`, without those whose names start with one of
-/// `without`.
-///
-/// # Errors
-/// The process has ended.
-pub fn cpu_time(pid: u32, without: &[&str]) -> Result<Duration> {
-    let tasks = PathBuf::from(format!("/proc/{pid}/task"));
-    let mut total_ns = 0;
-    for task in fs::read_dir(&tasks)
-        .with_context(|| format!("listing {}", tasks.display()))?
-        .flatten()
-    {
-        let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-        if !without.iter().any(|start| name.starts_with(start)) {
-            // In ns. stat has ticks of 10 ms, and misses half of the time of a thread that sleeps often.
-            let schedstat = fs::read_to_string(task.path().join("schedstat")).unwrap_or_default();
-            let run_ns = schedstat
-                .split_whitespace()
-                .next()
-                .and_then(|ns| ns.parse::<u64>().ok());
-            total_ns += run_ns.unwrap_or(0);
-        }
-    }
-    Ok(Duration::from_nanos(total_ns))
-}
-
 /// Reads the lines of a file that another process writes.
 struct Lines {
     file: File,

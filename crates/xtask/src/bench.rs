@@ -21,7 +21,6 @@ mod report;
 mod scaling;
 mod server;
 mod setting;
-mod stats;
 
 use std::path::PathBuf;
 use std::str::FromStr;

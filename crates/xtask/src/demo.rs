@@ -4,6 +4,7 @@ mod lab;
 
 use crate::{cargo, packages, root};
 use anyhow::{Context, Result, ensure};
+use harness::cpu::{self, Usage};
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -259,7 +260,8 @@ fn on_ringdisk(
         queues: 1,
         queue_size: 256,
     };
-    let cpu = |_| Ok(server.cpu_time()?.total);
+    let pid = server.pid();
+    let cpu = |_| Ok(Duration::from_secs_f64(Usage::of(pid)?.ran_s()));
     let shown = show(progress, qemu, "ringdisk", disk, place, folder, &cpu)?;
 
     let ended = server.terminate().context("stopping ringdisk")?;
@@ -281,7 +283,7 @@ fn on_ringdisk(
 fn on_qemu(progress: &Progress, qemu: &Release, folder: &Path, place: &Place<'_>) -> Result<Shown> {
     let disk = place.disk_of_qemu();
     // Count the iothread and its workers, but neither the vCPUs nor the main loop, which relays interrupts in both cases.
-    let cpu = |qemu| vm::cpu_time(qemu, &["CPU ", "qemu-system"]);
+    let cpu = |qemu| cpu::threads_ran(qemu, &["CPU ", "qemu-system"]);
     show(progress, qemu, "QEMU", disk, place, folder, &cpu)
 }
 

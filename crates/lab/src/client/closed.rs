@@ -5,18 +5,18 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use harness::histogram::Bins;
 use harness::random::mix;
-use hdrhistogram::Histogram as Recorder;
 
 use super::drivers::Driver;
-use super::job::{Access, Job, new_recorder};
+use super::job::{Access, Job};
 use super::window::Lap;
-use crate::process;
+use harness::cpu;
 
 /// The I/O of one thread, with the edges of the window where all threads meet; returns the latencies within it.
 pub fn drive(job: &Job, number: usize, mut driver: impl Driver, edge: &Barrier) -> Result<Lap> {
     if let Some(cpu) = job.cpus.get(number) {
-        process::pin_thread(*cpu)?;
+        cpu::pin_thread(&[*cpu])?;
     }
     let mut lap = Loop::new(job, number, &driver);
     lap.start(&mut driver)?;
@@ -32,14 +32,14 @@ pub fn drive(job: &Job, number: usize, mut driver: impl Driver, edge: &Barrier) 
     }
     edge.wait();
     edge.wait();
-    let latencies_ns = lap.forget();
+    let latencies = lap.forget();
     if job.idle_s.is_none() {
         lap.run(&mut driver, Duration::from_secs_f64(job.cooldown_s))?;
         lap.drain(&mut driver)?;
     }
     Ok(Lap {
-        ios: latencies_ns.len(),
-        latencies_ns,
+        ios: latencies.requests(),
+        latencies,
         unsent: 0,
     })
 }
@@ -55,7 +55,7 @@ struct Loop {
     slots: Vec<usize>,
     submitted_at: Vec<Instant>,
     done: Vec<usize>,
-    latencies_ns: Recorder<u64>,
+    latencies: Bins,
 }
 
 /// Where one client thread has not been yet.
@@ -116,7 +116,7 @@ impl Loop {
             submitted_at: vec![Instant::now(); end],
             done: Vec::with_capacity(slots.len()),
             slots,
-            latencies_ns: new_recorder(),
+            latencies: Bins::default(),
         }
     }
 
@@ -167,8 +167,8 @@ impl Loop {
     }
 
     /// Returns what was recorded, and starts a new recording.
-    fn forget(&mut self) -> Recorder<u64> {
-        mem::replace(&mut self.latencies_ns, new_recorder())
+    fn forget(&mut self) -> Bins {
+        mem::take(&mut self.latencies)
     }
 
     /// Requests that were submitted together and are seen together have one latency: recorded as one run.
@@ -179,8 +179,7 @@ impl Loop {
             .chunk_by(|a, b| submitted_at[*a] == submitted_at[*b])
         {
             let latency = now.duration_since(submitted_at[run[0]]).as_nanos() as u64;
-            self.latencies_ns
-                .saturating_record_n(latency, run.len() as u64);
+            self.latencies.add_many(latency, run.len() as u64);
         }
     }
 

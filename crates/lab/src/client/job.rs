@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use harness::histogram::Histogram;
 use harness::random::mix;
-use hdrhistogram::Histogram as Recorder;
 use serde::{Deserialize, Serialize};
 
 use super::pace::Pace;
@@ -136,11 +135,6 @@ pub struct Sample {
     /// The latencies.
     #[serde(default, skip_serializing_if = "Histogram::is_empty")]
     pub latencies: Histogram,
-}
-
-/// Records latencies in nanoseconds, 1 ns to 60 s, to 3 digits.
-pub fn new_recorder() -> Recorder<u64> {
-    Recorder::new_with_bounds(1, 60_000_000_000, 3).expect("the bounds are constants")
 }
 
 /// Bytes that do not compress: of a zram device, the path to it is to be measured and not its compressor.

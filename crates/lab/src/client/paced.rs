@@ -9,15 +9,15 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use harness::histogram::Bins;
 use harness::random::mix;
-use hdrhistogram::Histogram as Recorder;
 
 use super::drivers::{BlkioDriver, Driver, RingDriver};
-use super::job::{Job, Sample, new_recorder};
+use super::job::{Job, Sample};
 use super::pace::{Pace, Schedule};
 use super::window::{self, Lap};
 use crate::plan::words::Client;
-use crate::process;
+use harness::cpu;
 
 /// Up to this pause a client computes, as a guest does between two reads; a longer one it sleeps through. A timer of a
 /// virtual machine takes some 50 us to wake somebody up.
@@ -54,7 +54,9 @@ pub fn run(job: &Job, pace: Pace) -> Result<Sample> {
 /// The I/O of one disk, with the edges of the window where all disks meet. Nothing is under way at an edge, so that
 /// requests and CPU time belong together also where there are few requests.
 fn drive(job: &Job, pace: Pace, number: usize, driver: impl Driver, edge: &Barrier) -> Result<Lap> {
-    process::pin_thread(job.cpus[number % job.cpus.len()])?;
+    if !job.cpus.is_empty() {
+        cpu::pin_thread(&[job.cpus[number % job.cpus.len()]])?;
+    }
     // The default lets a timer be 50 us late, which would be in all latencies.
     rustix::thread::set_current_timer_slack(NonZeroU64::new(1))
         .context("setting the timer slack")?;
@@ -68,7 +70,7 @@ fn drive(job: &Job, pace: Pace, number: usize, driver: impl Driver, edge: &Barri
     edge.wait();
     edge.wait();
     Ok(Lap {
-        latencies_ns: requests.latencies_ns,
+        latencies: requests.latencies,
         ios: requests.ios,
         unsent: requests.unsent,
     })
@@ -98,7 +100,7 @@ struct Requests<D> {
     in_flight: usize,
     /// Of each slot, the time from which its latency counts.
     since_ns: Vec<u64>,
-    latencies_ns: Recorder<u64>,
+    latencies: Bins,
     ios: u64,
     unsent: u64,
 }
@@ -113,7 +115,7 @@ impl<D: Disk> Requests<D> {
             free,
             in_flight: 0,
             since_ns: vec![0; end],
-            latencies_ns: new_recorder(),
+            latencies: Bins::default(),
             ios: 0,
             unsent: 0,
         }
@@ -121,7 +123,7 @@ impl<D: Disk> Requests<D> {
 
     /// Forgets what was measured; the time is 0 again.
     fn restart(&mut self) {
-        self.latencies_ns.reset();
+        self.latencies = Bins::default();
         (self.ios, self.unsent) = (0, 0);
         self.disk.restart();
     }
@@ -166,7 +168,7 @@ impl<D: Disk> Requests<D> {
             for &slot in &done {
                 if !only_first || first {
                     let latency_ns = now_ns.saturating_sub(self.since_ns[slot]);
-                    self.latencies_ns.saturating_record(latency_ns);
+                    self.latencies.add(latency_ns);
                 }
                 first = false;
             }
@@ -334,8 +336,8 @@ mod tests {
         requests.run(OPEN, 5, 1_000_000_000).unwrap();
         assert_eq!(requests.disk.sent_ns, times(OPEN, 5, 1_000_000_000));
         assert_eq!(requests.ios, requests.disk.sent_ns.len() as u64);
-        assert_eq!(requests.latencies_ns.len(), requests.ios);
-        assert!(requests.latencies_ns.max() < 3_010_000, "nobody waited");
+        assert_eq!(requests.latencies.requests(), requests.ios);
+        assert!(requests.latencies.max_ns() < 3_010_000, "nobody waited");
         assert_eq!(requests.unsent, 0);
     }
 
@@ -353,7 +355,7 @@ mod tests {
             [2_000_000, 5_000_000, 8_000_000]
         );
         assert_eq!(requests.ios, 6, "the last one at 17 ms");
-        let max_ms = requests.latencies_ns.max() as f64 / 1e6;
+        let max_ms = requests.latencies.max_ns() as f64 / 1e6;
         assert!((max_ms - 8.0).abs() < 0.02, "{max_ms}");
         assert_eq!(requests.unsent, 3, "due at 14, 16 and 18 ms");
     }
@@ -390,6 +392,6 @@ mod tests {
         let mut requests = requests(80_000, 8);
         requests.run(pace, 1, 250_000_000).unwrap();
         assert_eq!(requests.ios, 16);
-        assert_eq!(requests.latencies_ns.len(), 2);
+        assert_eq!(requests.latencies.requests(), 2);
     }
 }

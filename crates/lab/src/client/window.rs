@@ -7,16 +7,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
-use hdrhistogram::Histogram as Recorder;
 
 use super::drivers::Driver;
-use super::job::{Job, Sample, new_recorder};
-use crate::process::{self, Cores, Usage};
-use harness::histogram::Histogram;
+use super::job::{Job, Sample};
+use harness::cpu::{self, Cores, Usage};
+use harness::histogram::{Bins, Histogram};
 
 /// What a thread did between the edges of the window.
 pub struct Lap {
-    pub latencies_ns: Recorder<u64>,
+    pub latencies: Bins,
     /// As many as the latencies, or more where not each one counts.
     pub ios: u64,
     /// Requests that were due, but could not be sent.
@@ -39,25 +38,21 @@ pub fn measure<D: Driver>(
         let laps: Vec<_> = drivers.into_iter().enumerate().map(start).collect();
         let used = window(job, &edge).unwrap_or_else(|e| give_up(&e));
         let mut all = Lap {
-            latencies_ns: new_recorder(),
+            latencies: Bins::default(),
             ios: 0,
             unsent: 0,
         };
         for lap in laps {
-            let its = lap
+            let lap = lap
                 .join()
                 .map_err(|_| anyhow!("a client thread panicked"))?;
-            all.latencies_ns.add(its.latencies_ns)?;
-            all.ios += its.ios;
-            all.unsent += its.unsent;
+            all.latencies.merge(&lap.latencies);
+            all.ios += lap.ios;
+            all.unsent += lap.unsent;
         }
-        let mut sample = used.sample(&all);
-        if job.latencies {
-            for value in all.latencies_ns.iter_recorded() {
-                sample
-                    .latencies
-                    .add(value.value_iterated_to(), value.count_at_value());
-            }
+        let mut sample = used.sample(all);
+        if !job.latencies {
+            sample.latencies = Histogram::default();
         }
         Ok(sample)
     })
@@ -73,7 +68,7 @@ fn give_up(error: &anyhow::Error) -> ! {
 fn window(job: &Job, edge: &Barrier) -> Result<Window> {
     edge.wait();
     if let Some(cpu) = job.server_cpu {
-        process::pin(job.server_pid, cpu)?;
+        cpu::pin(job.server_pid, &[cpu])?;
     }
     if job.idle_s.is_some() {
         thread::sleep(Duration::from_secs(1));
@@ -131,19 +126,21 @@ struct Window {
 }
 
 impl Window {
-    fn sample(&self, lap: &Lap) -> Sample {
-        let latencies_ns = &lap.latencies_ns;
-        let us = |q: f64| latencies_ns.value_at_quantile(q) as f64 / 1e3;
+    fn sample(&self, mut lap: Lap) -> Sample {
+        let (mean_ns, max_ns) = (lap.latencies.mean_ns(), lap.latencies.max_ns());
+        let mut latencies = Histogram::default();
+        lap.latencies.move_to(&mut latencies);
+        let us = |share: f64| latencies.percentile(share).unwrap_or(0) as f64 / 1e3;
         let ios = lap.ios as f64;
         let per_io = |total: f64| if ios > 0.0 { total / ios } else { 0.0 };
         let (server_s, client_s) = (self.server.ran_s(), self.client.ran_s());
         Sample {
             iops: ios / self.seconds,
             ios: lap.ios,
-            mean_us: latencies_ns.mean() / 1e3,
+            mean_us: mean_ns / 1e3,
             p50_us: us(0.50),
             p99_us: us(0.99),
-            max_us: latencies_ns.max() as f64 / 1e3,
+            max_us: max_ns as f64 / 1e3,
             cpu_us_per_io: per_io(server_s * 1e6),
             cpu_user_us_per_io: per_io(server_s * 1e6 * self.server.user_share()),
             cpu_system_us_per_io: per_io(server_s * 1e6 * (1.0 - self.server.user_share())),
@@ -154,7 +151,7 @@ impl Window {
             others_cores: (self.cores.tasks_s() - server_s - client_s).max(0.0) / self.seconds,
             stolen_cores: self.cores.stolen_s() / self.seconds,
             unsent: lap.unsent,
-            latencies: Histogram::default(),
+            latencies,
         }
     }
 }

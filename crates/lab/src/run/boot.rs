@@ -16,9 +16,9 @@ use crate::host::{Cost, Watch, Watched, now_ms};
 use crate::journal::Sample;
 use crate::plan::words::{Aio, Client, Device, GuestKind};
 use crate::plan::{Backing, Plan, Server, Settings, Workload};
-use crate::process;
 use crate::storage::{Files, Served, settle};
 use crate::window::{Counted, count};
+use harness::cpu;
 
 /// What is the same for all boots of a run.
 pub struct Bench<'a> {
@@ -305,7 +305,7 @@ impl Bench<'_> {
         if self.plan.settle {
             up.settle(settings)?;
         }
-        process::wait_for_quiet(self.plan.patience)?;
+        cpu::wait_for_quiet(self.plan.patience)?;
         if let Some(served) = &mut up.served
             && settings.client != Client::Blkio
         {

@@ -16,9 +16,9 @@ use crate::journal::Sample;
 use crate::plan::sockets::depth;
 use crate::plan::words::RingKind;
 use crate::plan::{Plan, Settings, Workload};
-use crate::process;
 use crate::storage::Served;
 use crate::window::Point;
+use harness::cpu;
 
 /// How often a client is looked at.
 const TICK: Duration = Duration::from_millis(20);
@@ -51,7 +51,7 @@ pub fn measure(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let child = match plan.cpus {
-        Some(cpus) => process::born_on(cpus.load, || command.spawn())?,
+        Some(cpus) => cpu::start_on(&[cpus.load], || command.spawn())?,
         None => command.spawn(),
     };
     let sample = answer(

@@ -17,11 +17,11 @@ use testkit::ceph::{Ceph, Options, POOL};
 use super::Bench;
 use super::plan::{Client, Workload};
 use super::server::fio_on_images;
-use super::stats::Spread;
 use crate::packages;
+use harness::cpu::Usage;
 use harness::random::Rng;
+use harness::spread::Spread;
 use lab::client::{Job, Sample};
-use lab::process::Usage;
 
 /// What to measure on a Ceph cluster
 #[derive(clap::Args)]

@@ -24,9 +24,9 @@ use super::neighbours::{Serving, finish, start, verdict};
 use super::plan::{Backing, Client, Limit, Workload};
 use super::report::{Report, short};
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
-use super::stats::Spread;
+use harness::cpu;
+use harness::spread::Spread;
 use lab::client::{Job, Sample};
-use lab::process;
 
 const DEPTH: usize = 32;
 
@@ -213,7 +213,7 @@ pub fn measure(plan: &Plan, interrupted: &AtomicBool, report: &mut Report) -> an
                         return Ok(());
                     }
                     let disks = plan.prepare(*work, kind, &written, &full)?;
-                    process::wait_for_quiet(Duration::from_secs_f64(plan.patience_s))?;
+                    cpu::wait_for_quiet(Duration::from_secs_f64(plan.patience_s))?;
                     let sample = plan
                         .sample(*work, kind, contestant, &disks, round)
                         .with_context(|| format!("{work} {kind}: {contestant}"))?;

@@ -134,7 +134,7 @@ fn busiest(pid: u32) -> anyhow::Result<Pid> {
             .and_then(|it| it.split(' ').next()?.parse().ok());
         first.unwrap_or(0)
     };
-    let threads = lab::process::threads(pid)?;
+    let threads = harness::cpu::threads(pid)?;
     let thread = threads
         .into_iter()
         .max_by_key(ran)

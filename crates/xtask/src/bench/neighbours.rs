@@ -9,8 +9,8 @@ use testkit::server::Server;
 
 use super::plan::{Client, Workload};
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
+use harness::cpu;
 use lab::client::{Job, Sample};
-use lab::process;
 
 /// Depth of the disk that has much to do.
 const BUSY_DEPTH: usize = 128;
@@ -153,7 +153,7 @@ pub fn start(programs: &Programs, job: &Job) -> anyhow::Result<Child> {
         .args(["bench", "client"])
         .arg(serde_json::to_string(job)?);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    process::born_on(CLIENT_CPU, || command.spawn())?.context("starting a client")
+    cpu::start_on(&[CLIENT_CPU], || command.spawn())?.context("starting a client")
 }
 
 /// Waits for a client's sample.

@@ -19,10 +19,10 @@ use serde::{Deserialize, Serialize};
 use super::Bench;
 use super::plan::{Backing, Client, Server};
 use super::report::Report;
+use harness::cpu;
 use idle::Idle;
 use lab::client::Sample;
 use lab::plan::words::Arrival;
-use lab::process;
 use lab::storage::Polling;
 use server::Serving;
 
@@ -169,7 +169,7 @@ pub fn measure_idle(bench: &Bench, report: &mut Report) -> anyhow::Result<()> {
                 continue;
             }
             eprintln!("{disks} connected disks without I/O, {server} ...");
-            process::wait_for_quiet(Duration::from_secs_f64(bench.args.patience))?;
+            cpu::wait_for_quiet(Duration::from_secs_f64(bench.args.patience))?;
             let serving = Serving { disks: &files };
             match idle::measure(&serving, server, bench) {
                 Ok((sample, idle)) => report.open_loop.push(Measured {

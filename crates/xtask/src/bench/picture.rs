@@ -7,7 +7,7 @@ use harness::svg::{Anchor, Svg};
 
 use super::plan::{Backing, Client, Server};
 use super::report::{CellResult, Report, short};
-use super::stats::Spread;
+use harness::spread::Spread;
 use lab::client::Sample;
 
 pub const WIDTH: f64 = 960.0;

@@ -14,7 +14,7 @@ use super::open_loop::{self, Measured};
 use super::picture;
 use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
 use super::scaling::{self, Scaled};
-use super::stats::Spread;
+use harness::spread::Spread;
 use lab::client::Sample;
 
 /// What is shown as 0.0 %.

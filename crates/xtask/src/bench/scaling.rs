@@ -24,9 +24,9 @@ use super::plan::{Client, Server, Workload};
 use super::report::{Report, short};
 use super::server::{CLIENT_CPU, Programs, SERVER_CPU};
 use super::setting::Setting;
-use super::stats::Spread;
+use harness::cpu;
+use harness::spread::Spread;
 use lab::client::{Job, Sample};
-use lab::process;
 
 /// Disks beside each other, and the queues of each.
 const DISKS: usize = 32;
@@ -103,7 +103,7 @@ pub fn measure(plan: &Plan, interrupted: &AtomicBool, report: &mut Report) -> an
                 report.skipped.push("the rest: interrupted".into());
                 return Ok(());
             }
-            process::wait_for_quiet(Duration::from_secs_f64(plan.patience_s))?;
+            cpu::wait_for_quiet(Duration::from_secs_f64(plan.patience_s))?;
             let sample = plan.sample(servers[&server], layout, client, round)?;
             report.scaling.push(Scaled {
                 layout,

@@ -12,8 +12,8 @@ use serde::Deserialize;
 use super::backing::{NULL_BYTES, Prepared};
 use super::plan::{Server, Workload};
 use super::setting::{Cache, Poll, Setting};
+use harness::cpu::{self, Cores, Usage};
 use lab::client::{Job, Sample};
-use lab::process::{self, Cores, Usage};
 
 /// Which core each side has to itself.
 pub const SERVER_CPU: usize = 0;
@@ -75,7 +75,7 @@ impl Running {
             .stdin(Stdio::null())
             .stdout(log_file.try_clone()?)
             .stderr(log_file);
-        let child = process::born_on(SERVER_CPU, || command.spawn())?
+        let child = cpu::start_on(&[SERVER_CPU], || command.spawn())?
             .with_context(|| format!("starting {}", command.get_program().display()))?;
         Ok(Running { child, socket, log })
     }
@@ -99,7 +99,7 @@ impl Running {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        process::born_on(CLIENT_CPU, || command.spawn())?.context("starting the client")
+        cpu::start_on(&[CLIENT_CPU], || command.spawn())?.context("starting the client")
     }
 
     /// Waits for the client's sample.

@@ -11,8 +11,8 @@ use testkit::driver::{Device, DeviceConfig};
 use super::server::{Footprint, Running, Serving};
 use crate::bench::Bench;
 use crate::bench::plan::Server;
+use harness::cpu::{Cores, Usage};
 use lab::client::Sample;
-use lab::process::{Cores, Usage};
 
 /// How long the CPU time is watched.
 const WATCHED: Duration = Duration::from_secs(5);

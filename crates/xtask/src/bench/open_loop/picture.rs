@@ -10,7 +10,7 @@ use super::{Load, Measured};
 use crate::bench::picture::{Contestant, HEADER, MARGIN, PANEL, WIDTH, header, style};
 use crate::bench::plan::{Backing, Server};
 use crate::bench::report::{Report, short};
-use crate::bench::stats::Spread;
+use harness::spread::Spread;
 
 const ROW: f64 = 260.0;
 const PLOT: f64 = 180.0;

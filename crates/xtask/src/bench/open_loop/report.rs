@@ -8,7 +8,7 @@ use super::{Cell, Load, Measured};
 use crate::bench::neighbours::verdict;
 use crate::bench::plan::{Limit, Server};
 use crate::bench::report::short;
-use crate::bench::stats::Spread;
+use harness::spread::Spread;
 use lab::client::Sample;
 
 /// Of the requests that were due, this share may be unsent at the end of the window: chance, not a server that cannot

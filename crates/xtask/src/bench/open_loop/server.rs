@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bench::plan::Server;
 use crate::bench::server::{self, Programs, SERVER_CPU, doubled_commas};
-use lab::process;
+use harness::cpu;
 
 /// Longest time until a server must be ready.
 const START_MAX: Duration = Duration::from_secs(180);
@@ -81,7 +81,7 @@ impl Serving<'_> {
             false => command.stdout(Stdio::null()),
         };
         let begun = Instant::now();
-        let child = process::born_on(SERVER_CPU, || command.spawn())?
+        let child = cpu::start_on(&[SERVER_CPU], || command.spawn())?
             .with_context(|| format!("starting {}", command.get_program().display()))?;
         let mut running = Running {
             child,

@@ -1,4 +1,4 @@
-//! CPU time as the kernel accounts for it, from `/proc`.
+//! CPU time as the kernel accounts for it in `/proc`, and which CPUs a process may use.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 /// `USER_HZ`, the unit of times in `/proc/PID/stat`; 100 on every Linux that Rust runs on.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// What a process has used so far, kernel threads that work for it (io-wq) included: they are threads of the process.
+/// The CPU time of a process so far. Kernel threads that work for it (io-wq) count: they are threads of the process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
     /// Nanoseconds on a core, summed over the threads that are alive.
@@ -26,22 +26,22 @@ pub struct Usage {
 
 impl Usage {
     /// Reads the counters of `pid`.
+    ///
+    /// # Errors
+    /// The process has ended.
     pub fn of(pid: u32) -> anyhow::Result<Usage> {
         let mut usage = Usage::default();
         for thread in threads(pid)? {
             // A thread may end between the listing and the read; the ticks of the process still count it.
             let dir = format!("/proc/{pid}/task/{thread}");
-            let Ok(schedstat) = fs::read_to_string(format!("{dir}/schedstat")) else {
+            let Some([ran_ns, waited_ns]) = schedstat(&dir) else {
                 continue;
             };
             let Ok(status) = fs::read_to_string(format!("{dir}/status")) else {
                 continue;
             };
-            let mut times = schedstat
-                .split_ascii_whitespace()
-                .map(|n| n.parse::<u64>().unwrap_or(0));
-            usage.threads_ran_ns += times.next().unwrap_or(0);
-            usage.waited_ns += times.next().unwrap_or(0);
+            usage.threads_ran_ns += ran_ns;
+            usage.waited_ns += waited_ns;
             usage.switches += status
                 .lines()
                 .filter_map(|line| line.split_once("ctxt_switches:"))
@@ -60,7 +60,7 @@ impl Usage {
         Ok(usage)
     }
 
-    /// What was used since `before`.
+    /// The usage since `before`.
     pub fn since(&self, before: &Usage) -> Usage {
         Usage {
             threads_ran_ns: self.threads_ran_ns.saturating_sub(before.threads_ran_ns),
@@ -71,7 +71,7 @@ impl Usage {
         }
     }
 
-    /// What two processes have used together.
+    /// The usage of two processes together.
     #[must_use]
     pub fn plus(&self, other: &Usage) -> Usage {
         Usage {
@@ -120,6 +120,9 @@ pub struct Cores {
 
 impl Cores {
     /// Reads the counters of the machine.
+    ///
+    /// # Errors
+    /// `/proc` is not mounted.
     pub fn read() -> anyhow::Result<Cores> {
         let stat = fs::read_to_string("/proc/stat")?;
         let line = stat.lines().next().context("/proc/stat is empty")?;
@@ -148,7 +151,7 @@ impl Cores {
         })
     }
 
-    /// What was used since `before`.
+    /// The usage since `before`.
     pub fn since(&self, before: &Cores) -> Cores {
         Cores {
             task_ticks: self.task_ticks - before.task_ticks,
@@ -161,13 +164,17 @@ impl Cores {
         self.task_ticks as f64 / TICKS_PER_SECOND
     }
 
-    /// Time that the hypervisor gave to somebody else.
+    /// Seconds that the hypervisor gave to other machines.
     pub fn stolen_s(&self) -> f64 {
         self.stolen_ticks as f64 / TICKS_PER_SECOND
     }
 }
 
-/// Waits until the machine has been idle for a moment, or for `patience`: what is decided here does not know the sample.
+/// Waits until the machine has been idle for a moment, at most for `patience`. Samples are not selected by this: it runs
+/// before the sample.
+///
+/// # Errors
+/// `/proc` is not mounted.
 pub fn wait_for_quiet(patience: Duration) -> anyhow::Result<()> {
     let begun = Instant::now();
     while begun.elapsed() < patience {
@@ -180,39 +187,78 @@ pub fn wait_for_quiet(patience: Duration) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Pins all threads that `pid` has now, io-wq workers included: those do not inherit the pin of the thread that made them.
-pub fn pin(pid: u32, cpu: usize) -> anyhow::Result<()> {
+/// The time on a core of the living threads of `pid` whose names do not begin with one of `without`.
+///
+/// # Errors
+/// The process has ended.
+pub fn threads_ran(pid: u32, without: &[&str]) -> anyhow::Result<Duration> {
+    let mut ran_ns = 0;
+    for thread in threads(pid)? {
+        let dir = format!("/proc/{pid}/task/{thread}");
+        let name = fs::read_to_string(format!("{dir}/comm")).unwrap_or_default();
+        if !without.iter().any(|start| name.starts_with(start)) {
+            ran_ns += schedstat(&dir).map_or(0, |[ran_ns, _]| ran_ns);
+        }
+    }
+    Ok(Duration::from_nanos(ran_ns))
+}
+
+/// Nanoseconds that a thread ran, and that it waited for a core; `None` if the thread has ended. `stat` has ticks of 10
+/// ms, and misses half of the time of a thread that sleeps often.
+fn schedstat(dir: &str) -> Option<[u64; 2]> {
+    let text = fs::read_to_string(format!("{dir}/schedstat")).ok()?;
+    let mut times = text
+        .split_ascii_whitespace()
+        .map(|ns| ns.parse().unwrap_or(0));
+    Some([times.next().unwrap_or(0), times.next().unwrap_or(0)])
+}
+
+/// Pins all threads that `pid` has now, io-wq workers included: those do not inherit the CPUs of the thread that made
+/// them.
+///
+/// # Errors
+/// The process has ended.
+pub fn pin(pid: u32, cpus: &[usize]) -> anyhow::Result<()> {
     for thread in threads(pid)? {
         // Fails for a thread that has just ended, which needs no pin.
-        let _ = sched_setaffinity(Pid::from_raw(thread), &only(cpu));
+        let _ = sched_setaffinity(Pid::from_raw(thread), &set(cpus));
     }
     Ok(())
 }
 
 /// Pins the calling thread.
-pub fn pin_thread(cpu: usize) -> anyhow::Result<()> {
-    sched_setaffinity(None, &only(cpu)).with_context(|| format!("pinning to core {cpu}"))
+///
+/// # Errors
+/// This machine has none of these CPUs.
+pub fn pin_thread(cpus: &[usize]) -> anyhow::Result<()> {
+    sched_setaffinity(None, &set(cpus)).with_context(|| format!("pinning to CPUs {cpus:?}"))
 }
 
-/// Runs `action`, which starts a process, so that the process is born pinned to `cpu`.
-pub fn born_on<T>(cpu: usize, action: impl FnOnce() -> T) -> anyhow::Result<T> {
+/// Runs `action`, which starts a process, so that the process runs on `cpus` from its start.
+///
+/// # Errors
+/// This machine has none of these CPUs.
+pub fn start_on<T>(cpus: &[usize], action: impl FnOnce() -> T) -> anyhow::Result<T> {
     let before = sched_getaffinity(None)?;
-    pin_thread(cpu)?;
-    let outcome = action();
+    pin_thread(cpus)?;
+    let result = action();
     sched_setaffinity(None, &before)?;
-    Ok(outcome)
+    Ok(result)
 }
 
-fn only(cpu: usize) -> CpuSet {
+fn set(cpus: &[usize]) -> CpuSet {
     let mut set = CpuSet::new();
-    set.set(cpu);
+    cpus.iter().for_each(|cpu| set.set(*cpu));
     set
 }
 
 /// Ids of the threads that `pid` has now.
+///
+/// # Errors
+/// The process has ended.
 pub fn threads(pid: u32) -> anyhow::Result<Vec<i32>> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task"))
-        .with_context(|| format!("process {pid} has gone"))?;
+        .with_context(|| format!("process {pid} has ended"))?;
     Ok(tasks
         .flatten()
         .filter_map(|task| task.file_name().to_str()?.parse().ok())

@@ -1,17 +1,20 @@
-//! Medians, and ratios of what was measured side by side.
+//! The median of a few samples, with their range.
 
 use serde::Serialize;
 
-/// A median with the extremes that it came from.
+/// A median with the smallest and the largest sample.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Spread {
+    /// The sample in the middle, or the mean of the two in the middle.
     pub median: f64,
+    /// The smallest sample.
     pub min: f64,
+    /// The largest sample.
     pub max: f64,
 }
 
 impl Spread {
-    /// None of nothing.
+    /// The spread of `values`; `None` without values.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
@@ -31,7 +34,7 @@ mod tests {
     use super::Spread;
 
     #[test]
-    fn the_median_of_an_even_count_lies_between_the_middle_two() {
+    fn median_of_an_even_count_is_between_the_middle_two() {
         assert_eq!(
             Spread::of([4.0, 1.0, 3.0, 2.0]),
             Some(Spread {
