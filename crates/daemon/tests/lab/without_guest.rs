@@ -138,6 +138,23 @@ fn fio_on_the_host_costs_cpu_time_where_cpus_are_named() {
     assert!(sample.cpu_us.unwrap() > 0.0);
 }
 
+/// Without `[cpus]`, nothing is pinned: neither closed loops nor pauses nor rates.
+#[test]
+fn cpus_need_not_be_named() {
+    let bench = PlanFolder::new(
+        "guest = 'none'\nblocks = 1\n[storage]\nsize = '16M'\n\
+         [[case]]\ndevice = 'vhost-user-blk'\nclient = 'ring'\nbacking = 'null'\n\
+         [fio]\nruntime = '100ms'\nramp = '0s'\nrw = 'randread'\n\
+         [[workload]]\nrw = 'randread'\n\
+         [[workload]]\nrw = 'randread'\nthinktime = '2ms'\n\
+         [[workload]]\nrw = 'randread'\nrate = 1000\n",
+    );
+    succeed(&mut bench.run());
+    let journal = bench.journal();
+    assert!(!journal.cells.is_empty());
+    assert!(journal.cells.iter().all(|cell| cell.sample.is_some()));
+}
+
 #[test]
 fn guest_settings_are_refused_without_a_guest() {
     for (config, said_of_it) in [
