@@ -68,13 +68,13 @@ pub fn main() -> ExitCode {
         .with_target(false)
         .log_internal_errors(false);
     let lines = log::Log::new();
-    match lines.to_journal() {
-        true => log
-            .without_time()
+    if lines.to_journal() {
+        log.without_time()
             .with_level(false)
             .with_writer(lines)
-            .init(),
-        false => log.with_writer(lines).init(),
+            .init()
+    } else {
+        log.with_writer(lines).init()
     }
     if !matches!(cli.command, Command::Serve(_)) {
         // Without a thread, lines are written at the end.
@@ -136,7 +136,7 @@ fn complain(problem: &str) {
     let _ = writeln!(io::stderr(), "{level}ringdisk: {problem}");
 }
 
-/// What the user is told, and the shell.
+/// What the user sees, and the exit code.
 struct Failure {
     code: u8,
     problem: String,

@@ -167,7 +167,7 @@ pub struct ReloadArgs {
 pub enum CommandLineError {
     #[error(transparent)]
     Client(ClientError),
-    /// What the server says; which command of its own it was asked means nothing to the user.
+    /// The server's message, without the QMP command, which means nothing to the user.
     #[error("{0}")]
     Refused(String),
     #[error(transparent)]
@@ -224,9 +224,10 @@ impl Connection {
     pub fn say(&self, reply: &Value, text: &str) {
         let mut out = io::stdout().lock();
         // Who reads it may have seen enough.
-        let _ = match self.json {
-            true => writeln!(out, "{reply}"),
-            false => writeln!(out, "{}", text.trim_end()),
+        let _ = if self.json {
+            writeln!(out, "{reply}")
+        } else {
+            writeln!(out, "{}", text.trim_end())
         };
     }
 }
@@ -268,9 +269,10 @@ pub fn list(args: &ListArgs) -> CommandResult {
         ]);
     }
     let nothing = "no disk is served; 'ringdisk attach FILE' serves one";
-    let text = match disks.is_empty() {
-        true => nothing.to_owned(),
-        false => table(&rows),
+    let text = if disks.is_empty() {
+        nothing.to_owned()
+    } else {
+        table(&rows)
     };
     args.connection.say(&disks.into(), &text);
     Ok(())
@@ -280,7 +282,7 @@ pub fn attach(args: &AttachArgs) -> CommandResult {
     // Parsed here too, so that a mistake is found before anything else.
     let _: DiskSpec = args.disk.parse()?;
     let here = std::env::current_dir()
-        .map_err(|e| CommandLineError::Here("cannot say where we are", e))?;
+        .map_err(|e| CommandLineError::Here("cannot find the current directory", e))?;
     let arguments = json!({ "disk": args.disk, "directory": here.to_string_lossy() });
     let reply = args
         .connection
@@ -359,14 +361,15 @@ pub fn throttle(args: &ThrottleArgs) -> CommandResult {
 }
 
 pub fn replace(args: &ReplaceArgs) -> CommandResult {
-    let file = match args
+    let file = if args
         .file
         .to_str()
         .is_some_and(|file| file.starts_with("rbd:"))
     {
-        true => args.file.clone(),
-        false => std::path::absolute(&args.file)
-            .map_err(|e| CommandLineError::Here("cannot say where we are", e))?,
+        args.file.clone()
+    } else {
+        std::path::absolute(&args.file)
+            .map_err(|e| CommandLineError::Here("cannot find the current directory", e))?
     };
     let mut arguments = json!({ "id": args.name, "file": file.to_string_lossy() });
     if let Some(format) = args.format {
@@ -379,12 +382,13 @@ pub fn replace(args: &ReplaceArgs) -> CommandResult {
 
 pub fn resume(args: &ResumeArgs) -> CommandResult {
     let arguments = json!({ "id": args.name, "report": args.report });
-    let done = match args.report {
-        true => format!(
+    let done = if args.report {
+        format!(
             "disk {}: the VM gets errors for the requests that waited",
             args.name
-        ),
-        false => format!("disk {}: retrying the requests that waited", args.name),
+        )
+    } else {
+        format!("disk {}: retrying the requests that waited", args.name)
     };
     args.connection.order("x-ringdisk-resume", arguments, &done)
 }
@@ -421,9 +425,10 @@ fn limits_text(disk: &Value) -> String {
     if let Some(group) = disk["throttle-group"].as_str() {
         words.push(format!("group={group}"));
     }
-    match words.is_empty() {
-        true => "-".into(),
-        false => words.join(","),
+    if words.is_empty() {
+        "-".into()
+    } else {
+        words.join(",")
     }
 }
 

@@ -276,9 +276,10 @@ fn disk(table: &Table<'_>) -> Result<DiskSpec, Mistake> {
     let mut pairs = Vec::new();
     let mut threads = None;
     for entry in table.entries() {
-        match entry.key == MAPPING.name {
-            true => threads = Some(entry),
-            false => pairs.push((entry.key, entry.text()?)),
+        if entry.key == MAPPING.name {
+            threads = Some(entry)
+        } else {
+            pairs.push((entry.key, entry.text()?))
         }
     }
     let mut disk = DiskSpec::from_pairs(pairs).map_err(|problem| {
@@ -342,9 +343,10 @@ fn mapping(entry: &Entry<'_>, queues: u16) -> Result<Vec<String>, Mistake> {
         threads.push((id, vqs));
     }
     if threads.iter().all(|(_, vqs)| vqs.is_none()) {
-        return match threads.is_empty() {
-            true => Err(entry.mistake("is empty")),
-            false => Ok(threads.into_iter().map(|(id, _)| id).collect()),
+        return if threads.is_empty() {
+            Err(entry.mistake("is empty"))
+        } else {
+            Ok(threads.into_iter().map(|(id, _)| id).collect())
         };
     }
     let mut map = vec![None; usize::from(queues)];

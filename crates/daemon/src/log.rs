@@ -59,11 +59,11 @@ impl Log {
 
 /// Whether standard error is the stream that systemd names by device and inode (systemd.exec(5), `JOURNAL_STREAM`).
 pub fn is_journal() -> bool {
-    let Some(said) = std::env::var_os("JOURNAL_STREAM") else {
+    let Some(stream) = std::env::var_os("JOURNAL_STREAM") else {
         return false;
     };
     let there = rustix::fs::fstat(io::stderr());
-    there.is_ok_and(|there| *said == *format!("{}:{}", there.st_dev, there.st_ino))
+    there.is_ok_and(|there| *stream == *format!("{}:{}", there.st_dev, there.st_ino))
 }
 
 /// The level's number in syslog.
@@ -180,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// Somebody who reads nothing until told to.
+    /// A reader that reads nothing until it is told to.
     #[derive(Clone, Default)]
     struct Stuck(Arc<Shared>);
 

@@ -46,13 +46,13 @@ pub struct SandboxOptions {
 
 #[derive(Debug, Error)]
 pub enum SandboxError {
-    #[error("--sandbox on: {0} does not work here: {1}; --sandbox auto does without")]
+    #[error("--sandbox on: {0} does not work here: {1}; --sandbox auto continues without it")]
     Missing(&'static str, String),
-    #[error("--allow-dir {0}: {1}; name a directory that is there")]
+    #[error("--allow-dir {0}: {1}; name an existing directory")]
     Directory(PathBuf, io::Error),
     #[error("--user: {0}")]
     User(String),
-    #[error("--user {0}: {1}; only root can become somebody else")]
+    #[error("--user {0}: {1}; only root can become another user")]
     Become(String, io::Error),
 }
 
@@ -60,7 +60,7 @@ pub enum SandboxError {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum OutsideSandbox {
     #[error(
-        "{}: is outside of what the sandbox allows ({allowed}); start ringdisk with --allow-dir {} \
+        "{}: is outside of the directories that the sandbox allows ({allowed}); start ringdisk with --allow-dir {} \
          (allow-dir in the configuration) for disks and sockets there", path.display(), directory.display()
     )]
     Path {
@@ -85,11 +85,11 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Enters it, for what is to be served at first, with the directories in which files are kept. There must be one
-    /// thread.
+    /// Enters the sandbox. It allows access to the first disks, and to the directories `kept` of ringdisk's own files.
+    /// This must be the only thread of the process.
     ///
     /// # Errors
-    /// A directory or user is not there, or not all works and all was asked for.
+    /// A directory does not exist, or `sandbox=on` is set and something does not work.
     pub fn enter(
         options: &SandboxOptions,
         config: &Config,
@@ -99,7 +99,7 @@ impl Sandbox {
         backing: &[PathBuf],
         kept: &[PathBuf],
     ) -> Result<Self, SandboxError> {
-        // Before files cannot be read any more.
+        // Before its files become unreadable.
         credentials::read();
         let user = options.user.clone();
         if options.mode == Mode::Off {
@@ -129,15 +129,15 @@ impl Sandbox {
         })
     }
 
-    /// Becomes the user that was asked for, and has all threads make no other system calls than they need.
+    /// Becomes the configured user, and restricts all threads to the system calls that they need.
     ///
     /// # Errors
-    /// It is not possible to be that user, or system calls cannot be restricted and that was asked for.
+    /// This process cannot become that user, or `sandbox=on` is set and system calls cannot be restricted.
     pub fn seal(&self) -> Result<(), SandboxError> {
         if let Some(user) = &self.user {
             let fail = |e| SandboxError::Become(user.name.clone(), e);
             user.become_user().map_err(fail)?;
-            // The kernel hides /proc/self from a process that was somebody else. Its dump has nothing of a guest.
+            // The kernel hides /proc/self from a process that has changed its user. A core dump contains no guest memory.
             let _ = set_dumpable_behavior(DumpableBehavior::Dumpable);
             info!("sandbox: user {}", user.name);
         }
@@ -148,13 +148,13 @@ impl Sandbox {
         match (calls::restrict(self.cluster), self.mode) {
             (Ok(calls), _) => {
                 let left = left.unwrap_or(CapabilitySet::empty());
-                let left = match left.is_empty() {
-                    true => "none".to_owned(),
-                    false => left
-                        .iter_names()
+                let left = if left.is_empty() {
+                    "none".to_owned()
+                } else {
+                    left.iter_names()
                         .map(|(name, _)| name)
                         .collect::<Vec<_>>()
-                        .join(", "),
+                        .join(", ")
                 };
                 info!("sandbox: {calls}; capabilities: {left}");
                 Ok(())
@@ -167,10 +167,10 @@ impl Sandbox {
         }
     }
 
-    /// Whether a disk may be at this path, so far as the sandbox is concerned.
+    /// Checks that the sandbox allows a disk at this path.
     ///
     /// # Errors
-    /// It may not, and which option lets it.
+    /// It does not. The error names the option that allows it.
     pub fn check_file(&self, file: &FileSpec) -> Result<(), OutsideSandbox> {
         match (&self.files, file) {
             (Some(files), FileSpec::Path(path)) => files.check(path),
@@ -181,16 +181,16 @@ impl Sandbox {
         }
     }
 
-    /// The same of a socket.
+    /// Checks that the sandbox allows a socket at this path.
     ///
     /// # Errors
-    /// As above.
+    /// It does not. The error names the option that allows it.
     pub fn check_socket(&self, path: &Path) -> Result<(), OutsideSandbox> {
         self.files.as_ref().map_or(Ok(()), |f| f.check_socket(path))
     }
 }
 
-/// Where this process needs access to files.
+/// The paths to which this process needs access.
 fn paths(
     options: &SandboxOptions,
     config_file: Option<&Path>,
@@ -223,21 +223,21 @@ fn paths(
         paths.sockets(directory);
     }
     if let Some(file) = config_file {
-        // An editor puts another file in its place.
+        // The directory, because editors replace the file.
         paths.readable(file.parent().unwrap_or(file));
-        // Where a link leads, too.
+        // If the file is a link, also the directory of its target.
         let real = file.canonicalize().ok();
         if let Some(directory) = real.as_deref().and_then(Path::parent) {
             paths.readable(directory);
         }
     }
-    // Nobody has said where disks will be: by command, anywhere.
+    // No disk is configured: commands may attach disks at any path.
     paths.anywhere = disks.is_empty() && options.allow.is_empty();
     paths.cluster |= paths.anywhere;
     Ok(paths)
 }
 
-/// Drops capabilities that serving disks does not need. Those left open files of other users, and pin memory.
+/// Drops capabilities that serving disks does not need. The remaining ones open files of other users, and pin memory.
 fn keep_capabilities(becomes_another: bool, metrics: bool) {
     let mut kept = CapabilitySet::DAC_OVERRIDE
         | CapabilitySet::DAC_READ_SEARCH

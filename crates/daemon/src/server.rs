@@ -81,9 +81,9 @@ struct ServerState {
     groups: BTreeMap<String, Arc<ThrottleGroup>>,
     watch: LatencyMode,
     /// What the operator has configured, as far as it applies.
-    written: Configured,
+    configured: Configured,
     /// Configured disks that have been detached, if their last file was not the configured one.
-    left: Vec<DiskSpec>,
+    detached: Vec<DiskSpec>,
     /// Exports that finish their requests in flight, by id, with their nodes.
     stopping: Vec<(String, Arc<Node>)>,
     /// Disks that are being moved to other files.
@@ -103,7 +103,7 @@ struct NodeEntry {
     node: Arc<Node>,
     limits: ThrottleLimits,
     group: Option<String>,
-    /// The node that it lies on.
+    /// The node below it, whose file it uses.
     child: Option<String>,
 }
 
@@ -174,7 +174,7 @@ impl Server {
             None => Ok(()),
         };
         let wait = match &ended {
-            Ok(()) | Err(ServerError::Sync(..) | ServerError::Kept(..)) => SHUTDOWN_TIMEOUT,
+            Ok(()) | Err(ServerError::Sync(..) | ServerError::InJournal(..)) => SHUTDOWN_TIMEOUT,
             // The wait is over already.
             Err(ServerError::NotResponding(_)) => {
                 let mut state = self.state();
@@ -188,7 +188,9 @@ impl Server {
         let removed = self.remove_node_within(name, wait);
         match ended.and(removed) {
             Err(
-                e @ (ServerError::Sync(..) | ServerError::Kept(..) | ServerError::NotResponding(_)),
+                e @ (ServerError::Sync(..)
+                | ServerError::InJournal(..)
+                | ServerError::NotResponding(_)),
             ) => {
                 let e = if in_cluster { e.in_cluster() } else { e };
                 Err(ServerError::Detached(Box::new(e)))
@@ -308,9 +310,9 @@ impl Server {
         state.check_unused(name)?;
         let entry = state.nodes.remove(name);
         let last = entry.as_ref().map(NodeEntry::spec);
-        state.left.retain(|left| left.name != name);
-        let left = last.filter(|last| state.is_elsewhere(last));
-        state.left.extend(left);
+        state.detached.retain(|disk| disk.name != name);
+        let moved = last.filter(|last| state.is_elsewhere(last));
+        state.detached.extend(moved);
         drop(state);
         match entry {
             // Closing an image writes to it, while the old process still uses it.
@@ -553,9 +555,9 @@ impl ServerState {
 
     /// Whether a configured disk is on another file than the configured one.
     fn is_elsewhere(&self, disk: &DiskSpec) -> bool {
-        let mut written = self.written.disks.iter();
-        let its = written.find(|other| other.name == disk.name);
-        its.is_some_and(|its| !its.has_file_of(disk))
+        let mut all = self.configured.disks.iter();
+        let configured = all.find(|other| other.name == disk.name);
+        configured.is_some_and(|configured| !configured.has_file_of(disk))
     }
 
     fn check_new_node(&self, spec: &DiskSpec) -> Result<(), ServerError> {
@@ -621,9 +623,10 @@ impl ServerState {
         while let Some(entry) = name.and_then(|name| self.nodes.get_mut(&name)) {
             let mut spec = entry.node.spec.clone();
             spec.take_file_of(&new.spec);
-            entry.node = match entry.node.name() == new.name() {
-                true => new.clone(),
-                false => Arc::new(new.renamed(spec)),
+            entry.node = if entry.node.name() == new.name() {
+                new.clone()
+            } else {
+                Arc::new(new.renamed(spec))
             };
             name = entry.child.clone();
         }

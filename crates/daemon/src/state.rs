@@ -1,7 +1,7 @@
 //! The state file: changes that were made at run time, for the next start.
 //!
-//! It has only what differs from the command line and the configuration, together with what these said at the time. Where
-//! they have changed by the next start, they win.
+//! It contains only what differs from the configuration (the command line and the configuration file), and the
+//! configuration that each change replaced. If that configuration has changed by the next start, the change is dropped.
 
 pub mod store;
 
@@ -18,19 +18,19 @@ use crate::config::limits;
 use crate::config::spec::{self, DiskSpec};
 use crate::config::{POLL_CPU, POLL_MAX_US_MAX, ThreadSpec};
 
-/// Longest file that is read, in bytes: 4096 disks, each of them moved, with paths of 1 KiB.
+/// Limit of the file in bytes: 4096 disks, each of them moved, with paths of 1 KiB.
 pub const BYTES_MAX: u64 = 16 << 20;
 
-/// The only version of the file.
+/// The only version of the format.
 const VERSION: u32 = 1;
 
-/// What was changed.
+/// Changes made at run time.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Overrides {
-    /// Disks that were attached, and those that are otherwise than they were written down.
+    /// Disks that were attached, and configured disks that were changed.
     pub disks: Vec<DiskOverride>,
-    /// Disks that were detached, as they were written down.
-    pub gone: Vec<DiskSpec>,
+    /// Configured disks that were detached, as they were configured.
+    pub detached: Vec<DiskSpec>,
     /// Opened files that are not served under their own name.
     pub nodes: Vec<NodeOverride>,
     pub exports: Vec<ExportOverride>,
@@ -43,18 +43,18 @@ pub struct Overrides {
 #[derive(Clone, Debug, PartialEq)]
 pub struct DiskOverride {
     pub disk: DiskSpec,
-    /// How it was written down, if it was.
-    pub instead_of: Option<DiskSpec>,
+    /// The configuration that the change replaced. `None` for a disk that was attached.
+    pub configured: Option<DiskSpec>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeOverride {
     pub disk: DiskSpec,
-    /// The node that it lies on.
-    pub over: Option<String>,
+    /// The node below it, whose file it uses.
+    pub child: Option<String>,
 }
 
-/// A node that is served, and how.
+/// An export of a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExportOverride {
     pub node: String,
@@ -75,7 +75,7 @@ struct Document {
     write_caches: BTreeMap<String, bool>,
 }
 
-/// A disk is written as on the command line.
+/// A disk, in the syntax of the command line.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct DiskEntry {
@@ -125,7 +125,7 @@ impl Overrides {
     /// Parses the file.
     ///
     /// # Errors
-    /// What is wrong with it, and where.
+    /// The file is invalid; the error says where.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         #[derive(Deserialize)]
         struct Versioned {
@@ -135,7 +135,7 @@ impl Overrides {
         let Versioned { version } = serde_json::from_slice(bytes).map_err(text)?;
         if version != VERSION {
             return Err(format!(
-                "it has version {version}, and only {VERSION} is known"
+                "it has version {version}; this ringdisk reads only version {VERSION}"
             ));
         }
         let document: Document = serde_json::from_slice(bytes).map_err(text)?;
@@ -145,14 +145,14 @@ impl Overrides {
             disks: each(&document.disks, |entry| {
                 Ok(DiskOverride {
                     disk: disk(&entry.disk)?,
-                    instead_of: entry.instead_of.as_deref().map(disk).transpose()?,
+                    configured: entry.instead_of.as_deref().map(disk).transpose()?,
                 })
             })?,
-            gone: each(&document.gone, |text| disk(text))?,
+            detached: each(&document.gone, |text| disk(text))?,
             nodes: each(&document.nodes, |entry| {
                 Ok(NodeOverride {
                     disk: disk(&entry.disk)?,
-                    over: entry.over.as_deref().map(name).transpose()?,
+                    child: entry.over.as_deref().map(name).transpose()?,
                 })
             })?,
             exports: each(&document.exports, |entry| {
@@ -184,16 +184,22 @@ impl Overrides {
                         "throttle group '{group}': there is no limit '{key}'"
                     ));
                 }
-                let sound = set.check().map_err(|e| e.to_string());
-                sound.map(|()| (group, set))
+                set.check().map_err(|e| e.to_string())?;
+                Ok((group, set))
             })?,
             threads: each(&document.iothreads, |entry| {
                 if entry.poll_max_us > POLL_MAX_US_MAX {
-                    return Err(format!("I/O thread '{}': poll-max-us", entry.id));
+                    return Err(format!(
+                        "I/O thread '{}': poll-max-us is above {POLL_MAX_US_MAX}",
+                        entry.id
+                    ));
                 }
                 let poll_cpu = entry.poll_cpu.unwrap_or(Polling::default().cpu);
                 if !POLL_CPU.contains(&poll_cpu.into()) {
-                    return Err(format!("I/O thread '{}': poll-cpu", entry.id));
+                    return Err(format!(
+                        "I/O thread '{}': poll-cpu is not in {POLL_CPU:?}",
+                        entry.id
+                    ));
                 }
                 let cpus = entry.cpus.as_deref().map(str::parse).transpose()?;
                 let thread = ThreadSpec {
@@ -215,12 +221,12 @@ impl Overrides {
             version: VERSION,
             disks: collect(&self.disks, |d| DiskEntry {
                 disk: d.disk.to_string(),
-                instead_of: d.instead_of.as_ref().map(DiskSpec::to_string),
+                instead_of: d.configured.as_ref().map(DiskSpec::to_string),
             }),
-            gone: collect(&self.gone, DiskSpec::to_string),
+            gone: collect(&self.detached, DiskSpec::to_string),
             nodes: collect(&self.nodes, |node| NodeEntry {
                 disk: node.disk.to_string(),
-                over: node.over.clone(),
+                over: node.child.clone(),
             }),
             exports: collect(&self.exports, |export| ExportEntry {
                 id: export.spec.id.clone(),
@@ -243,43 +249,47 @@ impl Overrides {
             }),
             write_caches: self.write_caches.clone(),
         };
-        // Texts, numbers and maps with keys of text: there is nothing that JSON lacks.
+        // Cannot fail: only strings, numbers, and maps with string keys.
         serde_json::to_string_pretty(&document).unwrap_or_default() + "\n"
     }
 
-    /// What is to be served, if this is written down.
-    pub fn apply(&self, written: &[DiskSpec]) -> Start {
+    /// Whether a configured disk was detached.
+    pub fn is_detached(&self, name: &str) -> bool {
+        self.detached.iter().any(|disk| disk.name == name)
+    }
+
+    /// The disks to be served, given the configured ones.
+    pub fn apply(&self, configured: &[DiskSpec]) -> Start {
         let mut start = Start::default();
-        for disk in written {
-            let instead = self
-                .disks
-                .iter()
-                .find(|d| d.instead_of.as_ref() == Some(disk));
-            match instead {
-                _ if self.gone.contains(disk) => {}
+        for disk in configured {
+            let mut overrides = self.disks.iter();
+            let unchanged = overrides.find(|d| d.configured.as_ref() == Some(disk));
+            match unchanged {
+                _ if self.detached.contains(disk) => {}
                 Some(changed) => start.disks.push(changed.disk.clone()),
-                None => start.disks.push(self.as_changed(disk)),
+                None => start.disks.push(self.reconfigured(disk)),
             }
         }
         for changed in &self.disks {
-            let there = written.iter().any(|disk| disk.name == changed.disk.name);
-            match &changed.instead_of {
-                Some(before) if written.contains(before) => {}
-                // It is written down otherwise by now, or no longer.
-                Some(_) => start.outdated.push(changed.disk.name.clone()),
-                None if there => start.outdated.push(changed.disk.name.clone()),
-                None => start.more.push(changed.disk.clone()),
+            let name = &changed.disk.name;
+            match &changed.configured {
+                Some(before) if configured.contains(before) => {}
+                Some(_) => start.outdated.push(name.clone()),
+                None if configured.iter().any(|disk| disk.name == *name) => {
+                    start.outdated.push(name.clone());
+                }
+                None => start.attached.push(changed.disk.clone()),
             }
         }
         start
     }
 
-    /// A disk of which something else is written down by now. Only who writes down another file means that: its guest
-    /// has long left the one that was written down before. The same holds for limits.
-    fn as_changed(&self, disk: &DiskSpec) -> DiskSpec {
-        let mut its = self.disks.iter();
-        let changed = its.find_map(|changed| {
-            let before = changed.instead_of.as_ref();
+    /// A disk whose configuration may have changed since a command changed the disk. The command's file stays, because
+    /// the guest has written to it, unless the configured file has changed. The same applies to limits.
+    fn reconfigured(&self, disk: &DiskSpec) -> DiskSpec {
+        let mut overrides = self.disks.iter();
+        let changed = overrides.find_map(|changed| {
+            let before = changed.configured.as_ref();
             let before = before.filter(|before| before.name == disk.name)?;
             Some(disk.with_overrides(before, &changed.disk))
         });
@@ -287,15 +297,15 @@ impl Overrides {
     }
 }
 
-/// What is to be served.
+/// The disks to be served.
 #[derive(Debug, Default, PartialEq)]
 pub struct Start {
-    /// What is written down, as it was changed.
+    /// Configured disks, with the changes made at run time.
     pub disks: Vec<DiskSpec>,
-    /// What was attached besides.
-    pub more: Vec<DiskSpec>,
-    /// Disks of which what is written down has changed since; their files and limits have not, if these are written down as
-    /// before.
+    /// Disks that were attached at run time.
+    pub attached: Vec<DiskSpec>,
+    /// Names of disks that were changed at run time and whose configuration has changed since. Their changes are
+    /// dropped, except for a file or limits whose configuration is the same as before.
     pub outdated: Vec<String>,
 }
 
@@ -309,13 +319,15 @@ fn collect<T, U>(from: &[T], entry: impl FnMut(&T) -> U) -> Vec<U> {
 
 #[cfg(any(test, fuzzing))]
 impl Overrides {
-    /// Panics unless what can be parsed reads back as it is written: for tests and fuzzing.
+    /// Panics unless a valid file reads back as it is written: for tests and fuzzing.
     pub fn check(bytes: &[u8]) {
-        if let Ok(changed) = Self::parse(bytes) {
-            let disks = changed.disks.iter().map(|changed| &changed.disk);
-            disks.chain(&changed.gone).for_each(DiskSpec::assert_sound);
-            let text = changed.text();
-            assert_eq!(Self::parse(text.as_bytes()), Ok(changed), "{text}");
+        if let Ok(overrides) = Self::parse(bytes) {
+            let disks = overrides.disks.iter().map(|changed| &changed.disk);
+            disks
+                .chain(&overrides.detached)
+                .for_each(DiskSpec::assert_sound);
+            let text = overrides.text();
+            assert_eq!(Self::parse(text.as_bytes()), Ok(overrides), "{text}");
         }
     }
 }
@@ -329,24 +341,24 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn changed() -> Overrides {
+    fn overrides() -> Overrides {
         let mut limits = ThrottleLimits::NONE;
         limits.iops_total.average = 100;
         Overrides {
             disks: vec![
                 DiskOverride {
                     disk: disk("/vms/b,,2.raw,name=b,iops=7,cache=writeback"),
-                    instead_of: Some(disk("/vms/b.raw")),
+                    configured: Some(disk("/vms/b.raw")),
                 },
                 DiskOverride {
                     disk: disk("/vms/new.qcow2,queues=3,iothreads=0,2,l2-cache-size=4M"),
-                    instead_of: None,
+                    configured: None,
                 },
             ],
-            gone: vec![disk("/vms/gone.raw")],
+            detached: vec![disk("/vms/gone.raw")],
             nodes: vec![NodeOverride {
                 disk: disk("/vms/x.raw,name=top"),
-                over: Some("below".into()),
+                child: Some("below".into()),
             }],
             exports: vec![ExportOverride {
                 node: "top".into(),
@@ -365,27 +377,27 @@ mod tests {
     }
 
     #[test]
-    fn it_reads_back_as_written() {
-        let text = changed().text();
-        assert_eq!(Overrides::parse(text.as_bytes()), Ok(changed()), "{text}");
+    fn state_file_reads_back_as_written() {
+        let text = overrides().text();
+        assert_eq!(Overrides::parse(text.as_bytes()), Ok(overrides()), "{text}");
     }
 
     #[test]
-    fn what_is_written_down_since_wins() {
-        let changed = changed();
-        let written = ["/vms/a.raw", "/vms/b.raw", "/vms/gone.raw"].map(disk);
-        let start = changed.apply(&written);
+    fn later_configuration_overrides_the_state() {
+        let overrides = overrides();
+        let configured = ["/vms/a.raw", "/vms/b.raw", "/vms/gone.raw"].map(disk);
+        let start = overrides.apply(&configured);
         let names = |disks: &[DiskSpec]| disks.iter().map(|d| d.name.clone()).collect::<Vec<_>>();
         assert_eq!(names(&start.disks), ["a", "b"]);
-        assert_eq!(start.disks[1], changed.disks[0].disk);
-        assert_eq!(names(&start.more), ["new"]);
+        assert_eq!(start.disks[1], overrides.disks[0].disk);
+        assert_eq!(names(&start.attached), ["new"]);
         assert!(start.outdated.is_empty());
 
-        // What it is on, and its limits, are not outdated by what else is said of it.
+        // Another configured key changes neither the file nor the limits.
         let later = ["/vms/b.raw,queues=9", "/vms/b.raw,format=raw,iops=8"].map(disk);
         let start = later
             .each_ref()
-            .map(|b| changed.apply(std::slice::from_ref(b)));
+            .map(|b| overrides.apply(std::slice::from_ref(b)));
         assert_eq!(
             start[0].disks,
             [disk("/vms/b,,2.raw,name=b,queues=9,iops=7")]
@@ -394,17 +406,17 @@ mod tests {
         assert_eq!(start[0].outdated, ["b"]);
 
         let later = ["/x/b.raw,queues=9", "/vms/gone.raw,queues=9", "/x/new.raw"].map(disk);
-        let start = changed.apply(&later);
+        let start = overrides.apply(&later);
         let limited = disk("/x/b.raw,queues=9,iops=7");
         assert_eq!(start.disks[0], limited);
         assert_eq!(start.disks[1..], later[1..]);
-        assert!(start.more.is_empty());
+        assert!(start.attached.is_empty());
         assert_eq!(start.outdated, ["b", "new"]);
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
-        let text = changed().text();
+    fn invalid_state_is_refused() {
+        let text = overrides().text();
         for (from, to, says) in [
             ("\"version\": 1", "\"version\": 2", "version 2"),
             ("\"gone\"", "\"going\"", "unknown field"),
@@ -433,27 +445,27 @@ mod tests {
         }
     }
 
-    /// What fuzzing starts from, and what it has found.
+    /// The seeds of fuzzing, which include its findings.
     #[test]
-    fn fuzzing_seeds_are_sound() {
+    fn fuzzing_seeds_are_valid() {
         let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/state");
-        let mut sound = 0;
+        let mut valid = 0;
         for file in std::fs::read_dir(seeds).unwrap() {
             let path = file.unwrap().path();
             let bytes = std::fs::read(&path).unwrap();
             Overrides::check(&bytes);
             match Overrides::parse(&bytes) {
-                Ok(_) => sound += 1,
+                Ok(_) => valid += 1,
                 Err(e) => println!("{}: {e}", path.display()),
             }
         }
-        assert!(sound >= 3);
+        assert!(valid >= 3);
     }
 
     proptest! {
         #[test]
         fn no_bytes_panic(at in 0_usize..2000, to in any::<u8>(), cut in 0_usize..2000) {
-            let mut bytes = changed().text().into_bytes();
+            let mut bytes = overrides().text().into_bytes();
             let len = bytes.len();
             bytes[at % len] = to;
             bytes.remove(cut % len);

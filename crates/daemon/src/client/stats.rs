@@ -44,9 +44,10 @@ pub fn stats(args: &StatsArgs) -> CommandResult {
         if !disks.clone().any(|disk| disk["name"] == **name) {
             let names = disks.filter_map(|disk| disk["name"].as_str());
             let names: Vec<_> = names.collect();
-            let there = match names.is_empty() {
-                true => "none".into(),
-                false => names.join(", "),
+            let there = if names.is_empty() {
+                "none".into()
+            } else {
+                names.join(", ")
             };
             return Err(CommandLineError::NoDisk(name.clone(), there));
         }
@@ -59,9 +60,10 @@ pub fn stats(args: &StatsArgs) -> CommandResult {
     let json: Value = rates.iter().map(Rates::to_json).collect();
     let mut rows = vec![row(HEADINGS)];
     rows.extend(rates.iter().map(cells));
-    let mut text = match rates.is_empty() {
-        true => "no disk is served; 'ringdisk attach FILE' serves one".into(),
-        false => table(&rows),
+    let mut text = if rates.is_empty() {
+        "no disk is served; 'ringdisk attach FILE' serves one".into()
+    } else {
+        table(&rows)
     };
     if let Some(polling) = second.polling_since(&first) {
         text = format!("{}\n\n{polling}", text.trim_end());
@@ -136,9 +138,10 @@ fn scaled(n: f64) -> String {
         n if n < 999_500_000.0 => (n / 1e6, "M"),
         n => (n / 1e9, "G"),
     };
-    match n < 9.95 {
-        true => format!("{n:.1}{prefix}"),
-        false => format!("{n:.0}{prefix}"),
+    if n < 9.95 {
+        format!("{n:.1}{prefix}")
+    } else {
+        format!("{n:.0}{prefix}")
     }
 }
 

@@ -212,9 +212,10 @@ impl View {
             Line::styled(*heading, style)
         });
         let rows = self.disks.iter().map(|disk| {
-            let style = match disk.connected {
-                true => Style::new(),
-                false => Style::new().add_modifier(Modifier::DIM),
+            let style = if disk.connected {
+                Style::new()
+            } else {
+                Style::new().add_modifier(Modifier::DIM)
             };
             Row::new(cells(disk)).style(style)
         });

@@ -509,24 +509,29 @@ fn block_size(text: &str) -> Result<u32, String> {
 
 fn iothreads(text: &str) -> Result<Vec<String>, String> {
     let is_number = |id: &str| !id.is_empty() && id.chars().all(|c| c.is_ascii_digit());
-    let each = text.split(',').map(|id| match is_number(id) {
-        true => Ok(id.to_owned()),
-        false => name(id),
+    let each = text.split(',').map(|id| {
+        if is_number(id) {
+            Ok(id.to_owned())
+        } else {
+            name(id)
+        }
     });
     let ids: Vec<_> = each.collect::<Result<_, _>>()?;
-    match ids.len() <= usize::from(QUEUES_MAX) {
-        true => Ok(ids),
-        false => Err(format!("more than {QUEUES_MAX} threads")),
+    if ids.len() <= usize::from(QUEUES_MAX) {
+        Ok(ids)
+    } else {
+        Err(format!("more than {QUEUES_MAX} threads"))
     }
 }
 
 fn serial(text: &str) -> Result<String, String> {
-    match text.len() <= blk::ID_BYTES && text.chars().all(|c| c.is_ascii_graphic() || c == ' ') {
-        true => Ok(text.to_owned()),
-        false => Err(format!(
+    if text.len() <= blk::ID_BYTES && text.chars().all(|c| c.is_ascii_graphic() || c == ' ') {
+        Ok(text.to_owned())
+    } else {
+        Err(format!(
             "'{text}' is not up to {} ASCII characters",
             blk::ID_BYTES
-        )),
+        ))
     }
 }
 

@@ -68,10 +68,13 @@ impl Form {
     /// The value in the reference, as Markdown.
     fn described(&self) -> String {
         match self {
-            Self::Text(name) => match name.contains('|') {
-                true => code_list(name.split('|')),
-                false => (*name).into(),
-            },
+            Self::Text(name) => {
+                if name.contains('|') {
+                    code_list(name.split('|'))
+                } else {
+                    (*name).into()
+                }
+            }
             Self::Words(words) => code_list(words.iter().copied()),
             Self::Number(first, last) => format!("{first} to {last}"),
             Self::PowerOfTwo(first, last) => format!("a power of two from {first} to {last}"),
@@ -152,11 +155,10 @@ pub fn row(names: &str, value: &str, default: &str, about: &str) -> String {
 
 /// `text` in lines to the right of `head`, or below a `head` that is too long.
 pub fn lines(head: &str, text: &str) -> String {
-    match head.len() < HELP_INDENT {
-        true => wrap(&format!("{head:HELP_INDENT$}"), text, HELP_INDENT),
-        false => {
-            wrap("  ", head.trim_start(), 2) + &wrap(&" ".repeat(HELP_INDENT), text, HELP_INDENT)
-        }
+    if head.len() < HELP_INDENT {
+        wrap(&format!("{head:HELP_INDENT$}"), text, HELP_INDENT)
+    } else {
+        wrap("  ", head.trim_start(), 2) + &wrap(&" ".repeat(HELP_INDENT), text, HELP_INDENT)
     }
 }
 

@@ -10,43 +10,25 @@ struct Keys {
     rate: fn(&mut ThrottleLimits) -> &mut Rate,
 }
 
+/// The keys that begin with the name of an average.
+macro_rules! keys {
+    ($average:literal, $rate:ident) => {
+        Keys {
+            average: $average,
+            max: concat!($average, "_max"),
+            max_length: concat!($average, "_max_length"),
+            rate: |limits| &mut limits.$rate,
+        }
+    };
+}
+
 const KINDS: [Keys; 6] = [
-    Keys {
-        average: "bps",
-        max: "bps_max",
-        max_length: "bps_max_length",
-        rate: |limits| &mut limits.bps_total,
-    },
-    Keys {
-        average: "bps_rd",
-        max: "bps_rd_max",
-        max_length: "bps_rd_max_length",
-        rate: |limits| &mut limits.bps_read,
-    },
-    Keys {
-        average: "bps_wr",
-        max: "bps_wr_max",
-        max_length: "bps_wr_max_length",
-        rate: |limits| &mut limits.bps_write,
-    },
-    Keys {
-        average: "iops",
-        max: "iops_max",
-        max_length: "iops_max_length",
-        rate: |limits| &mut limits.iops_total,
-    },
-    Keys {
-        average: "iops_rd",
-        max: "iops_rd_max",
-        max_length: "iops_rd_max_length",
-        rate: |limits| &mut limits.iops_read,
-    },
-    Keys {
-        average: "iops_wr",
-        max: "iops_wr_max",
-        max_length: "iops_wr_max_length",
-        rate: |limits| &mut limits.iops_write,
-    },
+    keys!("bps", bps_total),
+    keys!("bps_rd", bps_read),
+    keys!("bps_wr", bps_write),
+    keys!("iops", iops_total),
+    keys!("iops_rd", iops_read),
+    keys!("iops_wr", iops_write),
 ];
 
 const SIZE: &str = "iops_size";

@@ -242,9 +242,10 @@ impl DiskSpec {
     /// This disk, as it is configured now, with the changes that commands made while `before` was configured: the file
     /// and the limits of `now`, each unless its configuration has changed since.
     pub fn with_overrides(&self, before: &Self, now: &Self) -> Self {
-        let mut disk = match before.has_file_of(self) {
-            true => self.with_file_of(now),
-            false => self.clone(),
+        let mut disk = if before.has_file_of(self) {
+            self.with_file_of(now)
+        } else {
+            self.clone()
         };
         if before.has_limits_of(self) {
             disk.limits = now.limits;
@@ -276,13 +277,14 @@ impl Display for FileSpec {
 /// The text breaks the rule.
 pub fn name(text: &str) -> Result<String, String> {
     let good = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-    match text.starts_with(|c: char| c.is_ascii_alphabetic())
+    if text.starts_with(|c: char| c.is_ascii_alphabetic())
         && text.chars().all(good)
         && text.len() <= 64
     {
-        true => Ok(text.to_owned()),
-        false => Err(format!(
+        Ok(text.to_owned())
+    } else {
+        Err(format!(
             "'{text}' is not a letter followed by letters, digits, '-', '.' or '_', 64 at most"
-        )),
+        ))
     }
 }

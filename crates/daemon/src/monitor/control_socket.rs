@@ -161,7 +161,7 @@ fn make_again(socket: &mut Socket, server: &Server) -> io::Result<()> {
         let new = Socket::bind_private(socket.path()).map_err(io::Error::other)?;
         *locked(&server.handover.control) = Some(new.listener.as_fd().try_clone_to_owned()?);
         warn!(
-            "{} had been removed, and is there again",
+            "{} had been removed; ringdisk has created it again",
             new.path().display()
         );
         socket.renew(new);

@@ -10,11 +10,11 @@ use crate::server::device::ServedDisk;
 /// All disks, with their settings.
 pub fn all(server: &Server) -> Value {
     let mut disks = Vec::new();
-    server.each_disk(|look| {
-        let device = look.export.map(|export| export.device.clone());
-        disks.push((look.node.clone(), device));
+    server.each_disk(|disk| {
+        let device = disk.export.map(|export| export.device.clone());
+        disks.push((disk.node.clone(), device));
     });
-    // Without the server's lock: a cluster that does not answer holds up nobody else.
+    // Without the server's lock: a cluster that does not answer must not delay other commands.
     let disks = disks.iter();
     disks
         .map(|(node, served)| disk(node, served.as_deref()))
@@ -52,11 +52,12 @@ fn disk(node: &Node, served: Option<&ServedDisk>) -> Value {
     if let Some(served) = served {
         let threads = &served.threads;
         let ids: Vec<&str> = threads.iter().map(|t| t.id.as_str()).collect();
-        let from = match spec.iothreads.is_empty() {
-            true => Origin::Ringdisk,
-            false => Origin::CommandLine,
+        let from = if spec.iothreads.is_empty() {
+            Origin::Ringdisk
+        } else {
+            Origin::CommandLine
         };
-        let about = "the I/O threads of its queues, in turn";
+        let about = "the I/O threads that serve its queues, in turn";
         settings.push(setting("iothreads", &ids.join(","), from.word(), about));
     }
     if let Some(rbd) = node.rbd() {
@@ -67,7 +68,7 @@ fn disk(node: &Node, served: Option<&ServedDisk>) -> Value {
         };
         let about = "the image's exclusive lock, which the first write takes";
         settings.push(setting("lock", lock, "cluster", about));
-        settings.extend(rbd.settings().iter().map(of_ceph));
+        settings.extend(rbd.settings().iter().map(ceph_setting));
     }
     json!({ "name": node.name(), "file": node.filename, "settings": settings })
 }
@@ -76,17 +77,17 @@ fn setting(name: &str, value: &str, from: &str, about: &str) -> Value {
     json!({ "name": name, "value": value, "from": from, "overridden": [], "about": about })
 }
 
-fn of_ceph(it: &Setting) -> Value {
-    let overridden = it.overridden.iter();
+fn ceph_setting(setting: &Setting) -> Value {
+    let overridden = setting.overridden.iter();
     let overridden: Vec<_> = overridden
         .map(|(from, value)| json!({ "from": from.word(), "value": value }))
         .collect();
     json!({
-        "name": it.name,
-        "value": it.value,
-        "from": it.origin.word(),
+        "name": setting.name,
+        "value": setting.value,
+        "from": setting.origin.word(),
         "overridden": overridden,
-        "about": it.about,
+        "about": setting.about,
     })
 }
 
@@ -125,14 +126,15 @@ mod tests {
 
     #[test]
     fn overridden_values_are_shown() {
-        let it = Setting {
+        let setting = Setting {
             name: "rbd_cache".into(),
             value: "false".into(),
             origin: Origin::CommandLine,
             overridden: vec![(Origin::Conf, "true".into())],
             about: "librbd's cache",
         };
-        let disks = json!([{ "name": "vm1", "file": "rbd:p/vm1", "settings": [of_ceph(&it)] }]);
+        let disks =
+            json!([{ "name": "vm1", "file": "rbd:p/vm1", "settings": [ceph_setting(&setting)] }]);
         assert_eq!(
             text(&disks),
             "disk vm1: rbd:p/vm1\n  rbd_cache  false  command line  librbd's cache\n             \

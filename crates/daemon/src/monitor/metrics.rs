@@ -15,23 +15,23 @@ use tracing::{info, warn};
 use crate::server::Server;
 use crate::socket::accept::Backoff;
 
-/// Upper bounds of the buckets, in microseconds: two or three to a power of ten where storage differs, and one beyond.
+/// Upper bounds of the buckets, in microseconds: three per power of ten in the range of working storage, then one.
 const BOUNDS_US: [u64; 13] = [
     10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000, 10_000_000,
 ];
 
-/// A scraper's request has no body, and few headers.
+/// Limits of a request. A scraper sends no body and few headers.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 const HEADERS_MAX: usize = 64;
 
-/// Limit of concurrent scrapes; others wait. One or two scrapers are usual.
+/// Limit of concurrent scrapes; others wait. One or two scrapers are common.
 const THREADS: usize = 4;
 
-/// Bytes that are sent at a time.
-const PIECE: usize = 32 << 10;
+/// Bytes in each chunk of a reply.
+const CHUNK: usize = 32 << 10;
 
 /// How long a client may take to send its request, and then to receive the reply.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -90,7 +90,7 @@ fn accept(listener: &Mutex<Listener>) -> Option<TcpStream> {
         }
         Err(e) => {
             listener.accepting.failed(|left_out| {
-                let e = block::explain(&e, "it is tried again");
+                let e = block::explain(&e, "ringdisk tries again");
                 warn!("metrics: cannot serve a client: {e}{left_out}");
             });
             None
@@ -102,12 +102,12 @@ fn answer(
     mut stream: &TcpStream,
     metrics: impl Fn(&mut Body<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let mut request = Vec::with_capacity(1024);
     let parsed = loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            break Parsed::Refused("408 Request Timeout", "the request took too long\n");
+            break RequestPath::Refused("408 Request Timeout", "the request took too long\n");
         }
         stream.set_read_timeout(Some(left))?;
         let mut part = [0; 1024];
@@ -117,23 +117,23 @@ fn answer(
         };
         request.extend_from_slice(&part[..n]);
         match path(&request) {
-            Parsed::More if n == 0 || request.len() > REQUEST_BYTES_MAX => {
-                break Parsed::Refused("400 Bad Request", "this is no whole HTTP request\n");
+            RequestPath::Incomplete if n == 0 || request.len() > REQUEST_BYTES_MAX => {
+                break RequestPath::Refused("400 Bad Request", "not a complete HTTP request\n");
             }
-            Parsed::More => {}
+            RequestPath::Incomplete => {}
             parsed => break parsed,
         }
     };
     let (status, chunked) = match parsed {
-        Parsed::Path { chunked } => ("200 OK", chunked),
-        Parsed::Refused(status, _) => (status, false),
-        Parsed::More => return Ok(()),
+        RequestPath::Found { chunked } => ("200 OK", chunked),
+        RequestPath::Refused(status, _) => (status, false),
+        RequestPath::Incomplete => return Ok(()),
     };
     let mut body = Body {
         stream,
-        deadline: Instant::now() + PATIENCE,
+        deadline: Instant::now() + TIMEOUT,
         chunked,
-        piece: Vec::with_capacity(2 * PIECE),
+        chunk: Vec::with_capacity(2 * CHUNK),
     };
     let encoding = if chunked {
         "Transfer-Encoding: chunked\r\n"
@@ -144,7 +144,7 @@ fn answer(
         format!("HTTP/1.1 {status}\r\nContent-Type: {TEXT}\r\n{encoding}Connection: close\r\n\r\n");
     body.send(head.as_bytes())?;
     match parsed {
-        Parsed::Refused(_, why) => body.write_all(why.as_bytes())?,
+        RequestPath::Refused(_, why) => body.write_all(why.as_bytes())?,
         _ => metrics(&mut body)?,
     }
     body.end()?;
@@ -161,32 +161,32 @@ struct Body<'a> {
     stream: &'a TcpStream,
     deadline: Instant,
     chunked: bool,
-    piece: Vec<u8>,
+    chunk: Vec<u8>,
 }
 
 impl Write for Body<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.piece.extend_from_slice(bytes);
-        if self.piece.len() >= PIECE {
+        self.chunk.extend_from_slice(bytes);
+        if self.chunk.len() >= CHUNK {
             self.flush()?;
         }
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        if self.piece.is_empty() {
+        if self.chunk.is_empty() {
             return Ok(());
         }
-        let piece = std::mem::take(&mut self.piece);
+        let chunk = std::mem::take(&mut self.chunk);
         if self.chunked {
-            self.send(format!("{:x}\r\n", piece.len()).as_bytes())?;
+            self.send(format!("{:x}\r\n", chunk.len()).as_bytes())?;
         }
-        self.send(&piece)?;
+        self.send(&chunk)?;
         if self.chunked {
             self.send(b"\r\n")?;
         }
-        self.piece = piece;
-        self.piece.clear();
+        self.chunk = chunk;
+        self.chunk.clear();
         Ok(())
     }
 }
@@ -194,10 +194,10 @@ impl Write for Body<'_> {
 impl Body<'_> {
     fn end(&mut self) -> io::Result<()> {
         self.flush()?;
-        match self.chunked {
-            true => self.send(b"0\r\n\r\n"),
-            false => Ok(()),
+        if self.chunked {
+            self.send(b"0\r\n\r\n")?;
         }
+        Ok(())
     }
 
     fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
@@ -219,35 +219,35 @@ impl Body<'_> {
 }
 
 #[derive(Debug, PartialEq)]
-enum Parsed {
-    More,
+enum RequestPath {
+    Incomplete,
     /// The path exists. Chunks are allowed, except for HTTP/1.0.
-    Path {
+    Found {
         chunked: bool,
     },
     Refused(&'static str, &'static str),
 }
 
-fn path(request: &[u8]) -> Parsed {
+fn path(request: &[u8]) -> RequestPath {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut parsed = httparse::Request::new(&mut headers);
     match parsed.parse(request) {
-        Ok(httparse::Status::Partial) => return Parsed::More,
+        Ok(httparse::Status::Partial) => return RequestPath::Incomplete,
         Ok(httparse::Status::Complete(_)) => {}
-        Err(_) => return Parsed::Refused("400 Bad Request", "this is no HTTP request\n"),
+        Err(_) => return RequestPath::Refused("400 Bad Request", "not an HTTP request\n"),
     }
     let path = parsed.path.unwrap_or_default();
     match (parsed.method, path.split('?').next()) {
-        (Some("GET"), Some("/metrics")) => Parsed::Path {
+        (Some("GET"), Some("/metrics")) => RequestPath::Found {
             chunked: parsed.version == Some(1),
         },
-        (Some("GET"), _) => Parsed::Refused("404 Not Found", "there is /metrics\n"),
-        _ => Parsed::Refused("405 Method Not Allowed", "only GET is allowed\n"),
+        (Some("GET"), _) => RequestPath::Refused("404 Not Found", "only /metrics exists\n"),
+        _ => RequestPath::Refused("405 Method Not Allowed", "only GET is allowed\n"),
     }
 }
 
-/// What metrics show of a disk.
-struct Shown {
+/// The numbers of a disk that its metrics show.
+struct DiskSample {
     name: String,
     size: u64,
     connected: bool,
@@ -255,11 +255,11 @@ struct Shown {
     counts: DiskStats,
 }
 
-/// Everything, as text.
+/// Writes all metrics.
 fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
     let mut disks = Vec::new();
     server.each_disk(|disk| {
-        disks.extend(disk.export.map(|export| Shown {
+        disks.extend(disk.export.map(|export| DiskSample {
             name: export.id.clone(),
             size: export.disk.size(),
             connected: export.connected(),
@@ -271,11 +271,12 @@ fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
     text.family(
         REQUEST_SECONDS,
         "histogram",
-        "From the available ring to the used ring, by operation, for disks and operations that were in use. Its parts, \
-         of which only sum and count are given: held back, in the image, in the engine, and on the way to the used ring.",
+        "Time of requests from the available ring to the used ring, by operation, for disks and operations that have been \
+         used. Of its stages (waiting for a limit, in the image, in the engine, and until the used ring is updated), only \
+         sum and count are given.",
     )?;
     for disk in disks.iter().filter(|disk| was_used(&disk.counts)) {
-        // One disk's at a time, since histograms are large.
+        // One disk at a time, because histograms are large.
         if let Some(stats) = server.served(&disk.name, |export| export.disk.stats()) {
             write_latencies(&mut text, &disk.name, &stats)?;
         }
@@ -294,14 +295,19 @@ fn was_used(stats: &DiskStats) -> bool {
     kinds.iter().any(|(_, r)| r.operations + r.errors > 0)
 }
 
-/// A family of one value for each disk: its name, its type, what it is, and the value.
-type OfDisk = (&'static str, &'static str, &'static str, fn(&Shown) -> u64);
+/// A metric with one value for each disk: name, type, help and value.
+type DiskMetric = (
+    &'static str,
+    &'static str,
+    &'static str,
+    fn(&DiskSample) -> u64,
+);
 
-const OF_DISKS: [OfDisk; 5] = [
+const DISK_METRICS: [DiskMetric; 5] = [
     (
         "ringdisk_disk_size_bytes",
         "gauge",
-        "Size that the guest sees.",
+        "Size of the disk as the guest sees it.",
         |disk| disk.size,
     ),
     (
@@ -313,50 +319,52 @@ const OF_DISKS: [OfDisk; 5] = [
     (
         "ringdisk_disk_requests_under_way",
         "gauge",
-        "Requests under way, with those that a limit holds back.",
+        "Requests in flight, including those that wait for a limit.",
         |disk| disk.counts.under_way,
     ),
     (
         "ringdisk_disk_requests_stalled",
         "gauge",
-        "Requests that storage failed to serve, and that wait for it to work again.",
+        "Requests that wait for failed storage to work again.",
         |disk| disk.counts.stalled,
     ),
     (
         "ringdisk_disk_refused_total",
         "counter",
-        "Requests that the disk does not allow.",
+        "Invalid requests, which the disk refused.",
         |disk| disk.counts.refused,
     ),
 ];
 
-/// A family of counters for each operation of each disk.
-type OfOperation = (&'static str, &'static str, fn(&RequestStats) -> u64);
+/// A counter for each operation of each disk: name, help and value.
+type OperationCounter = (&'static str, &'static str, fn(&RequestStats) -> u64);
 
-const OF_OPERATIONS: [OfOperation; 3] = [
+const OPERATION_COUNTERS: [OperationCounter; 3] = [
     (
         "ringdisk_disk_operations_total",
-        "Requests completed with success.",
+        "Requests that succeeded.",
         |requests| requests.operations,
     ),
-    ("ringdisk_disk_bytes_total", "Bytes of these.", |requests| {
-        requests.bytes
-    }),
+    (
+        "ringdisk_disk_bytes_total",
+        "Bytes read or written by requests that succeeded.",
+        |requests| requests.bytes,
+    ),
     (
         "ringdisk_disk_errors_total",
-        "Requests completed with an error.",
+        "Requests that ended with an error.",
         |requests| requests.errors,
     ),
 ];
 
-fn write_counts(text: &mut Text<'_, impl Write>, disks: &[Shown]) -> io::Result<()> {
-    for (name, kind, help, value) in OF_DISKS {
+fn write_counts(text: &mut Text<'_, impl Write>, disks: &[DiskSample]) -> io::Result<()> {
+    for (name, kind, help, value) in DISK_METRICS {
         text.family(name, kind, help)?;
         for disk in disks {
             text.value(name, &[("disk", &disk.name)], value(disk))?;
         }
     }
-    for (name, help, count) in OF_OPERATIONS {
+    for (name, help, count) in OPERATION_COUNTERS {
         text.family(name, "counter", help)?;
         for disk in disks {
             for (operation, requests) in disk.counts.kinds() {
@@ -368,7 +376,7 @@ fn write_counts(text: &mut Text<'_, impl Write>, disks: &[Shown]) -> io::Result<
     Ok(())
 }
 
-/// The histograms of a disk, for operations that were measured.
+/// Writes the histograms of a disk, for operations that were measured.
 fn write_latencies(
     text: &mut Text<'_, impl Write>,
     disk: &str,
@@ -396,20 +404,20 @@ fn write_threads(
     threads: &[(String, ThreadStats)],
 ) -> io::Result<()> {
     let name = "ringdisk_iothread_cpu_seconds_total";
-    text.family(name, "counter", "CPU time, user and kernel.")?;
+    text.family(name, "counter", "CPU time of the thread, user and kernel.")?;
     for (id, stats) in threads {
         if let Some(cpu_ns) = stats.cpu_ns {
             text.seconds(name, &[("iothread", id)], cpu_ns)?;
         }
     }
     let name = "ringdisk_iothread_poll_seconds_total";
-    let help = "Time spent polling for guests and completions.";
+    let help = "Time that the thread polled for requests and completions.";
     text.family(name, "counter", help)?;
     for (id, stats) in threads {
         text.seconds(name, &[("iothread", id)], stats.polled_ns)?;
     }
     let name = "ringdisk_iothread_poll_saved_seconds_total";
-    let help = "CPU time of the sleeps that polling saved.";
+    let help = "CPU time of the sleeps that polling avoided.";
     text.family(name, "counter", help)?;
     for (id, stats) in threads {
         text.seconds(name, &[("iothread", id)], stats.poll_saved_ns)?;
@@ -418,17 +426,17 @@ fn write_threads(
     let counters: [(&str, &str, Count); 3] = [
         (
             "ringdisk_iothread_polls_total",
-            "Times that it polled.",
+            "Times that the thread polled.",
             |s| s.polls,
         ),
         (
             "ringdisk_iothread_polls_hit_total",
-            "Times that something came meanwhile.",
+            "Polls that found a request or a completion.",
             |s| s.polls_hit,
         ),
         (
             "ringdisk_iothread_sleeps_total",
-            "Times that it slept.",
+            "Times that the thread slept.",
             |s| s.sleeps,
         ),
     ];
@@ -512,7 +520,7 @@ impl<W: Write> Text<'_, W> {
     }
 }
 
-/// Nanoseconds, written in seconds without loss.
+/// Nanoseconds, displayed in seconds without loss.
 struct Seconds(u64);
 
 impl std::fmt::Display for Seconds {
@@ -530,14 +538,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_understood_or_refused() {
-        assert_eq!(path(b"GET /met"), Parsed::More);
+    fn http_requests_are_parsed_or_refused() {
+        assert_eq!(path(b"GET /met"), RequestPath::Incomplete);
         let whole = b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n";
-        assert_eq!(path(whole), Parsed::Path { chunked: true });
+        assert_eq!(path(whole), RequestPath::Found { chunked: true });
         let query = b"GET /metrics?a=b HTTP/1.0\r\n\r\n";
-        assert_eq!(path(query), Parsed::Path { chunked: false });
+        assert_eq!(path(query), RequestPath::Found { chunked: false });
         let refused = |request: &[u8], start: &str| match path(request) {
-            Parsed::Refused(status, _) => assert!(status.starts_with(start), "{status}"),
+            RequestPath::Refused(status, _) => assert!(status.starts_with(start), "{status}"),
             other => panic!("{other:?}"),
         };
         refused(b"GET / HTTP/1.1\r\n\r\n", "404");
@@ -548,11 +556,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_the_text_format() {
+    fn metrics_are_in_the_text_format() {
         let name = "odd \"name\"\\";
         let mut stats = DiskStats::default();
         stats.read.operations = 12;
-        let disk = Shown {
+        let disk = DiskSample {
             name: name.into(),
             size: 1 << 30,
             connected: true,
@@ -584,7 +592,7 @@ mod tests {
         let sum = format!("ringdisk_disk_request_seconds_sum{{{name},stage=\"total\"}} 1.5");
         has(&sum);
         has("ringdisk_iothread_polls_total{iothread=\"iothread0\"} 0");
-        // Every sample belongs to a family that was announced before it, once.
+        // Every sample follows the TYPE line of its metric, which appears once.
         let mut families = Vec::new();
         for line in text.lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {

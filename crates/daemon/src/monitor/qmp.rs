@@ -34,9 +34,10 @@ impl Handler for Qmp {
     fn execute(&self, command: Command) -> Reply {
         debug!("control socket: {}", command.name());
         let asks = command.name().starts_with("query-");
-        let _inhibitor = match asks {
-            true => None,
-            false => Some(self.server.handover.inhibit()?),
+        let _inhibitor = if asks {
+            None
+        } else {
+            Some(self.server.handover.inhibit()?)
         };
         let answer = self.execute_now(command);
         if !asks {

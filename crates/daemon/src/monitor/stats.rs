@@ -11,7 +11,7 @@ use crate::node::Node;
 use crate::server::DiskView;
 use crate::server::iothreads::NamedThread;
 
-/// The percentiles that are named beside each histogram.
+/// The percentiles that are given with each histogram.
 pub const PERCENTILES: [(&str, f64); 3] = [("p50-ns", 50.0), ("p99-ns", 99.0), ("p99.9-ns", 99.9)];
 
 /// Everything about a disk, with what it has done.

@@ -54,14 +54,13 @@ pub(super) fn open_chain(
         format: LayerFormat::Qcow2,
     };
     let mut repair = Progress::new(format!("{}: opening", path.display()));
-    let (journal, journal_path) = match read_only {
-        true => None,
-        false => {
-            let place = context.journals.place(&spec.name, file);
-            place.map_err(|e| NodeError::Journal(filename(), e))?
-        }
-    }
-    .unzip();
+    let journal = if read_only {
+        None
+    } else {
+        let journal = context.journals.open(&spec.name, file);
+        journal.map_err(|e| NodeError::Journal(filename(), e))?
+    };
+    let (journal, journal_path) = journal.unzip();
     let options = ChainOptions {
         read_only,
         // As in QEMU, a corrupt image may be read.
@@ -72,9 +71,10 @@ pub(super) fn open_chain(
         flush_changes: true,
         progress: &mut |progress| {
             repair.at(progress.done, progress.total);
-            match context.stop.load(SeqCst) {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
+            if context.stop.load(SeqCst) {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
             }
         },
     };
@@ -99,8 +99,8 @@ pub(super) fn open_chain(
         let is_top = Arc::ptr_eq(file, &files[0]);
         let opened_again = is_top && locking == Locking::None && !spec.read_only;
         if !opened_again && !ours.contains(&file.identity()) {
-            let looked = context.journals.look_for(&spec.name, file);
-            looked.map_err(|e| NodeError::Journal(filename(), e))?;
+            let checked = context.journals.check_none(&spec.name, file);
+            checked.map_err(|e| NodeError::Journal(filename(), e))?;
         }
     }
     Ok(OpenedChain {
@@ -127,9 +127,10 @@ pub(super) fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
     facts.fold(
         DiskFacts {
             // Discards free clusters in the image, whatever the file system supports.
-            discard_granularity: match written.read_only {
-                true => 0,
-                false => u32::try_from(cluster).unwrap_or(0),
+            discard_granularity: if written.read_only {
+                0
+            } else {
+                u32::try_from(cluster).unwrap_or(0)
             },
             ..written
         },

@@ -79,9 +79,10 @@ impl Node {
         if let Image::Chain(chain) = &image
             && !self.facts.read_only
         {
-            return match last {
-                true => self.close_image(&image, &[]),
-                false => chain.flush().map_err(io::Error::other),
+            return if last {
+                self.close_image(&image, &[])
+            } else {
+                chain.flush().map_err(io::Error::other)
             };
         }
         if self.facts.read_only || !self.spec.cache.flushes() {
@@ -102,9 +103,10 @@ impl Node {
         let is_space = !error.is_permanent() && block::is_no_space(error.errno());
         let state = self.state();
         let image = state.image.as_ref()?.chain()?.image()?;
-        match is_space && image.is_journaled() {
-            true => state.journal.clone(),
-            false => None,
+        if is_space && image.is_journaled() {
+            state.journal.clone()
+        } else {
+            None
         }
     }
 

@@ -1,4 +1,5 @@
-//! Journals of images: they hold writes that were acknowledged and not flushed, in case ringdisk is killed.
+//! Journals of images: they contain the changes of acknowledged writes that are not flushed yet, in case ringdisk is
+//! killed.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -16,8 +17,8 @@ use crate::config::sockets;
 use crate::credentials::{self, UserAccount};
 use crate::node::storage::FileStorage;
 
-/// A file for each writable image, in the directory of the disks' default sockets. That is a tmpfs nearly everywhere,
-/// which suffices: journals are useless after a crash of the host.
+/// The directory of the journals, one for each writable image, in the directory of the disks' default sockets. That
+/// directory is a tmpfs on nearly every host, which suffices: journals are useless after a crash of the host.
 #[derive(Clone, Debug)]
 pub struct Journals {
     pub directory: PathBuf,
@@ -27,34 +28,34 @@ pub struct Journals {
     problem: Option<String>,
 }
 
-/// There is a journal that cannot be replayed.
+/// An image has a journal that cannot be replayed.
 #[derive(Debug, Error)]
 pub enum JournalError {
     #[error(
-        "{} is the journal that a killed ringdisk left, which ran as another user: start with the --user that it had, \
-         so that what it had acknowledged is done again; without that file, all that was not flushed is lost",
+        "{} is the journal of a killed ringdisk, which ran as another user: start ringdisk with the same --user as \
+         before, to replay it; without this file, acknowledged writes that were not flushed are lost",
         .0.display()
     )]
     AnotherUsers(PathBuf),
     #[error(
-        "its journal {path} cannot be opened: {error}; it may have what a killed ringdisk had acknowledged: {advice}; without \
-         it, all that was not flushed is lost",
+        "its journal {path} cannot be opened: {error}; it may contain acknowledged writes of a killed ringdisk: {advice}; \
+         without it, those that were not flushed are lost",
         advice = match .1.raw_os_error() {
             Some(libc::EACCES | libc::EPERM | libc::ELOOP | libc::EISDIR | libc::ENXIO) => {
-                "make it a file that this user can read and write"
+                "make it a file that this user may read and write"
             }
-            _ => "leave it there, and start again when this is mended",
+            _ => "leave it there, solve this problem, and start ringdisk again",
         },
         path = .0.display(), error = .1
     )]
     Unusable(PathBuf, io::Error),
     #[error(
-        "what a killed ringdisk had acknowledged is not in {image} yet, but in its journal {journal}, and would be missed: \
-         serve that image itself once, to be written to, with the user and the directory that ringdisk had, and stop \
-         ringdisk (SIGTERM); after that, this works",
+        "acknowledged writes of a killed ringdisk are not yet in {image}, but in its journal {journal}, and would be \
+         missing: serve that image itself once, writable, as the same user and with the same runtime directory as before, \
+         and stop ringdisk (SIGTERM); then this works",
         image = .image.display(), journal = .journal.display()
     )]
-    Waits { image: PathBuf, journal: PathBuf },
+    NotReplayed { image: PathBuf, journal: PathBuf },
 }
 
 impl Journals {
@@ -71,30 +72,30 @@ impl Journals {
         }
     }
 
-    /// Opens the journal of an image that this process has locked. Returns also its path. `None`, and a warning, if no
-    /// journal is possible.
+    /// Opens the journal of an image that this process has locked, or creates it. Returns the journal and its path. If no
+    /// journal is possible, logs a warning and returns `None`.
     ///
     /// # Errors
     /// There is a journal that cannot be used.
-    pub fn place(
+    pub fn open(
         &self,
         disk: &str,
         file: &Arc<DiskFile>,
     ) -> Result<Option<(JournalFile, PathBuf)>, JournalError> {
-        let place = Identity::of(file).and_then(|identity| {
-            if let Some(path) = self.another_users(disk, file, &identity) {
+        let opened = Identity::of(file).and_then(|identity| {
+            if let Some(path) = self.of_another_user(disk, file, &identity) {
                 return Ok(Err(JournalError::AnotherUsers(path)));
             }
             let path = self.directory.join(&identity.file_name);
-            match self.try_place(disk, &identity, &path) {
+            match self.try_open(disk, &identity, &path) {
                 Err(e) if path.symlink_metadata().is_ok() => {
                     Ok(Err(JournalError::Unusable(path, e)))
                 }
-                place => place.map(|place| Ok((place, path))),
+                journal => journal.map(|journal| Ok((journal, path))),
             }
         });
-        match place {
-            Ok(place) => place.map(Some),
+        match opened {
+            Ok(opened) => opened.map(Some),
             Err(e) => {
                 warn!(
                     "disk {disk}: no journal possible in {}: {e}; each write to new clusters is flushed before it completes, which \
@@ -106,11 +107,11 @@ impl Journals {
         }
     }
 
-    /// Looks for the journal of an image that is only read and that records a journal. Warns if there is none.
+    /// Checks that an image which is only read, and says that it has a journal, has none here. Logs a warning.
     ///
     /// # Errors
-    /// There is one: the image does not have all acknowledged writes.
-    pub fn look_for(&self, disk: &str, file: &Arc<DiskFile>) -> Result<(), JournalError> {
+    /// There is a journal: the image lacks acknowledged writes.
+    pub fn check_none(&self, disk: &str, file: &Arc<DiskFile>) -> Result<(), JournalError> {
         let name = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
         let image = std::fs::read_link(name).unwrap_or_default();
         let identity = Identity::of(file).ok();
@@ -119,15 +120,15 @@ impl Journals {
             match journal_at(&path, &identity, file) {
                 // Errors are reported when the image is opened for writing.
                 Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => Some(path),
-                _ => self.another_users(disk, file, &identity),
+                _ => self.of_another_user(disk, file, &identity),
             }
         });
         if let Some(journal) = found {
-            return Err(JournalError::Waits { image, journal });
+            return Err(JournalError::NotReplayed { image, journal });
         }
         warn!(
-            "disk {disk}: {} says that it has a journal, and there is none in {}. That is normal after a crash of the host, and \
-             for a copy of a disk in use. After a kill of ringdisk, what the guest had not flushed is missing in it",
+            "disk {disk}: {} says that it has a journal, but there is none in {}. This is normal after a crash of the host, and \
+             for a copy of a disk in use. If ringdisk was killed, writes that the guest had not flushed are missing",
             image.display(),
             self.directory.display()
         );
@@ -136,14 +137,15 @@ impl Journals {
 
     /// A journal of this image in the directory of another user. It is not replayed: that user may not be allowed to
     /// write the image. Only root can see it.
-    fn another_users(
+    fn of_another_user(
         &self,
         disk: &str,
         file: &Arc<DiskFile>,
         identity: &Identity,
     ) -> Option<PathBuf> {
-        let beside = std::fs::read_dir(self.directory.parent()?).ok()?.flatten();
-        let mut paths = beside
+        let entries = std::fs::read_dir(self.directory.parent()?).ok()?;
+        let mut paths = entries
+            .flatten()
             .filter(|entry| {
                 entry
                     .file_name()
@@ -154,20 +156,20 @@ impl Journals {
             .filter(|directory| *directory != self.directory)
             .map(|directory| directory.join(&identity.file_name));
         paths.find(|path| {
-            let found = journal_at(path, identity, file);
-            let is_its = found == Some(JournalOwner::ThisImage);
-            if found.is_some() && !is_its {
+            let owner = journal_at(path, identity, file);
+            let is_ours = owner == Some(JournalOwner::ThisImage);
+            if owner.is_some() && !is_ours {
                 warn!(
-                    "disk {disk}: {} has the name of this image's journal, but is not that of this image, as far as can be \
-                     read; it is left alone",
+                    "disk {disk}: {} has the name of this image's journal, but is not that of this image, or is damaged; \
+                     ringdisk leaves it alone",
                     path.display()
                 );
             }
-            is_its
+            is_ours
         })
     }
 
-    fn try_place(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {
+    fn try_open(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {
         if let Some(problem) = &self.problem {
             return Err(io::Error::other(problem.as_str()));
         }
@@ -186,27 +188,28 @@ impl Journals {
             credentials::give(&storage, owner)?;
         }
         let (disk, at) = (disk.to_owned(), path.display().to_string());
-        let tell = move |event| match event {
+        let log = move |event| match event {
             JournalEvent::Replayed(n) => info!(
-                "disk {disk}: replayed {n} changes of its image from the journal of a killed process"
+                "disk {disk}: replayed {n} changes to its image from the journal of a killed process"
             ),
             JournalEvent::Outdated => warn!(
-                "disk {disk}: {at} is not used: it belongs to another image, or to another state of this one (a backup \
-                 that was put back, or an image that another program has written to); writes that the guest had not \
-                 flushed when ringdisk was killed are not in this image"
+                "disk {disk}: {at} is not used: it belongs to another image, or to another state of this one (because a \
+                 backup was restored, or another program has written to the image); writes that the guest had not flushed \
+                 when ringdisk was killed are not in this image"
             ),
             JournalEvent::Missing { snapshots } => {
                 warn!(
-                    "disk {disk}: its image says that it has a journal, and there is none at {at}, or an empty one. That is normal after a \
-                     crash of the host, and for a copy of a disk in use. After a kill of ringdisk, stop it now, and start \
-                     it as the same user, with the same runtime directory and on the same device number as before (another \
-                     mount, or another number of a loop device or a volume, is another place): once this disk has been \
-                     written to, what was not flushed before the kill is lost"
+                    "disk {disk}: its image says that it has a journal, but there is none at {at}, or an empty one. This is \
+                     normal after a crash of the host, and for a copy of a disk in use. If ringdisk was killed, stop it \
+                     now, and start it as the same user, with the same runtime directory, and with the image on the same \
+                     device number as before (another mount, loop device or volume may have another number): as soon as \
+                     this disk is written to, writes that were not flushed before the kill are lost"
                 );
                 if snapshots {
                     warn!(
                         "disk {disk}: until ringdisk has written to this image and closed it, 'qemu-img check -r' would \
-                         DESTROY its internal snapshots; without ringdisk, run 'qemu-img amend -o compat=v3' on it first"
+                         DESTROY its internal snapshots; to use it without ringdisk, first run 'qemu-img amend -o \
+                         compat=v3' on it"
                     );
                 }
             }
@@ -215,7 +218,7 @@ impl Journals {
                  completes, which is slow"
             ),
             JournalEvent::NotForVersion2 => warn!(
-                "disk {disk}: a qcow2 image of version 2 can have no journal: each write to new clusters is flushed before \
+                "disk {disk}: a qcow2 image of version 2 cannot have a journal: each write to new clusters is flushed before \
                  it completes, which is slow; 'qemu-img amend -o compat=v3' makes it version 3 (stop ringdisk first)"
             ),
             JournalEvent::NotWithSnapshots => info!(
@@ -226,12 +229,12 @@ impl Journals {
         Ok(JournalFile {
             storage: Arc::new(PlainFile(storage)),
             identity: identity.bytes,
-            on_event: Box::new(tell),
+            on_event: Box::new(log),
         })
     }
 }
 
-/// The image whose journal is at a path; `None` if it cannot be opened.
+/// Which image the journal at a path belongs to; `None` if there is none or it cannot be opened.
 fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOwner> {
     let journal = OpenOptions::new()
         .read(true)
@@ -265,7 +268,7 @@ impl Identity {
     }
 }
 
-/// The id of this boot: journals of earlier boots are gone.
+/// The id of this boot: journals of earlier boots do not count.
 fn boot() -> io::Result<[u8; 16]> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();

@@ -46,7 +46,7 @@ impl Node {
         facts.map(drop).map_err(|e| NodeError::Blocks(filename, e))
     }
 
-    /// Checks that its file could be locked for a disk, in place of the present lock.
+    /// Checks that the present lock could be replaced by the one that `spec` asks for.
     ///
     /// # Errors
     /// Another process has a conflicting lock.
@@ -54,16 +54,17 @@ impl Node {
         let Some(file) = self.is_acquired().then(|| self.file()).flatten() else {
             return Ok(());
         };
-        match spec.lock == Lock::Always && file.facts().read_only && !spec.read_only {
-            true => Ok(file.check_lock(&self.filename)?),
-            false => Ok(()),
+        if spec.lock == Lock::Always && file.facts().read_only && !spec.read_only {
+            Ok(file.check_lock(&self.filename)?)
+        } else {
+            Ok(())
         }
     }
 
-    /// Checks that there is a file at its path.
+    /// Checks that a file exists at its path.
     ///
     /// # Errors
-    /// There is none. The error says where the file is, if that is known.
+    /// None exists. The error says where the opened file is now, if that is known.
     pub fn check_there(&self) -> Result<(), NodeError> {
         let (FileSpec::Path(path), Some(file)) = (&self.spec.file, self.file()) else {
             return Ok(());
@@ -76,10 +77,10 @@ impl Node {
         }
     }
 
-    /// Checks that its file is still at its path.
+    /// Checks that the opened file is still at its path.
     ///
     /// # Errors
-    /// It is not. The error says where the file is, if that is known.
+    /// It is not. The error says where it is now, if that is known.
     pub fn check_same(&self) -> Result<(), NodeError> {
         self.check_there()?;
         let (FileSpec::Path(path), Some(file)) = (&self.spec.file, self.file()) else {
@@ -93,14 +94,15 @@ impl Node {
         }
     }
 
-    /// Whether and how it uses this file or device, as its own or as one that it builds on.
-    pub fn uses(&self, there: Identity) -> Option<FileUse> {
+    /// How this node uses a file or device, as its own or as a backing or data file. `None` if it does not.
+    pub fn uses(&self, identity: Identity) -> Option<FileUse> {
         let state = self.state();
         let mut files = state.file.iter().chain(&state.files);
-        let file = files.find(|file| file.identity() == there)?;
-        Some(match file.facts().read_only {
-            true => FileUse::Read,
-            false => FileUse::Write,
+        let file = files.find(|file| file.identity() == identity)?;
+        Some(if file.facts().read_only {
+            FileUse::Read
+        } else {
+            FileUse::Write
         })
     }
 
@@ -116,10 +118,10 @@ impl Node {
         self.file().map(|file| file.identity())
     }
 
-    /// Uses another name of its file from now on.
+    /// This node with another path of the same file.
     ///
     /// # Errors
-    /// From there, the image would find other files.
+    /// From that path, the image would find other backing or data files.
     pub fn at(&self, spec: DiskSpec, path: &Path) -> Result<Self, NodeError> {
         let filename = path.display().to_string();
         let (image, file, files) = {
@@ -175,23 +177,23 @@ pub(super) fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
     if !path.exists() {
         let now = match file.current_path() {
             None if file.backing() == Backing::BlockDevice => format!(
-                "to which no node leads in its directory; a restart needs one at that path, or another: 'ringdisk replace {disk} \
-                 PATH' says which"
+                "which has no device node in that directory; a restart needs a device node at that path, or at another \
+                 one that 'ringdisk replace {disk} PATH' names"
             ),
             Some(now) => format!(
-                "which is at {0} by now; 'ringdisk replace {disk} {0}' has a restart find it there",
+                "which is now at {0}; with 'ringdisk replace {disk} {0}', a restart finds it there",
                 now.display()
             ),
             None => {
-                "which is at no path that can be found, and gone when the disk is closed".into()
+                "whose present path is unknown; if it was deleted, it is lost when the disk is closed".into()
             }
         };
         let file = match file.backing() {
-            Backing::BlockDevice => "on the device",
-            Backing::File => "in the file",
+            Backing::BlockDevice => "device",
+            Backing::File => "file",
         };
         warn!(
-            "disk {disk}: nothing is at {} any more; it goes on {file} that it has, {now}",
+            "disk {disk}: {} no longer exists; the disk continues on the {file} that it has open, {now}",
             path.display()
         );
     }
@@ -199,6 +201,6 @@ pub(super) fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
 
 fn place_now(file: &DiskFile) -> String {
     let now = file.current_path();
-    let now = now.map(|now| format!(", and that is at {} by now", now.display()));
+    let now = now.map(|now| format!(", which is now at {}", now.display()));
     now.unwrap_or_default()
 }

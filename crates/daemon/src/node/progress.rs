@@ -20,7 +20,7 @@ pub struct Progress {
     /// The operation and its object.
     what: String,
     begun: Instant,
-    told: Instant,
+    last_report: Instant,
     on_terminal: bool,
     /// Something is in the terminal's last line.
     shown: bool,
@@ -32,7 +32,7 @@ impl Progress {
         Self {
             what,
             begun: now,
-            told: now,
+            last_report: now,
             on_terminal: stderr().is_terminal(),
             shown: false,
         }
@@ -40,15 +40,16 @@ impl Progress {
 
     /// Reports that `done` of `all` is done.
     pub fn at(&mut self, done: u64, all: u64) {
-        let pause = match self.on_terminal {
-            true => ON_TERMINAL,
-            false => IN_LOG,
+        let pause = if self.on_terminal {
+            ON_TERMINAL
+        } else {
+            IN_LOG
         };
         let took = self.begun.elapsed();
-        if took < SHORT || self.told.elapsed() < pause {
+        if took < SHORT || self.last_report.elapsed() < pause {
             return;
         }
-        self.told = Instant::now();
+        self.last_report = Instant::now();
         let (what, how_far) = (&self.what, how_far(done, all, took));
         if self.on_terminal {
             let full = u128::from(done.min(all)) * WIDTH as u128 / u128::from(all.max(1));

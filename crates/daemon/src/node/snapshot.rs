@@ -62,8 +62,8 @@ impl Node {
             None => "builds on a part of what the disk is on",
         };
         if !why.is_empty() {
-            let (its, below) = (self.filename.clone(), before.filename.clone());
-            return Err(NodeError::Above(its, why, below, before.format));
+            let (above, below) = (self.filename.clone(), before.filename.clone());
+            return Err(NodeError::Above(above, why, below, before.format));
         }
         let fail = |e| NodeError::Io(before.filename.clone(), "be written to its end", e);
         before.write_clean_state().map_err(fail)?;

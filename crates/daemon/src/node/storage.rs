@@ -50,9 +50,10 @@ impl Storage for FileStorage {
     }
 
     fn flush(&self) -> io::Result<()> {
-        match self.flushes {
-            true => self.file.sync(),
-            false => Ok(()),
+        if self.flushes {
+            self.file.sync()
+        } else {
+            Ok(())
         }
     }
 

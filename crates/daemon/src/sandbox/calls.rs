@@ -12,7 +12,7 @@ use seccompiler::{
     SeccompFilter, SeccompRule, TargetArch, apply_filter_all_threads,
 };
 
-/// Allowed whatever the arguments are.
+/// Allowed with any arguments.
 const ALLOWED: &[c_long] = &[
     // Files.
     libc::SYS_read,
@@ -82,7 +82,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_nanosleep,
     libc::SYS_gettimeofday,
     libc::SYS_times,
-    // Sockets, of which only some kinds can be made.
+    // Sockets, of which only some kinds can be created.
     libc::SYS_bind,
     libc::SYS_listen,
     libc::SYS_accept,
@@ -141,7 +141,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_getrandom,
     libc::SYS_uname,
     libc::SYS_sysinfo,
-    // What C libraries still use where they are.
+    // Older calls, which C libraries still use on this architecture.
     #[cfg(target_arch = "x86_64")]
     libc::SYS_open,
     #[cfg(target_arch = "x86_64")]
@@ -170,7 +170,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_getrlimit,
 ];
 
-/// What is asked of block devices, descriptors and terminals.
+/// Allowed ioctls, on block devices, descriptors and terminals.
 const IOCTLS: &[u64] = &[
     0x1268,      // BLKSSZGET
     0x127b,      // BLKPBSZGET
@@ -182,8 +182,8 @@ const IOCTLS: &[u64] = &[
     0x5413,      // TIOCGWINSZ
 ];
 
-/// Refused also where a library needs more than is known here: what starts programs, looks into others, or changes
-/// the system.
+/// Refused even if disks may be in Ceph clusters, whose library needs system calls that are not known here: calls that
+/// start programs, access other processes, or change the system.
 const REFUSED: &[c_long] = &[
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -238,12 +238,12 @@ const REFUSED: &[c_long] = &[
     libc::SYS_capset,
 ];
 
-/// How much is left to this process.
+/// The system calls that this process may still make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Left {
-    /// So many system calls.
+    /// This number of system calls.
     Calls(usize),
-    /// All but so many, since disks may be in Ceph clusters, whose library needs more than is known here.
+    /// All but this number, because the library for Ceph clusters needs system calls that are not known here.
     AllBut(usize),
 }
 
@@ -253,7 +253,7 @@ impl fmt::Display for Left {
             Self::Calls(n) => write!(f, "{n} system calls"),
             Self::AllBut(n) => write!(
                 f,
-                "all system calls but {n}, since disks may be in Ceph clusters, whose library needs many"
+                "all system calls but {n}, because disks may be in Ceph clusters, whose library needs many"
             ),
         }
     }
@@ -262,29 +262,26 @@ impl fmt::Display for Left {
 /// Restricts all threads.
 ///
 /// # Errors
-/// Why not.
+/// The kernel does not support it, or refuses it.
 pub fn restrict(cluster: bool) -> Result<Left, String> {
     let arch: TargetArch = std::env::consts::ARCH
         .try_into()
-        .map_err(|_| format!("not on {}", std::env::consts::ARCH))?;
+        .map_err(|_| format!("not supported on {}", std::env::consts::ARCH))?;
     let (allow, errno) = (SeccompAction::Allow, |e: i32| {
         SeccompAction::Errno(e as u32)
     });
-    let (others, left) = match cluster {
-        false => {
-            let rules = rules().map_err(|e| e.to_string())?;
-            let left = Left::Calls(rules.len());
-            let filter = SeccompFilter::new(rules, errno(libc::EPERM), allow.clone(), arch);
-            (filter, left)
-        }
-        true => {
-            let rules = refused().map_err(|e| e.to_string())?;
-            let left = Left::AllBut(rules.len());
-            let filter = SeccompFilter::new(rules, allow.clone(), errno(libc::EPERM), arch);
-            (filter, left)
-        }
+    let (others, left) = if cluster {
+        let rules = refused().map_err(|e| e.to_string())?;
+        let left = Left::AllBut(rules.len());
+        let filter = SeccompFilter::new(rules, allow.clone(), errno(libc::EPERM), arch);
+        (filter, left)
+    } else {
+        let rules = rules().map_err(|e| e.to_string())?;
+        let left = Left::Calls(rules.len());
+        let filter = SeccompFilter::new(rules, errno(libc::EPERM), allow.clone(), arch);
+        (filter, left)
     };
-    // Its flags are out of sight: a C library that is told that there is no such call uses the older one.
+    // The filter cannot see the flags of clone3. With ENOSYS, the C library falls back to clone.
     let clone3 = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let clone3 = SeccompFilter::new(clone3, allow, errno(libc::ENOSYS), arch);
     for filter in [clone3, others] {
@@ -330,24 +327,24 @@ fn rules() -> Result<Rules, BackendError> {
         libc::SYS_clone,
         vec![when(0, Qword, MaskedEq(thread), thread)?],
     );
-    // No code but what is there.
+    // No new code.
     let executable = libc::PROT_EXEC as u64;
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![when(2, Qword, MaskedEq(executable), 0)?]);
     }
-    // For the probe whether a socket is served, the service manager, and clients.
+    // To probe whether a socket is in use, and for the service manager and clients.
     let local = libc::AF_UNIX as u64;
     for call in [libc::SYS_socket, libc::SYS_socketpair] {
         rules.insert(call, vec![when(0, Dword, Eq, local)?]);
     }
     let ioctls = IOCTLS.iter().map(|&request| when(1, Dword, Eq, request));
     rules.insert(libc::SYS_ioctl, ioctls.collect::<Result<_, _>>()?);
-    // To end.
+    // Signals to itself, such as abort().
     let this = u64::from(std::process::id());
     for call in [libc::SYS_kill, libc::SYS_tgkill] {
         rules.insert(call, vec![when(0, Dword, Eq, this)?]);
     }
-    // Names of threads, and this question of libraries.
+    // Names of threads; libraries ask whether the process is dumpable.
     let prctls = [libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_GET_DUMPABLE];
     let prctls = prctls
         .iter()

@@ -15,7 +15,7 @@ use super::OutsideSandbox;
 /// What this process may open, by kind of access.
 #[derive(Default)]
 pub struct AllowedPaths {
-    /// Directories of disks, with everything below, or block devices.
+    /// Directories of disks, with everything below them, and block devices.
     storage: Vec<PathBuf>,
     sockets: Vec<PathBuf>,
     readable: Vec<PathBuf>,
@@ -30,9 +30,9 @@ pub struct AllowedPaths {
 impl AllowedPaths {
     /// Adds a disk, with its directory: backing files and replacements may be there. For a device, only the device.
     pub fn disk(&mut self, path: &Path) {
-        // Paths of devices are links.
+        // Paths of devices are often links.
         let Ok(path) = fs::canonicalize(path) else {
-            // The file may have been renamed, and be inherited. Among devices, only this one.
+            // An inherited file may have been renamed. Never the directory of a device, which contains other devices.
             let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
             self.storage
                 .extend(directory.filter(|d| !d.starts_with("/dev")));
@@ -92,7 +92,7 @@ impl Files {
     /// Restricts this thread, and those that it starts, to these paths.
     ///
     /// # Errors
-    /// Why not.
+    /// The kernel does not support it, or refuses it.
     pub fn restrict(mut paths: AllowedPaths) -> Result<Self, String> {
         for list in [&mut paths.storage, &mut paths.sockets, &mut paths.readable] {
             list.sort();
@@ -114,20 +114,22 @@ impl Files {
             let mut allow = |paths: &[PathBuf], access: BitFlags<AccessFs>| {
                 for path in paths {
                     let Ok(opened) = PathFd::new(path) else {
-                        continue; // it is not there, so that nothing need be opened
+                        continue; // it does not exist
                     };
-                    let access = match path.is_dir() {
-                        true => access,
-                        false => access & AccessFs::from_file(ABI::V6),
+                    let access = if path.is_dir() {
+                        access
+                    } else {
+                        access & AccessFs::from_file(ABI::V6)
                     };
                     let rule = PathBeneath::new(opened, access);
                     (&mut ruleset).add_rule(rule)?;
                 }
                 Ok::<_, landlock::RulesetError>(())
             };
-            match paths.anywhere {
-                true => allow(&["/".into()], storage | sockets | AccessFs::MakeDir)?,
-                false => allow(&paths.storage, storage)?,
+            if paths.anywhere {
+                allow(&["/".into()], storage | sockets | AccessFs::MakeDir)?
+            } else {
+                allow(&paths.storage, storage)?
             }
             allow(&paths.sockets, sockets)?;
             allow(&paths.readable, read)?;
@@ -147,7 +149,7 @@ impl Files {
         match restrict() {
             Ok(done) => match done.ruleset {
                 RulesetStatus::NotEnforced => {
-                    Err("this kernel has none, or not switched on".into())
+                    Err("this kernel does not have it, or it is disabled".into())
                 }
                 status => Ok(Self {
                     paths,
@@ -191,20 +193,26 @@ impl Files {
 
 impl fmt::Display for Files {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.paths.anywhere {
-            true => write!(
+        if self.paths.anywhere {
+            write!(
                 f,
-                "disks may be anywhere, because none is named at the start; --allow-dir says where"
-            )?,
-            false if self.paths.storage.is_empty() => write!(f, "disks in no directory")?,
-            false => write!(f, "disks in {}", names(&self.paths.storage))?,
+                "disks may be at any path, because no disk is configured at the start; --allow-dir restricts them"
+            )?;
+        } else if self.paths.storage.is_empty() {
+            write!(f, "no files or devices of disks")?;
+        } else {
+            write!(f, "disks in {}", names(&self.paths.storage))?;
         }
         if self.paths.cluster && !self.paths.anywhere {
-            write!(f, ", in Ceph clusters, and anything can be read")?;
+            write!(f, ", in Ceph clusters, and all files can be read")?;
         }
-        match self.partly {
-            true => write!(f, " (as far as this kernel can)"),
-            false => Ok(()),
+        if self.partly {
+            write!(
+                f,
+                " (partly: this kernel does not support all restrictions)"
+            )
+        } else {
+            Ok(())
         }
     }
 }

@@ -8,9 +8,9 @@ use std::thread;
 
 use super::*;
 
-/// What the process of the next test may still do, which is in the sandbox for good.
+/// Runs the next test in a process of its own, because a sandbox cannot be left.
 #[test]
-fn what_is_outside_stays_outside() {
+fn sandbox_refuses_everything_else() {
     let output = Command::new(std::env::current_exe().unwrap())
         .args([
             "sandbox::tests::inside",
@@ -43,7 +43,7 @@ fn inside() {
     }
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    // A thread that was there before the seal, as I/O threads are.
+    // A thread that runs before the seal, as I/O threads do.
     let (go, wait) = mpsc::channel::<()>();
     let options = SandboxOptions {
         mode: Mode::On,
@@ -78,12 +78,15 @@ fn inside() {
     refused("a disk elsewhere", open(&secret));
     refused("a file of the system", open(Path::new("/etc/passwd")));
     refused(
-        "somebody else's environment",
+        "the environment of another process",
         open(Path::new("/proc/1/environ")),
     );
     let create = |path: &Path| File::create(path).err().map(|e| e.kind());
     refused("a new file", create(&others.path().join("new")));
-    refused("a new file beside a disk", create(&mine.path().join("new")));
+    refused(
+        "a new file in the directory of a disk",
+        create(&mine.path().join("new")),
+    );
     refused(
         "a link away",
         fs::hard_link(&disk, mine.path().join("l"))
@@ -103,7 +106,7 @@ fn inside() {
     assert_eq!(
         killed,
         Err(rustix::io::Errno::PERM),
-        "a signal to somebody else"
+        "a signal to another process"
     );
     // SAFETY: memory of the kernel's choice, if it were given.
     let mapped = unsafe {
@@ -146,7 +149,7 @@ fn serving_disks_still_works(sandbox: &Sandbox, disk: &Path, directory: &Path) {
 }
 
 #[test]
-fn modes_are_words() {
+fn modes_are_parsed() {
     assert_eq!("auto".parse(), Ok(Mode::Auto));
     assert!("yes".parse::<Mode>().unwrap_err().contains("auto, on, off"));
 }

@@ -268,8 +268,8 @@ fn start_disks(
 /// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed.
 fn without_detached(configured: &Configured, overrides: &Overrides) -> Configured {
     let mut configured = configured.clone();
-    let is_gone = |disk: &DiskSpec| overrides.gone.iter().any(|gone| gone.name == disk.name);
-    configured.disks.retain(|disk| !is_gone(disk));
+    let disks = &mut configured.disks;
+    disks.retain(|disk| !overrides.is_detached(&disk.name));
     configured
 }
 

@@ -84,15 +84,16 @@ pub fn text(disks: &[ConnectionInfo]) -> String {
         let access = if disk.readonly { ", read-only" } else { "" };
         // The memory is described with the first disk only.
         let first = i == 0;
-        let (qemu, libvirt) = match first {
-            true => (
+        let (qemu, libvirt) = if first {
+            (
                 "size= and -m are the VM's memory; before QEMU 9.2, reconnect=1 takes the place of reconnect-ms=1000",
                 "memoryBacking in the domain, the rest in its devices",
-            ),
-            false => (
+            )
+        } else {
+            (
                 "and the memory of the first, once for each VM",
                 "and the memoryBacking of the first; a VM that gets both needs another target than vda",
-            ),
+            )
         };
         text += &format!(
             "disk {}: {} ({}, {}{access}) at {}\n\n  QEMU ({qemu}):\n",
@@ -129,8 +130,9 @@ pub fn text(disks: &[ConnectionInfo]) -> String {
 /// Quotes an argument for a shell if it needs that.
 fn quote(argument: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=,./:".contains(c);
-    match argument.chars().all(plain) {
-        true => argument.to_owned(),
-        false => format!("'{}'", argument.replace('\'', r"'\''")),
+    if argument.chars().all(plain) {
+        argument.to_owned()
+    } else {
+        format!("'{}'", argument.replace('\'', r"'\''"))
     }
 }

@@ -356,11 +356,11 @@ impl Device for BlockDevice<'_> {
             // Unanswered writes may still reach the file.
             let e = "its storage has not answered all requests";
             error!("disk {name}: not released: {e}");
-            return match migrating {
-                true => Err(io::Error::other(e)),
-                // It stays acquired until its VM stops again, or its front-end disconnects.
-                false => Ok(()),
-            };
+            if migrating {
+                return Err(io::Error::other(e));
+            }
+            // The node stays acquired until the VM stops again, or its front-end disconnects.
+            return Ok(());
         }
         match node.release(&self.served.disk) {
             Ok(false) => Ok(()),

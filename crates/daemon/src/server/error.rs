@@ -1,4 +1,4 @@
-//! Why a change of what is served is refused or has failed.
+//! Errors of changes to the served disks.
 
 use std::io;
 use std::path::PathBuf;
@@ -27,8 +27,8 @@ pub enum ServerError {
     #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
     FileInUse(PathBuf, String),
     #[error(
-        "{0}: in use by this process: disk '{1}' used it and has been detached, but its storage has not answered since; try \
-         again when it does"
+        "{0}: in use by this process: disk '{1}' used it and was detached, but its storage has not answered since; try \
+         again when it answers"
     )]
     StillOpen(PathBuf, String),
     #[error("{0}; the disk is detached regardless")]
@@ -55,24 +55,24 @@ pub enum ServerError {
         path: String,
         problem: &'static str,
     },
-    #[error("disk '{0}' has been changed by another command meanwhile; check it and try again")]
+    #[error("disk '{0}' was changed by another command at the same time; check it and try again")]
     ChangedMeanwhile(String),
-    #[error("disk '{0}' is being moved to another file, and stays as it is; try again in a moment")]
+    #[error("disk '{0}' is being moved to another file; try again in a moment")]
     Moving(String),
     #[error(
-        "a VM is connected to disk '{0}', which stays; shut the VM down first, or force the removal: the VM's disk then stops \
-         answering"
+        "a VM is connected to disk '{0}', which was not removed; shut the VM down first, or force the removal: the VM's disk \
+         then stops answering"
     )]
     Connected(String),
     #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
     ReadOnly(String),
-    #[error("there are {0} already, which is the limit")]
+    #[error("there are already {0}, which is the limit")]
     TooMany(String),
-    #[error("there is no throttle group '{0}'; object-add or [[throttle-group]] makes one")]
+    #[error("there is no throttle group '{0}'; object-add or [[throttle-group]] creates one")]
     NoGroup(String),
-    #[error("there is a throttle group '{0}' already")]
+    #[error("there is already a throttle group '{0}'")]
     SameGroup(String),
-    #[error("throttle group '{0}' is in use by disk '{1}'; take that out of it first")]
+    #[error("throttle group '{0}' is in use by disk '{1}'; remove the disk from it first")]
     GroupInUse(String, String),
     #[error(transparent)]
     OutsideSandbox(#[from] OutsideSandbox),
@@ -89,17 +89,17 @@ pub enum ServerError {
     #[error("disk {0}: cannot be resized: {1}")]
     Resize(String, String),
     #[error("disk {0}: its new location cannot be persisted: {1}")]
-    Keep(String, io::Error),
-    #[error("{0} could not be made durable, acknowledged writes may be lost: {1}")]
+    Persist(String, io::Error),
+    #[error("{0} could not be made durable; acknowledged writes may be lost: {1}")]
     Sync(String, io::Error),
     #[error(
-        "{0}: its image cannot be closed: {1}; all acknowledged writes are in the journal {journal}, which a crash of the host \
-         would lose: free some space, and serve the image with ringdisk again before anything else uses it", journal = .2.display()
+        "{0}: its image cannot be closed: {1}; all acknowledged writes are in the journal {journal}, which does not survive a \
+         crash of the host: free some space, and serve the image with ringdisk again before anything else uses it", journal = .2.display()
     )]
-    Kept(String, io::Error, PathBuf),
+    InJournal(String, io::Error, PathBuf),
     #[error(
         "disk {0}: its storage does not answer; what the VM wrote and did not flush may be lost, and the \
-         file stays locked until the kernel gives up"
+         file stays locked until the kernel ends the requests"
     )]
     NotResponding(String),
     #[error(
@@ -128,10 +128,10 @@ impl ServerError {
 
 fn with_disk(disk: &str, problem: &ServerError) -> String {
     let text = problem.to_string();
-    match text.starts_with(&format!("disk {disk}: ")) || text.contains(&format!("disk '{disk}'")) {
-        true => text,
-        false => format!("disk '{disk}': {text}"),
+    if text.starts_with(&format!("disk {disk}: ")) || text.contains(&format!("disk '{disk}'")) {
+        return text;
     }
+    format!("disk '{disk}': {text}")
 }
 
 #[derive(Debug, Error)]

@@ -120,8 +120,8 @@ impl Export {
             .map_err(|e| system("make an event descriptor")(e.into()))?;
         let stop = Arc::new(stop);
         let connected = Arc::new(AtomicBool::new(false));
-        let (its_id, its_node) = (id.clone(), node.name().to_owned());
-        disk.on_event(move |event| events.emit(&told(&its_id, &its_node, event)));
+        let (export_id, node_name) = (id.clone(), node.name().to_owned());
+        disk.on_event(move |event| events.emit(&qmp_event(&export_id, &node_name, event)));
         let disk = Arc::new(disk);
         let device = Arc::new(ServedDisk::new(
             disk.clone(),
@@ -264,7 +264,7 @@ pub fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>
     }
 }
 
-fn told(export: &str, node: &str, event: &IoEvent) -> Event {
+fn qmp_event(export: &str, node: &str, event: &IoEvent) -> Event {
     match event {
         IoEvent::Failed(failure) => io_error(export, node, failure),
         IoEvent::Resumed(_) => Event::BlockIoResumed(BlockIoResumed {
@@ -461,7 +461,7 @@ impl Frontends {
             Ok::<_, io::Error>((listener, session.as_ref().map(copy).transpose()?))
         };
         let (leave, left) = mpsc::channel();
-        let told = match copy() {
+        let sent = match copy() {
             Ok((listener, connection)) => wanted.send(Ok(Paused {
                 listener,
                 connection,
@@ -472,7 +472,7 @@ impl Frontends {
                 return Some(session);
             }
         };
-        if told.is_ok() && left.recv().is_ok() {
+        if sent.is_ok() && left.recv().is_ok() {
             self.socket.disown();
             return None;
         }

@@ -1,4 +1,5 @@
-//! What an upgrade needs of a server: pausing its disks, and keeping changes and handovers apart.
+//! The server's part in an upgrade: pauses the disks, collects what is handed over, and keeps commands and handovers
+//! from overlapping.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 use image::Format;
 use rustix::event::{EventfdFlags, eventfd};
 use thiserror::Error;
+use tracing::info;
 
 use super::deadline::with_deadline;
 use super::{NodeEntry, Server, ServerError};
@@ -26,7 +28,7 @@ use crate::server::export::Paused;
 use crate::socket::{BoundPath, PathStatus};
 use crate::state::Overrides;
 
-/// The sockets that are handed over in addition to those of disks, and whether a handover may begin.
+/// The state of a handover to a new process, and the sockets that are handed over in addition to those of disks.
 #[derive(Default)]
 pub struct HandoverState {
     pub control: Mutex<Option<OwnedFd>>,
@@ -47,17 +49,17 @@ pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// While it exists, nothing is handed over.
+/// Prevents handovers while it exists.
 pub type HandoverInhibitor<'a> = RwLockReadGuard<'a, bool>;
 
-/// Nothing can be changed during a handover.
+/// A handover is under way or has succeeded: this process changes nothing.
 #[derive(Debug, Error)]
 #[error("another ringdisk is taking over from this one; try again in a moment")]
 pub struct HandoverInProgress;
 
 impl HandoverState {
-    /// Registers a socket. Returns a descriptor that becomes readable when the file of the socket may have been removed and
-    /// has to be made again.
+    /// Registers a socket. Returns a descriptor that becomes readable when the thread of the socket has to check whether
+    /// the file of the socket was removed.
     ///
     /// # Errors
     /// No event descriptor is available.
@@ -68,7 +70,7 @@ impl HandoverState {
         Ok(watch)
     }
 
-    /// Whether new clients are the new process's: this one may exit at any time.
+    /// Whether the new process accepts clients: this one may exit at any time.
     pub fn is_leaving(&self) -> bool {
         self.leaving.load(Ordering::Acquire)
     }
@@ -77,15 +79,16 @@ impl HandoverState {
         self.leaving.store(leaving, Ordering::Release);
     }
 
-    /// Has removed sockets made again. Returns a sentence for each socket in whose place something else is.
+    /// Asks the threads of all registered sockets to create removed ones again. Returns a message for each socket whose path
+    /// something else occupies.
     pub fn recreate_sockets(&self) -> Vec<String> {
         let mut taken = Vec::new();
         for (path, watch) in &*locked(&self.socket_watches) {
             let _ = rustix::io::write(watch, &1u64.to_ne_bytes());
             if let PathStatus::Other(what) = path.look() {
                 taken.push(format!(
-                    "no command gets to {path} any more: {what} is there by now, which is left alone; move it away, and SIGHUP \
-                     makes the socket again",
+                    "no command gets to {path} any more: its place is taken by {what}, which ringdisk leaves alone; move it away \
+                     and send SIGHUP, which creates the socket again",
                     path = path.path().display()
                 ));
             }
@@ -116,10 +119,10 @@ impl HandoverState {
         Ok(handed_over)
     }
 
-    /// Like [`inhibit`](Self::inhibit), but waits for a handover that is under way.
+    /// Like [`inhibit`](Self::inhibit), but first waits for a handover that is under way.
     ///
     /// # Errors
-    /// It has succeeded.
+    /// A handover has succeeded.
     pub fn wait_and_inhibit(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
         let handed_over = self.handed_over.read().unwrap_or_else(|e| e.into_inner());
         if *handed_over {
@@ -131,9 +134,14 @@ impl HandoverState {
     /// This process has been told to stop: cancels a handover if that is still possible.
     ///
     /// # Errors
-    /// The other process has taken over.
+    /// The new process has taken over.
     pub fn stop(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
         self.stopping.store(true, Ordering::Release);
+        if matches!(self.handed_over.try_read(), Err(TryLockError::WouldBlock)) {
+            info!(
+                "stopping: an upgrade is under way; it is cancelled if the new process does not serve yet"
+            );
+        }
         self.wait_and_inhibit()
     }
 
@@ -141,8 +149,8 @@ impl HandoverState {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// For a handover: waits until no command is under way, and keeps others from starting. The handover sets the content
-    /// to true once it has succeeded. `None` if a command still runs at the deadline.
+    /// Begins a handover: waits until no command runs, and prevents others from starting. The caller sets the guard's
+    /// value to true once the handover has succeeded. `None` if a command still runs at the deadline.
     pub fn begin(&self, deadline: Instant) -> Option<RwLockWriteGuard<'_, bool>> {
         loop {
             match self.handed_over.try_write() {
@@ -155,7 +163,7 @@ impl HandoverState {
     }
 }
 
-/// The file at the path of a socket, if it is the one that was made there.
+/// The path of a socket and the file there, if ringdisk created that file.
 pub fn socket_file(path: &Arc<BoundPath>) -> Option<(PathBuf, FileIdentity)> {
     Some((path.path().into(), path.made()?.into()))
 }
@@ -166,16 +174,16 @@ pub struct PendingPause {
     pub socket: Arc<BoundPath>,
     pub node: Arc<Node>,
     pub device: Arc<ServedDisk>,
-    /// Requests were waiting for its storage to work again before it was asked.
-    pub waits: bool,
+    /// Requests were waiting for failed storage before the pause.
+    pub has_stalled: bool,
     pub paused: Receiver<io::Result<Paused>>,
 }
 
 impl Server {
-    /// Writes what images have only in memory, so that another process finds all of it.
+    /// Writes the metadata that images have only in memory, so that another process finds it.
     ///
     /// # Errors
-    /// It could not be written, or not until then, or storage has lost something that another process would not know of.
+    /// It could not be written by the deadline, or a disk cannot be handed over.
     pub fn flush_metadata(&self, deadline: Instant) -> Result<(), String> {
         let (nodes, lost): (Vec<_>, Vec<_>) = {
             let state = self.state();
@@ -196,16 +204,18 @@ impl Server {
             ));
         }
         let flush_metadata = |node: &Arc<Node>| {
-            let its = node.clone();
+            let flushed = node.clone();
             let flush_metadata = move || {
-                let name = its.name().to_owned();
-                its.flush_metadata().map_err(|e| ServerError::Sync(name, e))
+                let name = flushed.name().to_owned();
+                flushed
+                    .flush_metadata()
+                    .map_err(|e| ServerError::Sync(name, e))
             };
             match node.format {
                 Format::Qcow2 => with_deadline(node.name(), deadline, flush_metadata).map_err(|e| match e {
                     ServerError::NotResponding(name) => format!(
-                        "disk {name}: its storage does not answer in time; this process goes on serving, try again \
-                         when the storage answers"
+                        "disk {name}: its storage does not answer in time; this process continues to serve; upgrade \
+                         again when the storage answers"
                     ),
                     e => e.to_string(),
                 }),
@@ -223,7 +233,7 @@ impl Server {
             socket: export.place.clone(),
             node: export.node.clone(),
             device: export.device.clone(),
-            waits: export.disk.stalled() > 0,
+            has_stalled: export.disk.stalled() > 0,
             paused: export.pause(),
         });
         pausing.collect()
@@ -232,10 +242,10 @@ impl Server {
     /// Copies of the descriptors of all files that are open for disks.
     ///
     /// # Errors
-    /// There are no more to be had.
+    /// No descriptors are left.
     pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
         let state = self.state();
-        // A node that lies on another has the same.
+        // A node above another shares the files of that one.
         let nodes = state.nodes.values().filter(|entry| entry.child.is_none());
         let mut files = Vec::new();
         for entry in nodes {
@@ -244,10 +254,10 @@ impl Server {
         Ok(files)
     }
 
-    /// All disks, as they are and as they are configured.
+    /// All disks, each with its present settings and the configured ones.
     pub fn handover_disks(&self) -> Vec<InheritedDisk> {
         let state = self.state();
-        let configured = state.written.disks.iter();
+        let configured = state.configured.disks.iter();
         let configured: BTreeMap<_, _> = configured.map(|d| (d.name.as_str(), d)).collect();
         let disk = |entry: &NodeEntry| InheritedDisk {
             spec: entry.spec(),
@@ -257,7 +267,7 @@ impl Server {
         state.nodes.values().map(disk).collect()
     }
 
-    /// How what is served differs from the configuration, persisted or not.
+    /// Changes made at run time, persisted or not.
     pub fn overrides(&self) -> Overrides {
         match self.store.get() {
             Some(store) => store.overrides(|| self.inventory()),
@@ -265,7 +275,7 @@ impl Server {
         }
     }
 
-    /// Names of disks that other hosts may have locked.
+    /// Names of disks that are released: other hosts may have locked them.
     pub fn released(&self) -> Vec<String> {
         let state = self.state();
         let nodes = state.nodes.values().map(|entry| &entry.node);
@@ -273,10 +283,10 @@ impl Server {
         released.map(|node| node.name().to_owned()).collect()
     }
 
-    /// The lock on the directory in which state is kept.
+    /// A descriptor of the lock on the state directory.
     ///
     /// # Errors
-    /// There is no descriptor to be had.
+    /// No descriptors are left.
     pub fn state_lock(&self) -> io::Result<Option<OwnedFd>> {
         let lock = self.store.get().map(|store| store.lock().try_clone());
         Ok(lock.transpose()?.map(OwnedFd::from))

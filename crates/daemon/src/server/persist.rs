@@ -9,7 +9,6 @@ use datapath::ThrottleGroup;
 use tracing::error;
 
 use super::{NodeEntry, Server, ServerState};
-use crate::config::spec::DiskSpec;
 use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore};
 use crate::state::{ExportOverride, NodeOverride, Overrides};
@@ -70,30 +69,36 @@ impl Server {
     }
 
     /// Sets what the operator has configured, after a start or a reload.
-    pub fn set_configured(&self, written: Configured) {
+    pub fn set_configured(&self, configured: Configured) {
         {
             let mut state = self.state();
-            let before = std::mem::replace(&mut state.written, written);
-            let ServerState { left, written, .. } = &mut *state;
+            let before = std::mem::replace(&mut state.configured, configured);
+            let ServerState {
+                detached,
+                configured,
+                ..
+            } = &mut *state;
             // A disk whose configured file has changed is started on that file.
-            left.retain(|left| {
-                let its =
-                    |all: &Configured| all.disks.iter().find(|d| d.name == left.name).cloned();
-                let both = its(&before).zip(its(written));
+            detached.retain(|disk| {
+                let find =
+                    |all: &Configured| all.disks.iter().find(|d| d.name == disk.name).cloned();
+                let both = find(&before).zip(find(configured));
                 both.is_some_and(|(before, now)| before.has_file_of(&now))
             });
         }
         self.persist();
     }
 
-    /// Remembers disks that were detached before this process started: their files, if not those of the configuration.
-    pub fn remember_left(&self, changed: &Overrides) {
-        let is_gone = |disk: &DiskSpec| changed.gone.iter().any(|gone| gone.name == disk.name);
+    /// Remembers the last files of disks that were detached before this process started, where these files differ from
+    /// the configured ones.
+    pub fn remember_detached(&self, overrides: &Overrides) {
         let mut state = self.state();
-        let disks = changed.disks.iter().map(|changed| &changed.disk);
-        let left = disks.filter(|disk| is_gone(disk) && !state.nodes.contains_key(&disk.name));
-        let left: Vec<_> = left.cloned().collect();
-        state.left.extend(left);
+        let disks = overrides.disks.iter().map(|changed| &changed.disk);
+        let detached = disks.filter(|disk| {
+            overrides.is_detached(&disk.name) && !state.nodes.contains_key(&disk.name)
+        });
+        let detached: Vec<_> = detached.cloned().collect();
+        state.detached.extend(detached);
     }
 
     /// Remembers the write caches that guests had chosen, for exports that will be added.
@@ -106,7 +111,7 @@ impl Server {
         let state = self.state();
         let node = |entry: &NodeEntry| NodeOverride {
             disk: entry.spec(),
-            over: entry.child.clone(),
+            child: entry.child.clone(),
         };
         let export = |export: &Export| ExportOverride {
             node: export.node.name().to_owned(),
@@ -116,8 +121,8 @@ impl Server {
         let choice =
             |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
         Inventory {
-            written: state.written.clone(),
-            left: state.left.clone(),
+            configured: state.configured.clone(),
+            detached: state.detached.clone(),
             nodes: state.nodes.values().map(node).collect(),
             exports: state.exports.values().map(export).collect(),
             groups: state.groups.iter().map(group).collect(),

@@ -69,13 +69,12 @@ impl Server {
                 files.add(&entry.node.spec, entry.node.file_identity());
             }
             for &disk in &end.starts {
-                let there = state.nodes.contains_key(&disk.name) && stays(&disk.name);
-                let problem = match there {
-                    true => ConflictError::SameName(disk.name.clone()).into(),
-                    false if disks > DISKS_MAX => {
-                        ServerError::TooMany(format!("{DISKS_MAX} disks"))
-                    }
-                    false => continue,
+                let problem = if state.nodes.contains_key(&disk.name) && stays(&disk.name) {
+                    ConflictError::SameName(disk.name.clone()).into()
+                } else if disks > DISKS_MAX {
+                    ServerError::TooMany(format!("{DISKS_MAX} disks"))
+                } else {
+                    continue;
                 };
                 return Err(fail(&disk.name, problem));
             }
@@ -165,9 +164,10 @@ impl Server {
         let place = socket::canonical_path(path);
         let same = |other: &&PathBuf| other.file_name() == path.file_name();
         let mut same = ours.iter().filter(same);
-        let socket = match same.any(|other| socket::canonical_path(other) == place) {
-            true => Socket::bind_beside(path, access),
-            false => Socket::bind(path, access),
+        let socket = if same.any(|other| socket::canonical_path(other) == place) {
+            Socket::bind_beside(path, access)
+        } else {
+            Socket::bind(path, access)
         };
         socket.map_err(|e| ServerError::Export(e.into()))
     }

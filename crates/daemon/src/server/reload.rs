@@ -81,9 +81,10 @@ impl Reloader {
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
         *old = in_force;
         server.set_configured(Configured::new(&self.disks, &old));
-        match reasons.is_empty() {
-            true => Ok(left_out),
-            false => Err(ReloadError::Partly(reasons)),
+        if reasons.is_empty() {
+            Ok(left_out)
+        } else {
+            Err(ReloadError::Partly(reasons))
         }
     }
 }

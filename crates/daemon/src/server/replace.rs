@@ -19,7 +19,7 @@ use crate::server::device::ServedDisk;
 /// The file that a disk is to move to.
 enum To<'a> {
     /// As a command names it. Everything else follows from the previous file ([`DiskSpec::moved`]).
-    Said(FileSpec, Option<Format>),
+    Command(FileSpec, Option<Format>),
     /// From the configuration, which is complete.
     Configured(&'a DiskSpec),
 }
@@ -27,7 +27,7 @@ enum To<'a> {
 impl To<'_> {
     fn file(&self) -> &FileSpec {
         match self {
-            Self::Said(file, _) => file,
+            Self::Command(file, _) => file,
             Self::Configured(disk) => &disk.file,
         }
     }
@@ -35,10 +35,10 @@ impl To<'_> {
     /// The disk after the move.
     fn spec(&self, disk: &DiskSpec) -> Result<DiskSpec, Problem> {
         match self {
-            Self::Said(file, format) => disk.moved(file.clone(), *format),
-            Self::Configured(written) => {
+            Self::Command(file, format) => disk.moved(file.clone(), *format),
+            Self::Configured(configured) => {
                 let mut disk = disk.clone();
-                disk.take_file_of(written);
+                disk.take_file_of(configured);
                 Ok(disk)
             }
         }
@@ -47,7 +47,7 @@ impl To<'_> {
     /// The same, if this is another name of its file. It keeps its format if neither the command nor the name has one.
     fn spec_of_same(&self, disk: &Node, path: &Path) -> Result<DiskSpec, ServerError> {
         let spec = match self {
-            Self::Said(_, format) => {
+            Self::Command(_, format) => {
                 let format = format.or(disk.spec.format).or(Format::of_name(path));
                 DiskSpec {
                     file: self.file().clone(),
@@ -62,8 +62,8 @@ impl To<'_> {
         if let Some(backing) = disk.backing()
             && format_of(&spec, path, backing)? != disk.format
         {
-            let (name, its) = (disk.name().into(), disk.filename.clone());
-            return Err(ServerError::SameFile(name, its, disk.format));
+            let (name, file) = (disk.name().into(), disk.filename.clone());
+            return Err(ServerError::SameFile(name, file, disk.format));
         }
         Ok(spec)
     }
@@ -116,12 +116,12 @@ impl Server {
         file: FileSpec,
         format: Option<Format>,
     ) -> Result<(), ServerError> {
-        self.put_on(name, &To::Said(file, format))
+        self.put_on(name, &To::Command(file, format))
     }
 
     /// Like [`replace`](Self::replace), to the file of the configuration.
-    pub fn follow(&self, name: &str, written: &DiskSpec) -> Result<(), ServerError> {
-        self.put_on(name, &To::Configured(written))
+    pub fn follow(&self, name: &str, configured: &DiskSpec) -> Result<(), ServerError> {
+        self.put_on(name, &To::Configured(configured))
     }
 
     fn put_on(&self, name: &str, to: &To<'_>) -> Result<(), ServerError> {
@@ -136,10 +136,10 @@ impl Server {
     /// As for [`follow`](Self::follow), as far as is known.
     pub fn prepare_to_follow(
         &self,
-        written: &DiskSpec,
+        configured: &DiskSpec,
         leaves: &dyn Fn(&str) -> bool,
     ) -> Result<Move, ServerError> {
-        self.prepare_to_put(&written.name, &To::Configured(written), leaves)
+        self.prepare_to_put(&configured.name, &To::Configured(configured), leaves)
     }
 
     fn prepare_to_put(
@@ -171,9 +171,10 @@ impl Server {
             && before.is_on(there)
         {
             let spec = to.spec_of_same(&before, path)?;
-            return Ok(prepared(match spec == before.spec {
-                true => New::Same,
-                false => New::Name(Arc::new(before.at(spec, path)?)),
+            return Ok(prepared(if spec == before.spec {
+                New::Same
+            } else {
+                New::Name(Arc::new(before.at(spec, path)?))
             }));
         }
         let spec = to.spec(&before.spec).map_err(unfit)?;
@@ -217,10 +218,11 @@ impl Server {
             Ok(()) => (before, true),
             Err(_) => (new, false),
         };
-        let role = match is_old {
+        let role = if is_old {
             // Everything is durable, and the disk has moved.
-            true => "where it was",
-            false => "where it was to be",
+            "where it was"
+        } else {
+            "where it was to be"
         };
         close(left, role);
         moved
@@ -302,7 +304,7 @@ impl Server {
                 if !same {
                     new.reopen_over(before)?;
                 }
-                keep().map_err(|e| ServerError::Keep(new.name().into(), e))
+                keep().map_err(|e| ServerError::Persist(new.name().into(), e))
             }
         }
     }

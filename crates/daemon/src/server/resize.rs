@@ -92,7 +92,7 @@ impl Server {
         for node in nodes {
             let its = node.clone();
             match with_deadline(node.name(), deadline, move || Ok(its.file_size())) {
-                // What is being put on another file is as long as that in a moment.
+                // A disk that is being moved gets the size of its new file in a moment.
                 Ok(size) => drop(self.let_grow(&node, &size)),
                 Err(_) => warn!(
                     "disk {}: its storage does not answer, so its size is unknown",

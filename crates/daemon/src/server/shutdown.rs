@@ -39,7 +39,7 @@ impl Server {
                 (id, in_cluster, move || stop(export))
             }),
         );
-        // Once no export uses them any more. One that lies on another has the same file.
+        // After all exports. A node above another shares its file.
         nodes.retain(|_, entry| entry.child.is_none());
         let nodes = nodes.into_iter();
         let closed = all_in_time(
@@ -99,7 +99,7 @@ pub(super) fn stop(export: Export) -> Result<(), ServerError> {
 
 fn not_synced(node: &Node, name: &str, error: io::Error) -> ServerError {
     match node.journal_of_all(&error) {
-        Some(journal) => ServerError::Kept(name.into(), error, journal),
+        Some(journal) => ServerError::InJournal(name.into(), error, journal),
         None => ServerError::Sync(name.into(), error),
     }
 }
@@ -129,9 +129,9 @@ mod tests {
                 Instant::now(),
                 [("vm".into(), in_cluster, waits)].into_iter(),
             );
-            let said = ended.unwrap_err().to_string();
-            assert!(said.contains(part), "{said}");
-            assert_eq!(said.contains("file"), !in_cluster, "{said}");
+            let error = ended.unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+            assert_eq!(error.contains("file"), !in_cluster, "{error}");
         }
         drop(answer);
     }

@@ -25,8 +25,8 @@ impl Server {
                 "disk {name}: is served as it is configured now, not as it was changed at run time before"
             );
         }
-        let detached = |name: &str| overrides.gone.iter().any(|gone| gone.name == name);
-        for DiskSpec { name, file, .. } in disks.disks.iter().filter(|disk| detached(&disk.name)) {
+        let detached = |disk: &&DiskSpec| overrides.is_detached(&disk.name);
+        for DiskSpec { name, file, .. } in disks.disks.iter().filter(detached) {
             warn!(
                 "disk {name}: was detached at run time, and is served again, from {file}: its configuration has been changed \
                  since; 'ringdisk detach {name}' detaches it again"
@@ -34,12 +34,12 @@ impl Server {
         }
         let mut absent = Overrides::default();
         self.start_threads_and_groups(configured, overrides, &mut absent);
-        self.remember_left(overrides);
+        self.remember_detached(overrides);
         self.remember_write_caches(&overrides.write_caches);
         let ready = disks.disks.into_iter();
         let ready = ready.map(|spec| self.attach_at_start(spec));
         let mut ready: Vec<ConnectionInfo> = ready.collect::<Result<_, _>>()?;
-        for disk in disks.more {
+        for disk in disks.attached {
             match self.attach(disk.clone()) {
                 Ok(attached) => ready.push(attached),
                 Err(e) if self.is_taken_over(&disk.name) => return Err(e.of_disk(&disk.name)),
@@ -47,7 +47,7 @@ impl Server {
                     log_absent("disk", &disk.name, &e);
                     absent.disks.push(DiskOverride {
                         disk,
-                        instead_of: None,
+                        configured: None,
                     });
                 }
             }
@@ -86,9 +86,9 @@ impl Server {
         overrides: &Overrides,
         absent: &mut Overrides,
     ) -> Result<(), ServerError> {
-        // Each follows the one that it lies on.
+        // Each follows the node below it.
         for node in &overrides.nodes {
-            let added = match &node.over {
+            let added = match &node.child {
                 None => self.add_node(node.disk.clone()),
                 Some(child) => self.add_node_over(child, node.disk.clone()),
             };

@@ -45,9 +45,9 @@ impl Configured {
 
 /// Everything that a server serves, in terms of configuration.
 pub struct Inventory {
-    pub written: Configured,
+    pub configured: Configured,
     /// Configured disks that have been detached, if their last file was not the configured one.
-    pub left: Vec<DiskSpec>,
+    pub detached: Vec<DiskSpec>,
     /// Opened files, with the limits of the disks on them.
     pub nodes: Vec<NodeOverride>,
     pub exports: Vec<ExportOverride>,
@@ -69,8 +69,8 @@ pub enum StateError {
     )]
     InUse(PathBuf),
     #[error(
-        "{0}: cannot be read: {1}; mend that if it can be. Move it away only to start with what is written down: disks that \
-         were put on other files by command would be served from those that they left"
+        "{0}: cannot be read: {1}; repair it if possible. Without it, ringdisk starts with the configuration alone: disks \
+         that commands have moved to other files would be served from their old ones"
     )]
     Read(PathBuf, String),
 }
@@ -84,9 +84,9 @@ pub struct StateStore {
 
 #[derive(Default)]
 struct Inner {
-    /// What could not be served when this process started, and stays in the file.
+    /// Changes that could not be applied when this process started, and stay in the file.
     absent: Overrides,
-    /// Disks that are being moved: they are on their new files in the state file already, and not in the server yet.
+    /// Disks that are being moved: the state file already has their new files, the server does not.
     moved: Vec<DiskSpec>,
     /// The content of the file, if it is known.
     text: Option<String>,
@@ -100,7 +100,7 @@ impl StateStore {
     /// The directory or the file cannot be used.
     pub fn open(directory: &Path, lock: Option<File>) -> Result<(Self, Overrides), StateError> {
         let fail = |e| StateError::Directory(directory.into(), e);
-        let its = OpenOptions::new()
+        let new_lock = OpenOptions::new()
             .create(true)
             .truncate(false)
             .write(true)
@@ -108,41 +108,40 @@ impl StateStore {
             .custom_flags(OPEN_FLAGS)
             .open(directory.join("lock"))
             .map_err(|e| StateError::Directory(directory.join("lock"), e))?;
-        let there = Identity::of_fd(&its).map_err(fail)?;
-        // It may be the lock of another directory.
-        let is_its = |lock: &File| Identity::of_fd(lock).is_ok_and(|handed| handed == there);
-        let handed = lock.filter(is_its);
-        let lock = handed.unwrap_or(its);
+        let identity = Identity::of_fd(&new_lock).map_err(fail)?;
+        // The inherited lock may be that of another directory.
+        let is_same = |lock: &File| Identity::of_fd(lock).is_ok_and(|other| other == identity);
+        let lock = lock.filter(is_same).unwrap_or(new_lock);
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(StateError::InUse(directory.into())),
             Err(e) => return Err(fail(e.into())),
         }
         let path = directory.join(NAME);
-        let changed = read(&path).map_err(|problem| StateError::Read(path, problem))?;
+        let overrides = read(&path).map_err(|problem| StateError::Read(path, problem))?;
         let store = Self {
             directory: directory.into(),
             lock,
             inner: Mutex::default(),
         };
-        Ok((store, changed))
+        Ok((store, overrides))
     }
 
     pub fn lock(&self) -> &File {
         &self.lock
     }
 
-    /// Durably saves how the inventory differs from the configuration. The inventory is taken under the lock, so that the
-    /// newest is written last.
+    /// Durably saves how the inventory differs from the configuration. Takes the inventory under the lock, so that the
+    /// newest one is written last.
     ///
     /// # Errors
     /// It could not be written; the previous state file is still there.
     pub fn save(&self, inventory: impl FnOnce() -> Inventory) -> io::Result<()> {
         let mut inner = self.inner();
-        match inner.ended {
-            true => Ok(()),
-            false => self.write(&mut inner, inventory()),
+        if inner.ended {
+            return Ok(());
         }
+        self.write(&mut inner, inventory())
     }
 
     /// Durably saves that a disk is being moved. Until [`finish_move`](Self::finish_move), every save counts it as on its new
@@ -160,11 +159,11 @@ impl StateStore {
             return Err(io::Error::other("ringdisk is stopping"));
         }
         inner.moved.push(moved.clone());
-        let kept = self.write(&mut inner, inventory());
-        kept.inspect_err(|_| inner.moved.retain(|other| other.name != moved.name))
+        let saved = self.write(&mut inner, inventory());
+        saved.inspect_err(|_| inner.moved.retain(|other| other.name != moved.name))
     }
 
-    /// The server has the disk on its new file.
+    /// The server serves the disk from its new file.
     pub fn finish_move(&self, disk: &str) {
         self.inner().moved.retain(|moved| moved.name != disk);
     }
@@ -179,7 +178,7 @@ impl StateStore {
             return Ok(());
         };
         if problem.in_place {
-            // A restart must not find a state that the caller was told is not saved.
+            // The caller reports that the change was not saved, so a restart must not find it.
             let before = inner.text.take();
             match before.map(|text| (write(&self.directory, &text), text)) {
                 Some((Ok(()), text)) => inner.text = Some(text),
@@ -212,7 +211,7 @@ impl StateStore {
         self.inner().difference(inventory())
     }
 
-    /// What could not be served when this process started.
+    /// Sets the changes that could not be applied when this process started.
     pub fn set_absent(&self, absent: Overrides) {
         self.inner().absent = absent;
     }
@@ -226,13 +225,14 @@ impl Inner {
 }
 
 impl Inventory {
+    /// Puts a disk, and the nodes below it, on the file of `moved`.
     fn move_to(&mut self, moved: &DiskSpec) {
         let mut next = Some(moved.name.clone());
         while let Some(name) = next.take() {
             let mut nodes = self.nodes.iter_mut();
             if let Some(node) = nodes.find(|node| node.disk.name == name) {
                 node.disk.take_file_of(moved);
-                next = node.over.clone();
+                next = node.child.clone();
             }
         }
     }
@@ -242,71 +242,76 @@ impl Inventory {
         let name = &node.disk.name;
         let mut exports = self.exports.iter().filter(|e| e.node == *name);
         let itself = ExportSpec::from(&node.disk);
-        node.over.is_none()
-            && !self.nodes.iter().any(|n| n.over.as_ref() == Some(name))
+        node.child.is_none()
+            && !self.nodes.iter().any(|n| n.child.as_ref() == Some(name))
             && exports.next().is_some_and(|e| e.spec == itself)
             && exports.next().is_none()
     }
 
-    /// How it differs from the configuration, together with `absent`.
+    /// How this inventory differs from the configuration, together with `absent`.
     pub fn difference(&self, absent: &Overrides) -> Overrides {
-        let written = &self.written;
-        let mut changed = absent.clone();
-        let here = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
-        changed.disks.retain(|disk| !here(&disk.disk.name));
-        changed.nodes.retain(|node| !here(&node.disk.name));
+        let configured = &self.configured;
+        let mut overrides = absent.clone();
+        let has_node = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
+        overrides.disks.retain(|disk| !has_node(&disk.disk.name));
+        overrides.nodes.retain(|node| !has_node(&node.disk.name));
         let exported = |id: &String| self.exports.iter().any(|export| export.spec.id == *id);
-        changed.exports.retain(|export| !exported(&export.spec.id));
+        overrides
+            .exports
+            .retain(|export| !exported(&export.spec.id));
         for node in &self.nodes {
             let disk = node.disk.clone();
-            let before = written.disks.iter().find(|other| other.name == disk.name);
+            let before = configured
+                .disks
+                .iter()
+                .find(|other| other.name == disk.name);
             match (self.is_disk(node), before) {
                 (true, Some(before)) if *before == disk => {}
-                (true, before) => changed.disks.push(DiskOverride {
+                (true, before) => overrides.disks.push(DiskOverride {
                     disk,
-                    instead_of: before.cloned(),
+                    configured: before.cloned(),
                 }),
                 (false, before) => {
-                    changed.gone.extend(before.cloned());
-                    changed.nodes.push(node.clone());
-                    let its = self.exports.iter().filter(|e| e.node == disk.name);
-                    changed.exports.extend(its.cloned());
+                    overrides.detached.extend(before.cloned());
+                    overrides.nodes.push(node.clone());
+                    let exports = self.exports.iter().filter(|e| e.node == disk.name);
+                    overrides.exports.extend(exports.cloned());
                 }
             }
         }
-        for before in written.disks.iter().filter(|disk| !here(&disk.name)) {
-            changed.gone.push(before.clone());
-            // When it is attached again, it is on the file that the guest has written to last.
-            let left = self.left.iter().find(|left| left.name == before.name);
-            changed.disks.extend(left.map(|left| DiskOverride {
-                disk: left.clone(),
-                instead_of: Some(before.clone()),
+        for before in configured.disks.iter().filter(|disk| !has_node(&disk.name)) {
+            overrides.detached.push(before.clone());
+            // Attached again, the disk uses the file that the guest has written to last.
+            let last = self.detached.iter().find(|last| last.name == before.name);
+            overrides.disks.extend(last.map(|last| DiskOverride {
+                disk: last.clone(),
+                configured: Some(before.clone()),
             }));
         }
-        // A node follows the node that it lies on.
+        // Each node after the node below it.
         let depth = |node: &NodeOverride| {
             let mut depth = 0;
-            let mut below = node.over.as_ref();
+            let mut below = node.child.as_ref();
             while let Some(name) = below
                 && depth < self.nodes.len()
             {
                 depth += 1;
                 let child = self.nodes.iter().find(|node| node.disk.name == *name);
-                below = child.and_then(|node| node.over.as_ref());
+                below = child.and_then(|node| node.child.as_ref());
             }
             depth
         };
-        changed.nodes.sort_by_key(depth);
-        let new = |(name, _): &&(String, _)| !written.groups.iter().any(|(n, _)| n == name);
-        changed
+        overrides.nodes.sort_by_key(depth);
+        let new = |(name, _): &&(String, _)| !configured.groups.iter().any(|(n, _)| n == name);
+        overrides
             .groups
             .extend(self.groups.iter().filter(new).cloned());
-        let new = |(id, _): &&(String, _)| !written.threads.iter().any(|(n, _)| n == id);
-        changed
+        let new = |(id, _): &&(String, _)| !configured.threads.iter().any(|(n, _)| n == id);
+        overrides
             .threads
             .extend(self.threads.iter().filter(new).cloned());
-        changed.write_caches = self.write_caches.iter().cloned().collect();
-        changed
+        overrides.write_caches = self.write_caches.iter().cloned().collect();
+        overrides
     }
 }
 
@@ -325,24 +330,24 @@ fn read(path: &Path) -> Result<Overrides, String> {
     Overrides::parse(&bytes)
 }
 
-/// Why text is not kept.
-struct NotKept {
+/// Why the file was not saved durably.
+struct WriteError {
     error: io::Error,
-    /// It is in the file all the same, until the host crashes, or beyond that.
+    /// The new file is in place nevertheless. It may or may not survive a crash of the host.
     in_place: bool,
 }
 
-impl From<io::Error> for NotKept {
+impl From<io::Error> for WriteError {
     fn from(error: io::Error) -> Self {
         let in_place = false;
         Self { error, in_place }
     }
 }
 
-/// A crash leaves the old file or the new one.
-fn write(directory: &Path, text: &str) -> Result<(), NotKept> {
+/// Replaces the file. A crash leaves the old file or the new one.
+fn write(directory: &Path, text: &str) -> Result<(), WriteError> {
     let (path, new) = (directory.join(NAME), directory.join("state.new"));
-    // Before anything changes: there may be no descriptor to be had.
+    // Before anything changes, because descriptors may have run out.
     let directory = File::open(directory)?;
     let mut file = OpenOptions::new()
         .create(true)
@@ -355,5 +360,5 @@ fn write(directory: &Path, text: &str) -> Result<(), NotKept> {
     fs::rename(&new, &path)?;
     let in_place = true;
     let durable = directory.sync_all();
-    durable.map_err(|error| NotKept { error, in_place })
+    durable.map_err(|error| WriteError { error, in_place })
 }

@@ -82,8 +82,8 @@ fn take_over(
             CommandLineError::Here("cannot ask for an upgrade", io::Error::other(e))
         })?,
     };
-    let asked = server.send(ask, &[], deadline);
-    asked.map_err(here("cannot ask for an upgrade"))?;
+    let sent = server.send(ask, &[], deadline);
+    sent.map_err(here("cannot ask for an upgrade"))?;
     let Some((mut child, pid)) = launch(&server, &control, program, deadline).map_err(here(
         "the running program continues to serve: the new one cannot be started",
     ))?
@@ -92,9 +92,9 @@ fn take_over(
     };
     let outcome = server.receive::<Outcome>(deadline);
     let failed = |why: String, child: &mut Child| {
-        // With its children: they have descriptors of the log, and a socket to the running process.
+        // With its children, which have descriptors of the log and a socket to the running process.
         let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
-        // Up to a limit: it may hang in the kernel, waiting for storage.
+        // Not forever: it may hang in the kernel, waiting for storage.
         while let Ok(None) = child.try_wait()
             && Instant::now() < deadline
         {
@@ -110,8 +110,8 @@ fn take_over(
             Err(CommandLineError::Here(
                 "nothing is served",
                 io::Error::other(format!(
-                    "process {pid} took over and has exited, its log says why; start ringdisk again, then VMs that \
-                     reconnect continue"
+                    "process {pid} took over and has exited; its log says why; start ringdisk again: VMs that reconnect \
+                     continue"
                 )),
             ))
         }
@@ -151,9 +151,9 @@ fn launch(
     program: Option<&Path>,
     deadline: Instant,
 ) -> io::Result<Option<(Child, u32)>> {
-    let (answered, mut descriptors) = server.receive(deadline)?;
-    let answer = match answered {
-        ReplyOrFailure::UpgradeReply(answer) => answer,
+    let (reply, mut descriptors) = server.receive(deadline)?;
+    let reply = match reply {
+        ReplyOrFailure::UpgradeReply(reply) => reply,
         ReplyOrFailure::Failed(outcome) => {
             let why = outcome.error.unwrap_or_default();
             return Err(io::Error::other(format!(
@@ -161,7 +161,7 @@ fn launch(
             )));
         }
     };
-    if answer == UpgradeReply::SameProgram {
+    if reply == UpgradeReply::SameProgram {
         return Ok(None);
     }
     let mut next = || {
@@ -176,8 +176,8 @@ fn launch(
     let launch = Launch::read(control)?;
     if launch.is_managed() && !shares_cgroup(&channel) {
         return Err(io::Error::other(
-            "it is a service, whose manager would lose sight of a process that is started from elsewhere; 'systemctl \
-             reload ringdisk' has the program that is installed take over",
+            "it is a service, and the service manager would not recognise a process started outside of it; 'systemctl \
+             reload ringdisk' upgrades to the installed program",
         ));
     }
     let child = Command::new(&program)
@@ -188,7 +188,7 @@ fn launch(
         .stdin(channel)
         .stdout(next()?)
         .stderr(next()?)
-        // It must survive the end of this terminal.
+        // It must survive the end of the terminal.
         .process_group(0)
         .spawn()
         .map_err(|e| {
@@ -206,7 +206,7 @@ fn shares_cgroup(channel: &OwnedFd) -> bool {
     let group = |process: String| std::fs::read(format!("/proc/{process}/cgroup")).ok();
     let server = socket_peercred(channel).map(|server| server.pid.as_raw_nonzero());
     match server.map(|pid| group(pid.to_string())) {
-        // If it cannot be read, the reason is another one.
+        // If it cannot be read, the start reports the error.
         Ok(Some(theirs)) => group("self".into()).is_none_or(|ours| ours == theirs),
         _ => true,
     }

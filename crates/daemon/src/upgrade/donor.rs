@@ -32,8 +32,8 @@ const TIMEOUT: Duration = Duration::from_secs(15);
 /// How long requests in flight may take to finish, and the new process to take over, while guests wait.
 const PAUSE: Duration = Duration::from_secs(5);
 
-/// How often the metadata of images is written while guests are served. A shorter write ends the rounds: the next one,
-/// while guests wait, takes about as long.
+/// Limit of rounds in which the metadata of images is written while guests are served. A round that takes less than
+/// [`FLUSH_IS_SHORT`] is the last one: the next write, while guests wait, takes about as long.
 const FLUSH_ROUNDS: usize = 8;
 const FLUSH_IS_SHORT: Duration = Duration::from_millis(15);
 
@@ -44,7 +44,7 @@ enum UpgradeError {
         cause = block::explain(.0, "the log says more")
     )]
     Launch(io::Error),
-    #[error("the new process failed to start: {}", told(.0))]
+    #[error("the new process failed to start: {}", reported(.0))]
     Start(io::Error),
     #[error("the new process uses version {0} of the handover protocol, and this one {PROTOCOL}")]
     Protocol(u32),
@@ -60,13 +60,13 @@ enum UpgradeError {
     #[error("requests in flight on disk {0} do not finish; does its storage hang?")]
     Stuck(String),
     #[error(
-        "requests of disk {0} wait until its storage works again: it may be full, and the log says more; once it works, \
-         'ringdisk resume {0}' tries them again, and 'ringdisk resume {0} --report' ends them with errors; then upgrade"
+        "requests of disk {0} wait until its storage works again: it may be full, and the log says more; when it works, \
+         'ringdisk resume {0}' retries them; 'ringdisk resume {0} --report' ends them with errors; then upgrade again"
     )]
-    Waiting(String),
+    Stalled(String),
     #[error("disks could not be handed over: {cause}", cause = block::explain(.0, ""))]
     Send(io::Error),
-    #[error("the new process cannot serve these disks: {}", told(.0))]
+    #[error("the new process cannot serve these disks: {}", reported(.0))]
     Prepare(io::Error),
     #[error("this process has been told to stop")]
     Stopping,
@@ -75,11 +75,9 @@ enum UpgradeError {
 }
 
 /// What the new process has reported, or where else to look.
-fn told(error: &io::Error) -> String {
+fn reported(error: &io::Error) -> String {
     match error.kind() {
-        io::ErrorKind::UnexpectedEof => {
-            "it exited without a message; the log may have its reason".into()
-        }
+        io::ErrorKind::UnexpectedEof => "it exited without a message; the log may say why".into(),
         io::ErrorKind::TimedOut => "it does not answer".into(),
         _ => error.to_string(),
     }
@@ -134,8 +132,8 @@ struct Successor {
     pid: u32,
 }
 
-/// Hands everything over. Returns the new process's id; from then on, it serves. After an error, this process serves as
-/// before.
+/// Hands everything over. Returns the id of the new process, which serves from then on. After an error, this process
+/// continues to serve.
 fn hand_over(
     server: &Server,
     launcher: &Channel,
@@ -149,7 +147,7 @@ fn hand_over(
     check_not_stopping(server)?;
 
     let begin = Instant::now();
-    // An export that is dropped here serves again, unless it is told to leave.
+    // Dropping a paused export resumes it, unless it was told to leave.
     let paused = pause(server, begin + PAUSE)?;
     check_not_stopping(server)?;
     outcome.disks = paused.len();
@@ -157,7 +155,7 @@ fn hand_over(
     let finished = begin.elapsed();
     let flushed = server.flush_metadata(begin + PAUSE);
     flushed.map_err(UpgradeError::Storage)?;
-    let written = begin.elapsed();
+    let flushed_after = begin.elapsed();
     let deadline = Instant::now() + PAUSE;
     send(server, &paused, &channel, deadline).map_err(UpgradeError::Send)?;
     expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;
@@ -174,8 +172,8 @@ fn hand_over(
          metadata of images, {:.1} for the new process",
         ms(all),
         ms(finished),
-        ms(written - finished),
-        ms(all - written)
+        ms(flushed_after - finished),
+        ms(all - flushed_after)
     );
     *handed_over = true;
     for export in paused {
@@ -184,7 +182,7 @@ fn hand_over(
     Ok(pid)
 }
 
-/// Has the launcher start the new process, and waits until it is ready to receive.
+/// Asks the launcher to start the new process, and waits until that is ready to receive.
 fn start(launcher: &Channel, deadline: Instant) -> Result<Successor, UpgradeError> {
     let successor = launch(launcher, deadline).map_err(UpgradeError::Launch)?;
     let hello = match successor.channel.receive::<FirstMessage>(deadline) {
@@ -203,17 +201,17 @@ fn start(launcher: &Channel, deadline: Instant) -> Result<Successor, UpgradeErro
 }
 
 fn launch(launcher: &Channel, deadline: Instant) -> io::Result<Successor> {
-    let (channel, its) = Channel::pair()?;
-    let its = its.into_descriptor();
+    let (channel, other_end) = Channel::pair()?;
+    let other_end = other_end.into_descriptor();
     let (out, errors) = (io::stdout(), io::stderr());
-    let descriptors = [its.as_fd(), out.as_fd(), errors.as_fd()];
+    let descriptors = [other_end.as_fd(), out.as_fd(), errors.as_fd()];
     launcher.send(&UpgradeReply::Start, &descriptors, deadline)?;
-    drop(its);
+    drop(other_end);
     let (Launched { pid }, _) = launcher.receive(deadline)?;
     Ok(Successor { channel, pid })
 }
 
-/// Writes the metadata of images, until little is left to be written while guests wait.
+/// Writes the metadata of images repeatedly, until little is left to write while guests wait.
 fn flush_while_served(server: &Server) -> Result<(), UpgradeError> {
     let deadline = Instant::now() + TIMEOUT;
     for _ in 0..FLUSH_ROUNDS {
@@ -222,7 +220,7 @@ fn flush_while_served(server: &Server) -> Result<(), UpgradeError> {
         let flushed = server.flush_metadata(deadline);
         flushed.map_err(UpgradeError::Storage)?;
         let took = began.elapsed();
-        // A round that would miss the deadline is not begun either.
+        // No round that would miss the deadline.
         if took < FLUSH_IS_SHORT || Instant::now() + took > deadline {
             break;
         }
@@ -241,7 +239,7 @@ fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1000.0
 }
 
-/// Lets the new process serve. When this returns, it is decided which process serves: see
+/// Tells the new process to serve. When this returns, exactly one of the two processes serves: see
 /// [`protocol`](crate::upgrade::protocol).
 ///
 /// # Errors
@@ -253,7 +251,7 @@ fn commit(channel: &Channel) -> io::Result<()> {
         .and_then(|()| expect(channel, Step::Serving, deadline));
     let Err(e) = answer else { return Ok(()) };
     channel.close_for_receiving();
-    // An answer that came before that counts, however late it was.
+    // An answer that arrived before the socket was closed counts, even after the deadline.
     match expect(channel, Step::Serving, Instant::now() + PAUSE) {
         Ok(()) => Ok(()),
         Err(_) => Err(e),
@@ -273,18 +271,20 @@ struct PausedExport {
 /// Pauses all disks, once their requests in flight have finished.
 fn pause(server: &Server, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeError> {
     let pending = server.pause().into_iter();
-    pending.map(|pending| wait_for(pending, deadline)).collect()
+    pending
+        .map(|pending| wait_for_pause(pending, deadline))
+        .collect()
 }
 
-fn wait_for(pending: PendingPause, deadline: Instant) -> Result<PausedExport, UpgradeError> {
+fn wait_for_pause(pending: PendingPause, deadline: Instant) -> Result<PausedExport, UpgradeError> {
     let unfinished = |paused: &Paused| {
         let session = paused.connection.as_ref();
         pending.device.disk.is_abandoned()
             || session.is_some_and(|(_, saved)| saved.is_unfinished())
     };
     let failed = |id| {
-        if pending.waits {
-            UpgradeError::Waiting(id)
+        if pending.has_stalled {
+            UpgradeError::Stalled(id)
         } else {
             UpgradeError::Stuck(id)
         }
@@ -296,7 +296,7 @@ fn wait_for(pending: PendingPause, deadline: Instant) -> Result<PausedExport, Up
         Ok(Ok(paused)) => Ok(PausedExport {
             socket: pending.socket,
             file: pending.node.identity(),
-            // As its last front-end has left it.
+            // As the last front-end has set it.
             write_cache: pending.device.chosen_write_cache(),
             capacity_read: pending.device.capacity_read(),
             listener: paused.listener,
@@ -342,13 +342,13 @@ fn send(
     for export in paused {
         descriptors.push(export.listener.as_fd());
         let session = export.connection.as_ref().map(|(connection, saved)| {
-            let its = saved.descriptors();
+            let saved_descriptors = saved.descriptors();
             let session = HandoverSession {
                 words: saved.words(),
-                descriptors: its.len(),
+                descriptors: saved_descriptors.len(),
             };
             descriptors.push(connection.as_fd());
-            descriptors.extend(its);
+            descriptors.extend(saved_descriptors);
             session
         });
         handover.exports.push(HandoverExport {

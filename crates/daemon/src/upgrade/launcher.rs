@@ -1,10 +1,11 @@
 //! Records how this process was started, in a file next to its control socket: `ringdisk upgrade` starts the new process
 //! the same way.
 //!
-//! An attacker who has taken over a sandboxed process must gain nothing by an upgrade. Therefore the process is not asked
-//! how it was started; it writes that down before it enters the sandbox. With `--user`, it cannot change the file later,
-//! which belongs to root; without, it cannot if the control socket is outside all directories for disks and state. Of the
-//! environment, only variables with paths and log levels are passed on, none that loads code.
+//! An attacker who has taken over a sandboxed process must gain nothing by an upgrade. Therefore `ringdisk upgrade` does
+//! not ask the process how it was started; the process records that in the file before it enters the sandbox. Later, it
+//! cannot change the file if it runs with `--user` (the file belongs to root), or if the control socket is outside of all
+//! directories for disks and state. Only environment variables with paths and log levels are passed on, none that loads
+//! code.
 
 use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
@@ -27,13 +28,13 @@ const ENVIRONMENT: [&str; 6] = [
 /// The argument that tells a process to take over.
 const TAKE_OVER: &str = "--take-over";
 
-/// Longest file that is read, in bytes; the kernel takes 2 MiB of arguments.
+/// Limit of the file in bytes; the kernel limits arguments to 2 MiB by default.
 const BYTES_MAX: u64 = 32 << 20;
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Launch {
-    /// Without the program.
+    /// The arguments, without the name of the program.
     pub arguments: Vec<OsString>,
     pub environment: Vec<(String, OsString)>,
     pub directory: PathBuf,
@@ -43,7 +44,7 @@ impl Launch {
     /// How this process was started.
     ///
     /// # Errors
-    /// The directory is gone.
+    /// The current directory no longer exists.
     pub fn here() -> io::Result<Self> {
         let set = |name: &str| Some((name.to_owned(), std::env::var_os(name)?));
         // `--take-over` is not an argument of the user.
@@ -74,7 +75,7 @@ impl Launch {
     /// Writes the file next to a control socket.
     ///
     /// # Errors
-    /// It cannot be written; a previous file is gone then.
+    /// It cannot be written; the previous file may have been removed.
     pub fn write(&self, control: &Path) -> io::Result<()> {
         let path = path(control);
         if let Some(directory) = path.parent() {
@@ -106,8 +107,8 @@ impl Launch {
             .open(&path);
         let file = file.map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => fail(io::Error::other(
-                "something has removed this file, which says how ringdisk was started. SIGHUP has it written again if \
-                 ringdisk's sandbox lets it; otherwise restart ringdisk instead, after which VMs that connect again go on",
+                "this file, which records how ringdisk was started, has been removed. SIGHUP writes it again if ringdisk's \
+                 sandbox allows that; otherwise restart ringdisk instead: VMs that reconnect continue",
             )),
             _ => fail(e),
         })?;
@@ -115,14 +116,14 @@ impl Launch {
         let ours = [0, rustix::process::geteuid().as_raw()].contains(&stat.uid());
         if !ours {
             let e = format!(
-                "user {}, as whom ringdisk runs, has written it, and may upgrade it; of the service, \
-                 'systemctl reload ringdisk' has the program that is installed take over",
+                "ringdisk runs as user {}, and only that user may upgrade it; for the service, 'systemctl reload ringdisk' \
+                 upgrades to the installed program",
                 stat.uid()
             );
             return Err(fail(io::Error::other(e)));
         }
         if !stat.is_file() || stat.mode() & 0o022 != 0 {
-            let e = "somebody else could have written it; restart ringdisk instead";
+            let e = "another user could have written it; restart ringdisk instead";
             return Err(fail(io::Error::other(e)));
         }
         let mut bytes = Vec::new();
@@ -130,7 +131,7 @@ impl Launch {
         Self::parse(&bytes).map_err(|e| fail(io::Error::other(e)))
     }
 
-    /// Panics unless what can be parsed reads back as it is written: for tests and fuzzing.
+    /// Panics unless a valid file reads back as it is written: for tests and fuzzing.
     #[cfg(any(test, fuzzing))]
     pub fn check(bytes: &[u8]) {
         if let Ok(launch) = Self::parse(bytes) {
@@ -146,9 +147,10 @@ impl Launch {
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let launch: Self = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
         let known = |(name, _): &(String, _)| ENVIRONMENT.contains(&name.as_str());
-        match launch.environment.iter().all(known) {
-            true => Ok(launch),
-            false => Err("it sets a variable that is not ringdisk's".into()),
+        if launch.environment.iter().all(known) {
+            Ok(launch)
+        } else {
+            Err("it sets an environment variable that ringdisk does not pass on".into())
         }
     }
 }
@@ -172,7 +174,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn it_reads_back_unless_somebody_else_could_have_written_it() {
+    fn file_reads_back_unless_another_user_could_have_written_it() {
         let dir = tempfile::tempdir().unwrap();
         let control = dir.path().join("control.qmp");
         let launch = Launch::here().unwrap();
@@ -192,19 +194,19 @@ mod tests {
     }
 
     #[test]
-    fn fuzzing_seeds_are_sound() {
+    fn fuzzing_seeds_are_valid() {
         let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/hand");
-        let mut sound = 0;
+        let mut valid = 0;
         for file in fs::read_dir(seeds).unwrap() {
             let bytes = fs::read(file.unwrap().path()).unwrap();
             Launch::check(&bytes);
-            sound += usize::from(Launch::parse(&bytes).is_ok());
+            valid += usize::from(Launch::parse(&bytes).is_ok());
         }
-        assert_eq!(sound, 1);
+        assert_eq!(valid, 1);
     }
 
     #[test]
-    fn a_process_takes_over_whatever_its_arguments_are() {
+    fn take_over_argument_follows_the_subcommand() {
         for (arguments, taking_over) in [
             ("serve", "serve --take-over"),
             ("serve --json -- a.raw", "serve --take-over --json -- a.raw"),
@@ -219,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_loads_code_is_passed_on() {
+    fn variables_that_load_code_are_not_passed_on() {
         let preload =
             br#"{"arguments":[],"environment":[["LD_PRELOAD",{"Unix":[47]}]],"directory":"/"}"#;
         assert!(Launch::parse(preload).unwrap_err().contains("variable"));

@@ -47,17 +47,17 @@ pub const PROTOCOL: u32 = 2;
 /// Limit of a message in bytes: 4096 disks with sessions of 256 queues.
 const BYTES_MAX: usize = 256 << 20;
 
-/// Limit of descriptors in a message; the kernel's limit for a process is similar.
+/// Limit of descriptors in a message; similar to the kernel's limit for a process.
 const DESCRIPTORS_MAX: usize = 1 << 20;
 
-/// Bytes and descriptors of a packet; the kernel takes 253 descriptors.
+/// Bytes and descriptors of a packet; the kernel's limit is 253 descriptors.
 const PACKET: usize = 32 << 10;
 const PACKET_DESCRIPTORS: usize = 250;
 
 /// The first message of `ringdisk upgrade`.
 #[derive(Serialize, Deserialize)]
 pub struct UpgradeRequest {
-    /// Nothing is done if the running [program](program) is this one.
+    /// Nothing is done if the running process has this [program](program).
     pub unless_running: Option<String>,
 }
 
@@ -69,12 +69,12 @@ pub enum UpgradeReply {
     SameProgram,
 }
 
-/// What the launcher receives.
+/// The reply that the launcher receives.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum ReplyOrFailure {
     UpgradeReply(UpgradeReply),
-    /// No process can be started.
+    /// No upgrade is possible.
     Failed(Outcome),
 }
 
@@ -88,7 +88,7 @@ pub struct Launched {
 pub struct Outcome {
     /// Why the old process continues to serve.
     pub error: Option<String>,
-    /// From the first disk that was paused until all were served again.
+    /// From the pause of the first disk until all disks are served again.
     pub pause_us: u64,
     pub disks: usize,
     pub connected: usize,
@@ -111,13 +111,12 @@ pub struct Handover {
     pub upgrade: bool,
     pub metrics: bool,
     pub disks: Vec<HandoverDisk>,
-    /// How what is served differs from the configuration, in the format of the state file. If it is missing, the state file
-    /// is used.
+    /// Changes made at run time, in the format of the state file. If they are missing, the state file is used.
     #[serde(default)]
     pub changed: Option<String>,
-    /// Disks that other hosts may have locked, by name.
+    /// Names of released disks, which other hosts may have locked.
     pub away: Vec<String>,
-    /// The files of all sockets: another file at one of the paths is not ours.
+    /// The files of all sockets. Another file at one of the paths does not belong to ringdisk.
     #[serde(default)]
     pub sockets: Vec<(PathBuf, FileIdentity)>,
     pub exports: Vec<HandoverExport>,
@@ -130,7 +129,7 @@ pub struct HandoverDisk {
     pub disk: String,
     /// As it is configured.
     pub written: Option<String>,
-    /// Its file, if it is in one that is locked: the path may no longer exist.
+    /// Its file, if it has one that is locked: the path may no longer lead to it.
     #[serde(default)]
     pub file: Option<FileIdentity>,
 }
@@ -160,7 +159,7 @@ impl From<&InheritedDisk> for HandoverDisk {
 #[derive(Serialize, Deserialize)]
 pub struct HandoverExport {
     pub socket: PathBuf,
-    /// Its file, if it is in one that is locked.
+    /// The file of its disk, if it has one that is locked.
     pub file: Option<FileIdentity>,
     /// The guest's choice of a write cache, if it is not the default.
     pub write_cache: Option<bool>,
@@ -182,7 +181,7 @@ pub enum Step {
     Prepared,
     Commit,
     Serving,
-    /// The new process exits, and why. It may come in place of any other message.
+    /// The new process exits, and why. May replace any other message of that process.
     Failed(String),
 }
 
@@ -270,13 +269,13 @@ impl Channel {
         };
         let bytes = [&head.bytes()[..], &bytes].concat();
         let mut parts = bytes.chunks(PACKET);
-        let mut these = descriptors.chunks(PACKET_DESCRIPTORS);
+        let mut batches = descriptors.chunks(PACKET_DESCRIPTORS);
         loop {
-            match (parts.next(), these.next()) {
+            match (parts.next(), batches.next()) {
                 (None, None) => return Ok(()),
                 // A packet without bytes would mean the end of the connection.
-                (part, these) => {
-                    self.packet(part.unwrap_or(b" "), these.unwrap_or(&[]), deadline)?;
+                (part, batch) => {
+                    self.packet(part.unwrap_or(b" "), batch.unwrap_or(&[]), deadline)?;
                 }
             }
         }
@@ -307,7 +306,7 @@ impl Channel {
     /// Receives a message.
     ///
     /// # Errors
-    /// The other side has closed, nothing arrives in time, or it is another message.
+    /// The other side has closed, nothing arrives in time, or another message arrives.
     pub fn receive<T: DeserializeOwned>(
         &self,
         deadline: Instant,
@@ -315,7 +314,7 @@ impl Channel {
         let mut descriptors = VecDeque::new();
         let mut bytes = self.take(&mut descriptors, deadline)?;
         let head = MessageHeader::parse(&bytes);
-        let head = head.ok_or_else(|| io::Error::other("received bytes that are no message"))?;
+        let head = head.ok_or_else(|| io::Error::other("received bytes that are not a message"))?;
         bytes.drain(..HEAD);
         while bytes.len() < head.bytes || descriptors.len() < head.descriptors {
             bytes.extend(self.take(&mut descriptors, deadline)?);
@@ -395,7 +394,7 @@ pub fn program() -> Option<String> {
     Some(format!("{}:{}", file.dev(), file.ino()))
 }
 
-/// Panics unless what comes is one message or none: for tests and fuzzing.
+/// Panics if a message is not bounded or does not read back as it is written: for tests and fuzzing.
 #[cfg(any(test, fuzzing))]
 pub fn check(bytes: &[u8]) {
     use rustix::event::{EventfdFlags, eventfd};
@@ -405,11 +404,11 @@ pub fn check(bytes: &[u8]) {
     }
     let _ = serde_json::from_slice::<Hello>(bytes);
     let _ = serde_json::from_slice::<Outcome>(bytes);
-    let Ok(handed) = serde_json::from_slice::<Handover>(bytes) else {
+    let Ok(handover) = serde_json::from_slice::<Handover>(bytes) else {
         return;
     };
-    for session in handed.exports.into_iter().filter_map(|e| e.session) {
-        // Not more than this process may have.
+    for session in handover.exports.into_iter().filter_map(|e| e.session) {
+        // Not more than this process may open.
         let count = session.descriptors.min(64);
         let fds = (0..count).map(|_| eventfd(0, EventfdFlags::CLOEXEC));
         let fds: Vec<_> = fds.collect::<Result<_, _>>().expect("descriptors");
@@ -426,9 +425,9 @@ mod tests {
     use proptest::prelude::*;
     use rustix::event::{EventfdFlags, eventfd};
 
-    /// If nothing can be started, the process that asked is told why, in place of the answer.
+    /// If no upgrade is possible, the launcher receives the reason instead of a reply.
     #[test]
-    fn a_refusal_is_an_answer() {
+    fn launcher_receives_reply_or_failure() {
         let (ours, theirs) = Channel::pair().unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         let refusal = Outcome {
@@ -451,7 +450,7 @@ mod tests {
         }
     }
 
-    /// What fuzzing starts from, and what it has found.
+    /// The seeds of fuzzing, which include its findings.
     fn seeds() -> Vec<Vec<u8>> {
         let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/hand");
         let files = std::fs::read_dir(seeds).unwrap();
@@ -461,15 +460,15 @@ mod tests {
     }
 
     #[test]
-    fn fuzzing_seeds_are_sound() {
+    fn fuzzing_seeds_are_valid() {
         seeds().iter().for_each(|seed| check(seed));
-        let handed = |seed: &Vec<u8>| serde_json::from_slice::<Handover>(seed).is_ok();
-        assert!(seeds().iter().filter(|seed| handed(seed)).count() >= 2);
+        let is_handover = |seed: &&Vec<u8>| serde_json::from_slice::<Handover>(seed).is_ok();
+        assert!(seeds().iter().filter(is_handover).count() >= 2);
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_a_message_or_none(seed: prop::sample::Index, changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4)) {
+        fn changed_messages_are_parsed_or_refused(seed: prop::sample::Index, changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4)) {
             let mut bytes = seed.get(&seeds()).clone();
             for (at, to) in changes {
                 let at = at.index(bytes.len());
@@ -506,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message_is_refused() {
+    fn invalid_packets_are_refused() {
         for packet in [&b"x"[..], &[0xff; 16], &[0; 16], &[7; 8]] {
             let (ours, theirs) = Channel::pair().unwrap();
             ours.packet(packet, &[], soon()).unwrap();

@@ -64,7 +64,7 @@ impl UpgradeSocket {
         })
     }
 
-    /// Has the files removed when this value is dropped, also if it was adopted.
+    /// Makes this value remove the files when it is dropped, even if it was adopted.
     pub fn own(&self) {
         locked(&self.socket).own();
     }
@@ -77,7 +77,7 @@ impl UpgradeSocket {
         let socket = self.socket.clone();
         let mut listener = listener_of(&socket, server)?;
         let watch = server.handover.socket_watch(locked(&socket).place())?;
-        // Now, since the program's file may be replaced later.
+        // Now, because the program's file may be replaced later.
         let (program, server, control) = (program(), server.clone(), self.control.clone());
         let serve = move || {
             let (mut acceptor, mut accepting) = (Acceptor::new(), Backoff::default());
@@ -93,7 +93,7 @@ impl UpgradeSocket {
                             Ok(Some(new)) => listener = new,
                             Ok(None) => {}
                             Err(e) => error!(
-                                "upgrade: the upgrade socket was removed and cannot be made again: {e}"
+                                "upgrade: the upgrade socket was removed and cannot be created again: {e}"
                             ),
                         }
                     }
@@ -135,7 +135,7 @@ fn rewrite_launch(control: &Path) {
     }
     let path = path.display();
     match Launch::here().and_then(|launch| launch.write(control)) {
-        Ok(()) => warn!("{path} had been removed, and is there again"),
+        Ok(()) => warn!("{path} had been removed; ringdisk has created it again"),
         Err(e) => warn!(
             "live upgrade disabled: {path}, which records how ringdisk was started, has been removed and cannot be written \
              again: {e}"
@@ -143,7 +143,7 @@ fn rewrite_launch(control: &Path) {
     }
 }
 
-/// Makes the socket again if it has been removed, and returns its new listener.
+/// Creates the socket again if it has been removed, and returns its new listener.
 fn recreate(socket: &Mutex<Socket>, server: &Server) -> io::Result<Option<UnixListener>> {
     {
         let mut socket = locked(socket);
@@ -152,7 +152,7 @@ fn recreate(socket: &Mutex<Socket>, server: &Server) -> io::Result<Option<UnixLi
         }
         let new = Socket::bind_for_packets(socket.path()).map_err(io::Error::other)?;
         warn!(
-            "{} had been removed, and is there again",
+            "{} had been removed; ringdisk has created it again",
             new.path().display()
         );
         socket.renew(new);

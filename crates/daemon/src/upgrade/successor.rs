@@ -16,14 +16,14 @@ use crate::upgrade::protocol::{Channel, Handover, HandoverExport, Hello, PROTOCO
 /// How long the old process may take to pause all disks. It gives up sooner.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The process that has served until now, at the other end of standard input.
+/// The old process, at the other end of standard input.
 pub struct Predecessor(Channel);
 
 impl Predecessor {
-    /// Asks it for all that it serves.
+    /// Receives everything that the old process serves.
     ///
     /// # Errors
-    /// There is no such process, or it hands nothing over.
+    /// There is no old process, or it hands nothing over.
     pub fn receive() -> io::Result<(Self, Inherited)> {
         let channel = Channel::from(io::stdin().as_fd().try_clone_to_owned()?);
         let deadline = Instant::now() + TIMEOUT;
@@ -37,10 +37,10 @@ impl Predecessor {
         Ok((Self(channel), Inherited::new(parts)))
     }
 
-    /// Has it stop serving, and serves from then on. Everything has been opened.
+    /// Takes over: when this returns, this process serves and the old one does not. All disks have been opened before.
     ///
     /// # Errors
-    /// It goes on serving. This process must not serve anything.
+    /// The old process continues to serve. This process must not serve anything.
     pub fn commit(self, inherited: &Inherited) -> io::Result<()> {
         inherited.begin_commit();
         let Self(channel) = self;
@@ -52,14 +52,14 @@ impl Predecessor {
                 "expected Commit, received {step:?}"
             )));
         }
-        // From here on, it is this process that serves.
+        // If this arrives, this process serves, and otherwise the old one.
         channel.send(&Step::Serving, &[], deadline)?;
         inherited.finish_commit();
         Ok(())
     }
 }
 
-/// Tells the old process why this one does not take over. The old process goes on serving in any case.
+/// Tells the old process why this one does not take over. The old process continues to serve in any case.
 pub fn report_failure(why: &str) {
     if let Ok(end) = io::stdin().as_fd().try_clone_to_owned() {
         let soon = Instant::now() + Duration::from_secs(1);
@@ -130,8 +130,8 @@ fn inherited_export(
         None => None,
         Some(session) => {
             let connection = descriptors.next()?.into();
-            let its = descriptors.take(session.descriptors)?;
-            let saved = SavedSession::parse(&session.words, its)
+            let session_descriptors = descriptors.take(session.descriptors)?;
+            let saved = SavedSession::parse(&session.words, session_descriptors)
                 .map_err(|_| io::Error::other("received an invalid vhost-user session"))?;
             Some((connection, saved))
         }

@@ -134,9 +134,10 @@ fn concurrent_clients_cannot_break_invariants() {
     ringdisk.file("a.raw", 1 << 20);
     ringdisk.file("b.raw", 1 << 20);
     let third =
-        match testkit::qemu_img::is_there("concurrent_clients_cannot_break_invariants: an image") {
-            true => "c.qcow2",
-            false => "c.raw",
+        if testkit::qemu_img::is_there("concurrent_clients_cannot_break_invariants: an image") {
+            "c.qcow2"
+        } else {
+            "c.raw"
         };
     let files = ["a.raw", "b.raw", third];
     match third {

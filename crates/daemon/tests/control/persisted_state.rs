@@ -23,7 +23,6 @@ const MIB: u64 = 1 << 20;
 /// A ringdisk with persisted state and a configuration of disks a and b.
 struct Stateful {
     ringdisk: Controlled,
-    arguments: Vec<String>,
 }
 
 impl Stateful {
@@ -33,25 +32,20 @@ impl Stateful {
         for name in ["a.raw", "b.raw", "c.raw", "d.raw", "e.raw"] {
             fs::write(path(name), content(0, (4 * MIB) as usize)).unwrap();
         }
-        let arguments = vec![
+        let arguments = [
             format!("--state={}", path("state")),
             format!("--config={}", path("config.toml")),
         ];
         fs::write(path("config.toml"), config(&dir.path().display(), "")).unwrap();
-        let ringdisk = Controlled::start_in(dir, &arguments);
         Self {
-            ringdisk,
-            arguments,
+            ringdisk: Controlled::start_in(dir, &arguments),
         }
     }
 
-    /// Kills the server and starts it with the same arguments.
     fn restart(self) -> Self {
-        let Controlled { server, dir, .. } = self.ringdisk;
-        server.signal(Signal::KILL);
-        drop(server);
-        let ringdisk = Controlled::start_in(dir, &self.arguments);
-        Self { ringdisk, ..self }
+        Self {
+            ringdisk: self.ringdisk.kill_and_restart(),
+        }
     }
 
     fn disk(&self, name: &str) -> serde_json::Value {
@@ -151,18 +145,9 @@ fn changes_survive_a_kill() {
     assert_ne!(kept.disk("b"), json!(null));
     assert_eq!(kept.disk("a")["file"], e.to_str().unwrap());
     assert!(kept.ringdisk.server.terminate().unwrap().success());
-    let kept = kept.restart_ended();
-    assert_eq!(kept.disk("a")["limits"]["iops"], 1234, "an orderly end");
-}
-
-impl Stateful {
-    /// Starts the server again after it has ended.
-    fn restart_ended(self) -> Self {
-        let Controlled { server, dir, .. } = self.ringdisk;
-        drop(server);
-        let ringdisk = Controlled::start_in(dir, &self.arguments);
-        Self { ringdisk, ..self }
-    }
+    let ringdisk = kept.ringdisk.restart();
+    let limits = &ringdisk.disk("a")["limits"];
+    assert_eq!(limits["iops"], 1234, "an orderly end");
 }
 
 /// How often the state was written, counted by renames in its directory.
@@ -456,7 +441,7 @@ fn missing_file_is_reported_and_its_disk_kept_in_the_state() {
 fn state_directory_is_exclusive_and_damage_is_refused() {
     let kept = Stateful::start();
     kept.ringdisk.json(&["throttle", "a", "iops=1234"]);
-    let state = kept.arguments[0].clone();
+    let state = format!("--state={}", kept.ringdisk.path("state").display());
     let serve = |more: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
         let control = format!("--control={}.qmp", kept.ringdisk.control.display());
@@ -483,7 +468,7 @@ fn state_directory_is_exclusive_and_damage_is_refused() {
         while ran.err.contains("another ringdisk") {
             ran = serve("null:1M");
         }
-        ran.assert_fails(1, &["state.json", says, "Move it away"]);
+        ran.assert_fails(1, &["state.json", says, "configuration alone"]);
     }
     fs::write(&file, text).unwrap();
     let disk = format!("null:1M,socket={}.null", kept.ringdisk.control.display());

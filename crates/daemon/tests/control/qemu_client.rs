@@ -337,9 +337,10 @@ fn discard_follows_each_nodes_setting() {
         let status = device.queues[0].run(Op::Discard, 0, MIB as u32);
         assert_eq!(status, if freed { 0 } else { 2 }, "{below} below {above}");
         let now = allocated();
-        match freed {
-            true => assert!(now <= before - MIB, "{now} of {before} bytes are allocated"),
-            false => assert_eq!(now, before, "{below} below {above}"),
+        if freed {
+            assert!(now <= before - MIB, "{now} of {before} bytes are allocated")
+        } else {
+            assert_eq!(now, before, "{below} below {above}")
         }
         drop(device);
         qemu.call("block-export-del", json!({ "id": "disk", "mode": "hard" }));

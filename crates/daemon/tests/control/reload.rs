@@ -369,9 +369,10 @@ fn occupied_socket_path_is_reported_and_left_alone() {
     let socket = config.socket("a");
     for directory in [true, false] {
         fs::remove_file(&socket).unwrap();
-        match directory {
-            true => fs::create_dir(&socket).unwrap(),
-            false => fs::write(&socket, "precious").unwrap(),
+        if directory {
+            fs::create_dir(&socket).unwrap()
+        } else {
+            fs::write(&socket, "precious").unwrap()
         }
         for _ in 0..2 {
             let ran = config.ringdisk.ringdisk(&["reload"]);
@@ -384,15 +385,16 @@ fn occupied_socket_path_is_reported_and_left_alone() {
             assert_eq!(reply["unreachable"].as_array().unwrap().len(), 1, "{reply}");
         }
         verify(&mut device.queues[0]);
-        match directory {
-            true => fs::remove_dir(&socket).unwrap(),
-            false => fs::remove_file(&socket).unwrap(),
+        if directory {
+            fs::remove_dir(&socket).unwrap()
+        } else {
+            fs::remove_file(&socket).unwrap()
         }
         assert_eq!(config.ringdisk.json(&["reload"]), json!({}));
         config
             .ringdisk
             .server
-            .wait_for_log(&["WARN", "is there again"]);
+            .wait_for_log(&["WARN", "has created it again"]);
         wait_until("the socket is there again", || socket.exists());
     }
     fs::remove_file(&socket).unwrap();

@@ -284,14 +284,18 @@ fn impossible_configuration_disconnects_nobody() {
     println!("a renamed file");
     fs::rename(served.path("a.raw"), served.path("renamed.raw")).unwrap();
     let moved = ("a", "a", "a", "queues = 1");
-    served.refuses(&[moved, b, c], &["disk 'a'", "a.raw", "renamed.raw by now"]);
+    served.refuses(
+        &[moved, b, c],
+        &["disk 'a'", "a.raw", "renamed.raw", "which is now at"],
+    );
     fs::copy(served.path("renamed.raw"), served.path("a.raw")).unwrap();
     served.refuses(
         &[moved, b, c],
         &[
             "disk 'a'",
             "no longer the disk's file",
-            "renamed.raw by now",
+            "renamed.raw",
+            "which is now at",
         ],
     );
     served.reload(&[("a", "renamed", "a", ""), b, c]);

@@ -5,7 +5,6 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig};
 use testkit::qemu_img as qemu;
 
@@ -17,7 +16,6 @@ const MIB: u64 = 1 << 20;
 /// A ringdisk with persisted state, and configured disks in a directory of their own.
 struct RenameTest {
     ringdisk: Controlled,
-    arguments: Vec<String>,
 }
 
 impl RenameTest {
@@ -27,25 +25,20 @@ impl RenameTest {
         for (_, file) in disks.iter().filter(|(_, file)| file.ends_with(".raw")) {
             fs::write(path(file), content(0, 16 * MIB as usize)).unwrap();
         }
-        let arguments = vec![
+        let arguments = [
             format!("--state={}", path("state").display()),
             format!("--config={}", path("config.toml").display()),
         ];
         write_config(dir.path(), disks);
-        let ringdisk = Controlled::start_in(dir, &arguments);
         Self {
-            ringdisk,
-            arguments,
+            ringdisk: Controlled::start_in(dir, &arguments),
         }
     }
 
-    /// Kills the server and starts it with the same arguments.
     fn restart(self) -> Self {
-        let Controlled { server, dir, .. } = self.ringdisk;
-        server.signal(Signal::KILL);
-        drop(server);
-        let ringdisk = Controlled::start_in(dir, &self.arguments);
-        Self { ringdisk, ..self }
+        Self {
+            ringdisk: self.ringdisk.kill_and_restart(),
+        }
     }
 
     fn path(&self, name: &str) -> std::path::PathBuf {
@@ -91,9 +84,10 @@ fn restart_opens_the_new_name() {
         fs::copy(served.path("a.raw"), served.path("copy")).unwrap();
         let new = content(4711, 4096);
         assert_eq!(device.queues[0].write(16000, &new), 0);
-        match link {
-            true => fs::hard_link(served.path("a.raw"), served.path("live.raw")).unwrap(),
-            false => served.rename("a.raw", "live.raw"),
+        if link {
+            fs::hard_link(served.path("a.raw"), served.path("live.raw")).unwrap()
+        } else {
+            served.rename("a.raw", "live.raw")
         }
         served.ringdisk.json(&["replace", "a", "live.raw"]);
         served.assert_on("a", "live.raw");

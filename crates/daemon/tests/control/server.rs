@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::driver::{HANG, Op, Queue};
@@ -19,6 +20,7 @@ pub struct Controlled {
     pub server: Server,
     pub dir: TempDir,
     pub control: PathBuf,
+    arguments: Vec<String>,
 }
 
 impl Controlled {
@@ -34,13 +36,26 @@ impl Controlled {
     pub fn start_in(dir: TempDir, arguments: &[String]) -> Self {
         let control = dir.path().join("control.qmp");
         let socket = ["--control".to_owned(), control.display().to_string()];
-        let arguments = [&socket[..], arguments].concat();
-        let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
+        let all = [&socket[..], arguments].concat();
+        let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &all).unwrap();
         Self {
             server,
             dir,
             control,
+            arguments: arguments.to_vec(),
         }
+    }
+
+    /// Kills the server and starts it with the same arguments.
+    pub fn kill_and_restart(self) -> Self {
+        self.server.signal(Signal::KILL);
+        self.restart()
+    }
+
+    /// Starts the server, which has ended or is about to, with the same arguments.
+    pub fn restart(self) -> Self {
+        drop(self.server);
+        Self::start_in(self.dir, &self.arguments)
     }
 
     pub fn path(&self, name: &str) -> PathBuf {

@@ -272,9 +272,7 @@ fn kill_leaves_the_disk_on_the_old_or_the_new_image() {
             }
             ringdisk.server.signal(Signal::KILL);
             let answer = answer.unwrap_or_else(|| replacing.wait().unwrap());
-            let Controlled { server, dir, .. } = ringdisk;
-            drop(server);
-            ringdisk = Controlled::start_in(dir, &arguments);
+            ringdisk = ringdisk.restart();
             guest
                 .device
                 .reconnect(ringdisk.path("disk.sock"), &two_queues())
@@ -339,10 +337,7 @@ fn unsaved_snapshot_leaves_the_disk_on_its_own_image() {
         // Each block is a cluster that is repeatedly allocated and freed.
         guest.run_more(200);
     }
-    ringdisk.server.signal(Signal::KILL);
-    let Controlled { server, dir, .. } = ringdisk;
-    drop(server);
-    let ringdisk = Controlled::start_in(dir, &arguments);
+    let ringdisk = ringdisk.kill_and_restart();
     ringdisk.server.wait_for_log(&["replayed"]);
     let socket = ringdisk.path("disk.sock");
     guest.device.reconnect(socket, &two_queues()).unwrap();

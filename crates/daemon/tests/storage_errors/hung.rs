@@ -355,8 +355,7 @@ fn stop_during_a_handover_flush_ends_the_handover() {
             setup.storage.control().held > 0
         });
         server.signal(rustix::process::Signal::TERM);
-        // The signal has most likely arrived by then.
-        std::thread::sleep(Duration::from_millis(500));
+        server.wait_for_log(&["stopping: an upgrade is under way"]);
         setup.storage.change(|s| s.hangs = false);
         asked.join().unwrap()
     });
