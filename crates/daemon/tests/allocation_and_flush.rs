@@ -45,9 +45,10 @@ fn write_zeroes_allocates_as_configured() {
         write_mib(queue, 4 * MIB, &vec![0; 128 << 10]);
         flush(queue);
         let lost = before.saturating_sub(allocated());
-        match freed {
-            true => assert_eq!(lost, MIB, "{options}"),
-            false => assert_eq!(lost, 0, "{options}"),
+        if freed {
+            assert_eq!(lost, MIB, "{options}")
+        } else {
+            assert_eq!(lost, 0, "{options}")
         }
         // Zeroed and unwritten space reads as a hole, even where it stays allocated.
         assert_eq!(hole(&disk.file, 4 * MIB) == 4 * MIB, found, "{options}");
@@ -134,9 +135,10 @@ fn write_cache_follows_the_guests_last_setting() {
             assert_eq!(device.config().unwrap().wce, byte);
             for queue in &mut device.queues {
                 let flushes = backing.count(|| write_each(queue, false));
-                match on {
-                    true => assert!(flushes < WRITES / 2, "cache={cache}, on: {flushes} flushes"),
-                    false => assert!(flushes >= WRITES, "cache={cache}, off: {flushes} flushes"),
+                if on {
+                    assert!(flushes < WRITES / 2, "cache={cache}, on: {flushes} flushes")
+                } else {
+                    assert!(flushes >= WRITES, "cache={cache}, off: {flushes} flushes")
                 }
             }
         }

@@ -13,6 +13,8 @@ use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::Server;
 use testkit::vm::{self, Vm};
 
+use crate::support;
+
 const SIZE: u64 = 64 << 20;
 
 /// Two hosts with shared storage.
@@ -276,10 +278,7 @@ fn migrate_guest(test: &str, format: &str, cache: &str, packed: bool) -> Result<
     for mut server in hosts.servers {
         ensure!(server.terminate()?.success());
         let log = server.log();
-        ensure!(
-            !log.contains("cut off") && !log.contains("given up;"),
-            "{log}"
-        );
+        support::assert_all_served(&log);
         left += log.matches("its VM has stopped to go on elsewhere").count();
         came += log.matches("a VM starts on it;").count();
     }

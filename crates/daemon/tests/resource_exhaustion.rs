@@ -12,6 +12,8 @@ use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::{Server, wait_for_exit};
 
+use crate::support;
+
 fn serve(dir: &Path, limit: Option<u64>) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
     let disk = dir.join("first.raw");
@@ -173,9 +175,10 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
         let output = ringdisk(command);
         let [out, error] =
             [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
-        match output.status.success() {
-            true => Ok(out),
-            false => Err(error),
+        if output.status.success() {
+            Ok(out)
+        } else {
+            Err(error)
         }
     };
     let mut refused = 0;
@@ -205,7 +208,7 @@ fn descriptor_limit_is_named_to_clients_and_vms() {
             break;
         }
         println!("a VM, {more} more");
-        server.wait_for_log(&["front-end cut off", "RLIMIT_NOFILE"]);
+        server.wait_for_log(&[support::FRONT_END_CUT_OFF, "RLIMIT_NOFILE"]);
     }
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     let mut refused = 0;

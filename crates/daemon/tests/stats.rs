@@ -45,9 +45,10 @@ fn http(server: &Server, request: &str) -> (String, String) {
         .read_to_string(&mut text)
         .unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
-    let body = match head.contains("Transfer-Encoding: chunked") {
-        true => unchunked(body),
-        false => body.to_owned(),
+    let body = if head.contains("Transfer-Encoding: chunked") {
+        unchunked(body)
+    } else {
+        body.to_owned()
     };
     (head.to_owned(), body)
 }

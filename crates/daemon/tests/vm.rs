@@ -14,6 +14,8 @@ use testkit::memory::HugePages;
 use testkit::server::Server;
 use testkit::vm::{self, Disk, Qmp, Vm};
 
+use crate::support;
+
 /// A guest finishes within 20 s even if it is emulated; the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(240);
 
@@ -53,9 +55,10 @@ fn run_disk_lifecycle(test: &str, queues: u16, block_size: u32, packed: bool) ->
         u8::from(packed),
         vm::disk_lifecycle("life", block_size)
     );
-    let guest = match packed {
-        true => bench.guest(&server).packed(),
-        false => bench.guest(&server),
+    let guest = if packed {
+        bench.guest(&server).packed()
+    } else {
+        bench.guest(&server)
     };
     let output = guest
         .cpus(queues.into())
@@ -207,7 +210,7 @@ fn memory_hotplug() -> Result<()> {
         "of the new memory, the disk has seen {touched:?} KiB"
     );
     ensure!(
-        !server.log().contains("given up"),
+        !server.log().contains(support::QUEUE_RETIRED),
         "a queue was retired:\n{}",
         server.log()
     );
@@ -299,7 +302,7 @@ fn memory_unplug() -> Result<()> {
         "of the memory, before and after it was taken away, the disk has {touched:?} KiB"
     );
     ensure!(
-        !server.log().contains("given up"),
+        !server.log().contains(support::QUEUE_RETIRED),
         "a queue was retired:\n{}",
         server.log()
     );

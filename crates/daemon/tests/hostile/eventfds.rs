@@ -191,6 +191,6 @@ fn blocking_error_eventfd_delays_no_other_disk() {
     // Both rings are tried again.
     let spare = &device.memory.regions()[Device::SPARE];
     device.frontend.add_mem_reg(spare).unwrap();
-    server.wait_for_log(&["cannot be served as the guest set it up"]);
+    server.wait_for_log(&[support::QUEUE_UNUSABLE]);
     assert!(server.terminate().unwrap().success());
 }

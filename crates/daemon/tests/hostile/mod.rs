@@ -27,7 +27,7 @@ mod eventfds;
 mod front_ends;
 mod guests;
 mod requests;
-use crate::support::{DISK_BYTES, Disk, content, seed, serve, serve_all};
+use crate::support::{self, DISK_BYTES, Disk, content, seed, serve, serve_all};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;

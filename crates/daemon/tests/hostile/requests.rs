@@ -44,13 +44,16 @@ impl Attack<'_> {
     /// Submits buffers as a well-linked chain.
     fn chain(&mut self, buffers: &[Desc]) {
         let count = buffers.len() as u16;
-        let linked = (0..count).zip(buffers).map(|(i, d)| match i + 1 == count {
-            true => *d,
-            false => Desc {
-                flags: d.flags | Desc::NEXT,
-                next: self.first + i + 1,
-                ..*d
-            },
+        let linked = (0..count).zip(buffers).map(|(i, d)| {
+            if i + 1 == count {
+                *d
+            } else {
+                Desc {
+                    flags: d.flags | Desc::NEXT,
+                    next: self.first + i + 1,
+                    ..*d
+                }
+            }
         });
         let linked: Vec<_> = linked.collect();
         self.raw(&linked, self.first);
@@ -467,6 +470,16 @@ const BAD_LINKS: &[Case] = &[
 #[test]
 fn bad_request_gets_an_error_status() {
     attack_with_all(BAD_REQUESTS, DeviceConfig::default());
+}
+
+#[test]
+fn retired_queue_is_logged() {
+    let (server, _disk) = serve("");
+    let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
+    let ring = &mut device.queues[0].ring;
+    ring.publish([u16::MAX]);
+    assert!(ring.broken(HANG));
+    server.wait_for_log(&[support::QUEUE_RETIRED]);
 }
 
 #[test]

@@ -212,9 +212,12 @@ fn unreachable_cluster_is_refused_and_delays_no_other_disk(version: CephVersion)
     // Nothing listens there.
     let away = cluster.folder.path().join("away.conf");
     let text = std::fs::read_to_string(cluster.ceph().conf()).unwrap();
-    let lines = text.lines().map(|line| match line.starts_with("mon host") {
-        true => "mon host = [v2:127.0.0.1:9/0]".to_owned(),
-        false => line.to_owned(),
+    let lines = text.lines().map(|line| {
+        if line.starts_with("mon host") {
+            "mon host = [v2:127.0.0.1:9/0]".to_owned()
+        } else {
+            line.to_owned()
+        }
     });
     std::fs::write(&away, lines.collect::<Vec<_>>().join("\n") + "\n").unwrap();
     let near = cluster.image("near", 8, "name=near");

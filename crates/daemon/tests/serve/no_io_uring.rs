@@ -50,9 +50,10 @@ fn without_io_uring(command: &mut Command, errno: u32) {
             prctl(PR_SET_NO_NEW_PRIVS, 1usize, 0usize, 0usize, 0usize) != 0
                 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &raw const program) != 0
         };
-        match failed {
-            true => Err(std::io::Error::last_os_error()),
-            false => Ok(()),
+        if failed {
+            Err(std::io::Error::last_os_error())
+        } else {
+            Ok(())
         }
     };
     // SAFETY: between fork and exec it makes two system calls and allocates nothing.

@@ -11,7 +11,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::{content, seed};
+use crate::support::{self, content, seed};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -351,7 +351,7 @@ impl Soak {
             self.inspect(i);
         }
         let log = self.first.log();
-        for bad in ["panicked", "given up", "is not used"] {
+        for bad in ["panicked", support::QUEUE_RETIRED, "is not used"] {
             assert!(!log.contains(bad), "{log}");
         }
         let drivers = std::mem::take(&mut self.disks);

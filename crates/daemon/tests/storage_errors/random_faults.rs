@@ -169,9 +169,10 @@ impl<'a> Run<'a> {
             }
             (Op::Write, OK) => {
                 block.now = vec![write];
-                match is_write_through {
-                    true => block.after_power_cut = vec![write],
-                    false => block.after_power_cut.push(write),
+                if is_write_through {
+                    block.after_power_cut = vec![write]
+                } else {
+                    block.after_power_cut.push(write)
                 }
             }
             // The write may be complete, partial or missing.

@@ -82,11 +82,12 @@ fn run(program: &str, args: &[&Path]) -> Result<String, String> {
         .args(args)
         .output()
         .map_err(|e| format!("{program}: {e}"))?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        false => Err(format!(
+    if output.status.success() {
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    } else {
+        Err(format!(
             "{program}: {}",
             String::from_utf8_lossy(&output.stderr).trim()
-        )),
+        ))
     }
 }

@@ -87,6 +87,28 @@ pub fn successor(binary: &str, arguments: &[String]) -> Server {
     }
 }
 
+/// What ringdisk logs when it stops serving a queue whose ring is broken, cannot set up a queue, or disconnects a
+/// front-end that does not follow the protocol. Tests of hostile guests, of shared eventfds and of exhausted descriptors
+/// check that it does log them.
+pub const QUEUE_RETIRED: &str = "is given up at";
+pub const QUEUE_UNUSABLE: &str = "cannot be served as the guest set it up";
+pub const FRONT_END_CUT_OFF: &str = "front-end cut off";
+
+/// Asserts that, according to its log, ringdisk has served all queues.
+#[track_caller]
+pub fn assert_queues_served(log: &str) {
+    for refusal in [QUEUE_RETIRED, QUEUE_UNUSABLE] {
+        assert!(!log.contains(refusal), "{refusal}: {log}");
+    }
+}
+
+/// Asserts that, according to its log, ringdisk has served all queues and front-ends.
+#[track_caller]
+pub fn assert_all_served(log: &str) {
+    assert_queues_served(log);
+    assert!(!log.contains(FRONT_END_CUT_OFF), "{log}");
+}
+
 /// A seed for random tests, printed so that a failure can be repeated.
 pub fn seed() -> u64 {
     let given = std::env::var("RINGDISK_TEST_SEED").ok();

@@ -62,9 +62,10 @@ impl MigratingGuest {
             }
             // The ring is marked after the guest has seen its content.
             let ring = queue.ring.guest_addresses();
-            let written = match queue.ring.is_packed() {
-                true => ring.desc,
-                false => ring.used,
+            let written = if queue.ring.is_packed() {
+                ring.desc
+            } else {
+                ring.used
             };
             let start = Instant::now();
             while !self.is_marked(written) {

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::support::{Disk, content, seed};
+use crate::support::{self, Disk, content, seed};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use testkit::driver::{Device, DeviceConfig, HANG};

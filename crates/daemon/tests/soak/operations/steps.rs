@@ -220,9 +220,12 @@ fn disk_operation(random: &mut Random) -> Step {
 /// A few changes, mostly to disks that are configured initially.
 fn edits(random: &mut Random) -> Vec<(usize, Edit)> {
     let count = 1 + random.below(4);
-    let edits = (0..count).map(|_| match random.one_in(6) {
-        true => (disk(random), edit(random)),
-        false => (3 + random.below(4) as usize, edit(random)),
+    let edits = (0..count).map(|_| {
+        if random.one_in(6) {
+            (disk(random), edit(random))
+        } else {
+            (3 + random.below(4) as usize, edit(random))
+        }
     });
     edits.collect()
 }
@@ -246,8 +249,9 @@ fn disk(random: &mut Random) -> usize {
 }
 
 fn limit(random: &mut Random) -> u32 {
-    match random.one_in(2) {
-        true => 0,
-        false => 200 + random.below(20_000) as u32,
+    if random.one_in(2) {
+        0
+    } else {
+        200 + random.below(20_000) as u32
     }
 }

@@ -108,9 +108,10 @@ impl World {
     pub(super) fn connect_after(&mut self, disk: usize) {
         self.without_limits();
         let its = &mut self.disks[disk];
-        match its.working {
-            true => its.driver.order(Order::Reconnect),
-            false => its.driver.order(Order::Connect),
+        if its.working {
+            its.driver.order(Order::Reconnect)
+        } else {
+            its.driver.order(Order::Connect)
         }
         its.working = true;
         if !self.may_fail {
@@ -225,9 +226,10 @@ impl World {
             self.disks[disk].file().to_owned(),
             self.new_name(disk, format(qcow2)),
         );
-        match link {
-            true => fs::hard_link(&old, &new).unwrap(),
-            false => fs::rename(&old, &new).unwrap(),
+        if link {
+            fs::hard_link(&old, &new).unwrap()
+        } else {
+            fs::rename(&old, &new).unwrap()
         }
         let name = self.disks[disk].name.clone();
         if !self.succeeds(&["replace", &name, new.to_str().unwrap()]) {
