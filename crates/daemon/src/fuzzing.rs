@@ -3,7 +3,7 @@
 use crate::config::Config;
 use crate::config::spec::DiskSpec;
 use crate::state::Overrides;
-use crate::upgrade::launcher::Launch;
+use crate::upgrade::launch_record::LaunchRecord;
 use crate::upgrade::protocol;
 
 /// A disk of the command line.
@@ -31,5 +31,5 @@ pub fn state(bytes: &[u8]) {
 /// A message of the handover protocol, and the description of how a process was launched.
 pub fn handover(bytes: &[u8]) {
     protocol::check(bytes);
-    Launch::check(bytes);
+    LaunchRecord::check(bytes);
 }

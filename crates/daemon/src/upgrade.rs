@@ -2,7 +2,7 @@
 
 pub mod client;
 pub mod donor;
-pub mod launcher;
+pub mod launch_record;
 pub mod protocol;
 pub mod socket;
 pub mod successor;

@@ -109,8 +109,8 @@ impl Node {
 fn open_null(spec: &DiskSpec, size: u64) -> Opened {
     let filename = format!("null:{}", format_size(size));
     warn!(
-        "disk {}: {filename} STORES NOTHING: writes are thrown away and reads leave memory as it is; it is there to measure \
-         with",
+        "disk {}: {filename} STORES NOTHING: writes are thrown away and reads leave memory as it is; it is meant \
+         for measurements only",
         spec.name
     );
     Opened {

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::client::{CommandLineError, CommandResult, Connection};
 use crate::monitor::control_socket;
-use crate::upgrade::launcher::{Launch, path_of};
+use crate::upgrade::launch_record::{LaunchRecord, path_of};
 use crate::upgrade::protocol::{
     Channel, Launched, Outcome, ReplyOrFailure, UpgradeReply, UpgradeRequest, program,
 };
@@ -173,18 +173,18 @@ fn launch(
         Some(program) => std::path::absolute(program)?,
         None => std::env::current_exe()?,
     };
-    let launch = Launch::read(control)?;
-    if launch.is_managed() && !shares_cgroup(&channel) {
+    let record = LaunchRecord::read(control)?;
+    if record.is_managed() && !shares_cgroup(&channel) {
         return Err(io::Error::other(
             "it is a service, and the service manager would not recognise a process started outside of it; 'systemctl \
              reload ringdisk' upgrades to the installed program",
         ));
     }
     let child = Command::new(&program)
-        .args(launch.taking_over())
+        .args(record.taking_over())
         .env_clear()
-        .envs(launch.environment)
-        .current_dir(launch.directory)
+        .envs(record.environment)
+        .current_dir(record.directory)
         .stdin(channel)
         .stdout(next()?)
         .stderr(next()?)

@@ -83,20 +83,20 @@ fn reported(error: &io::Error) -> String {
     }
 }
 
-/// Serves a client of the upgrade socket. If another process takes over, exits.
-pub fn upgrade(server: &Server, (client, refused): Client, program: Option<&str>) {
-    match socket_peercred(&client).map(|peer| peer.uid) {
+/// Answers `ringdisk upgrade`. If another process takes over, exits.
+pub fn upgrade(server: &Server, (socket, refused): Client, program: Option<&str>) {
+    match socket_peercred(&socket).map(|peer| peer.uid) {
         Ok(user) if user == geteuid() || user.is_root() => {}
         _ => return warn!("upgrade: ignored a request of another user"),
     }
-    let launcher = Channel::from(OwnedFd::from(client));
+    let client = Channel::from(OwnedFd::from(socket));
     let deadline = Instant::now() + TIMEOUT;
-    let unless = match launcher.receive::<UpgradeRequest>(deadline) {
+    let unless = match client.receive::<UpgradeRequest>(deadline) {
         Ok((UpgradeRequest { unless_running }, _)) => unless_running,
         Err(e) => return warn!("{}", UpgradeError::Launch(e)),
     };
     if unless.is_some() && unless.as_deref() == program {
-        let _ = launcher.send(&UpgradeReply::SameProgram, &[], deadline);
+        let _ = client.send(&UpgradeReply::SameProgram, &[], deadline);
         return;
     }
     let mut outcome = Outcome {
@@ -106,14 +106,14 @@ pub fn upgrade(server: &Server, (client, refused): Client, program: Option<&str>
         connected: 0,
     };
     let done = match refused {
-        None => hand_over(server, &launcher, &mut outcome),
+        None => hand_over(server, &client, &mut outcome),
         Some(e) => Err(UpgradeError::Launch(e)),
     };
     let deadline = Instant::now() + TIMEOUT;
     match done {
         Ok(pid) => {
             sd_notify::tell(&format!("MAINPID={pid}"));
-            let _ = launcher.send(&outcome, &[], deadline);
+            let _ = client.send(&outcome, &[], deadline);
             log::finish();
             // Without destructors: everything belongs to the new process.
             process::exit(0);
@@ -121,7 +121,7 @@ pub fn upgrade(server: &Server, (client, refused): Client, program: Option<&str>
         Err(e) => {
             error!("upgrade: {e}; this process continues to serve");
             outcome.error = Some(e.to_string());
-            let _ = launcher.send(&outcome, &[], deadline);
+            let _ = client.send(&outcome, &[], deadline);
         }
     }
 }
@@ -136,10 +136,10 @@ struct Successor {
 /// continues to serve.
 fn hand_over(
     server: &Server,
-    launcher: &Channel,
+    client: &Channel,
     outcome: &mut Outcome,
 ) -> Result<u32, UpgradeError> {
-    let Successor { channel, pid } = start(launcher, Instant::now() + TIMEOUT)?;
+    let Successor { channel, pid } = start(client, Instant::now() + TIMEOUT)?;
     let Some(mut handed_over) = server.handover.begin(Instant::now() + PAUSE) else {
         return Err(UpgradeError::Busy);
     };
@@ -182,9 +182,9 @@ fn hand_over(
     Ok(pid)
 }
 
-/// Asks the launcher to start the new process, and waits until that is ready to receive.
-fn start(launcher: &Channel, deadline: Instant) -> Result<Successor, UpgradeError> {
-    let successor = launch(launcher, deadline).map_err(UpgradeError::Launch)?;
+/// Asks `ringdisk upgrade` to start the new process, and waits until that is ready to receive.
+fn start(client: &Channel, deadline: Instant) -> Result<Successor, UpgradeError> {
+    let successor = launch(client, deadline).map_err(UpgradeError::Launch)?;
     let hello = match successor.channel.receive::<FirstMessage>(deadline) {
         Ok((FirstMessage::Hello(hello), _)) => hello,
         Ok((FirstMessage::Failed(step), _)) => return Err(UpgradeError::Start(unexpected(step))),
@@ -200,14 +200,14 @@ fn start(launcher: &Channel, deadline: Instant) -> Result<Successor, UpgradeErro
     Ok(successor)
 }
 
-fn launch(launcher: &Channel, deadline: Instant) -> io::Result<Successor> {
+fn launch(client: &Channel, deadline: Instant) -> io::Result<Successor> {
     let (channel, other_end) = Channel::pair()?;
     let other_end = other_end.into_descriptor();
     let (out, errors) = (io::stdout(), io::stderr());
     let descriptors = [other_end.as_fd(), out.as_fd(), errors.as_fd()];
-    launcher.send(&UpgradeReply::Start, &descriptors, deadline)?;
+    client.send(&UpgradeReply::Start, &descriptors, deadline)?;
     drop(other_end);
-    let (Launched { pid }, _) = launcher.receive(deadline)?;
+    let (Launched { pid }, _) = client.receive(deadline)?;
     Ok(Successor { channel, pid })
 }
 

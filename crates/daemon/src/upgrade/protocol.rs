@@ -69,7 +69,7 @@ pub enum UpgradeReply {
     SameProgram,
 }
 
-/// The reply that the launcher receives.
+/// The reply that `ringdisk upgrade` receives.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum ReplyOrFailure {
@@ -425,9 +425,9 @@ mod tests {
     use proptest::prelude::*;
     use rustix::event::{EventfdFlags, eventfd};
 
-    /// If no upgrade is possible, the launcher receives the reason instead of a reply.
+    /// If no upgrade is possible, `ringdisk upgrade` receives the reason instead of a reply.
     #[test]
-    fn launcher_receives_reply_or_failure() {
+    fn client_receives_reply_or_failure() {
         let (ours, theirs) = Channel::pair().unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         let refusal = Outcome {

@@ -17,7 +17,7 @@ use crate::server::handover::locked;
 use crate::socket::accept::{Acceptor, Backoff, Client};
 use crate::socket::{Socket, SocketError};
 use crate::upgrade::donor;
-use crate::upgrade::launcher::{self, Launch, path_of};
+use crate::upgrade::launch_record::{self, LaunchRecord, path_of};
 use crate::upgrade::protocol::program;
 
 /// The socket, and the file that records how this process was started.
@@ -44,7 +44,7 @@ impl UpgradeSocket {
         };
         // The socket is bound: no other process writes the file now.
         let opened = socket.map_err(io::Error::other).and_then(|socket| {
-            Launch::here()?.write(control)?;
+            LaunchRecord::here()?.write(control)?;
             let (socket, control) = (Arc::new(Mutex::new(socket)), control.into());
             Ok(Self { socket, control })
         });
@@ -115,7 +115,7 @@ impl Drop for UpgradeSocket {
         let mut socket = locked(&self.socket);
         if socket.is_own() {
             socket.remove();
-            let _ = std::fs::remove_file(launcher::path(&self.control));
+            let _ = std::fs::remove_file(launch_record::path(&self.control));
         }
     }
 }
@@ -129,12 +129,12 @@ fn listener_of(socket: &Mutex<Socket>, server: &Server) -> io::Result<UnixListen
 
 /// Writes the file that records how this process was started, if it has been removed. The sandbox may prevent that.
 fn rewrite_launch(control: &Path) {
-    let path = launcher::path(control);
+    let path = launch_record::path(control);
     if path.symlink_metadata().is_ok() {
         return;
     }
     let path = path.display();
-    match Launch::here().and_then(|launch| launch.write(control)) {
+    match LaunchRecord::here().and_then(|record| record.write(control)) {
         Ok(()) => warn!("{path} had been removed; ringdisk has created it again"),
         Err(e) => warn!(
             "live upgrade disabled: {path}, which records how ringdisk was started, has been removed and cannot be written \

@@ -33,14 +33,14 @@ const BYTES_MAX: u64 = 32 << 20;
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Launch {
+pub struct LaunchRecord {
     /// The arguments, without the name of the program.
     pub arguments: Vec<OsString>,
     pub environment: Vec<(String, OsString)>,
     pub directory: PathBuf,
 }
 
-impl Launch {
+impl LaunchRecord {
     /// How this process was started.
     ///
     /// # Errors
@@ -134,9 +134,9 @@ impl Launch {
     /// Panics unless a valid file reads back as it is written: for tests and fuzzing.
     #[cfg(any(test, fuzzing))]
     pub fn check(bytes: &[u8]) {
-        if let Ok(launch) = Self::parse(bytes) {
-            let again = serde_json::to_vec(&launch).expect("text and numbers");
-            assert_eq!(Self::parse(&again), Ok(launch));
+        if let Ok(record) = Self::parse(bytes) {
+            let again = serde_json::to_vec(&record).expect("text and numbers");
+            assert_eq!(Self::parse(&again), Ok(record));
         }
     }
 
@@ -145,10 +145,10 @@ impl Launch {
     /// # Errors
     /// It is not valid.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let launch: Self = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+        let record: Self = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
         let known = |(name, _): &(String, _)| ENVIRONMENT.contains(&name.as_str());
-        if launch.environment.iter().all(known) {
-            Ok(launch)
+        if record.environment.iter().all(known) {
+            Ok(record)
         } else {
             Err("it sets an environment variable that ringdisk does not pass on".into())
         }
@@ -177,19 +177,19 @@ mod tests {
     fn file_reads_back_unless_another_user_could_have_written_it() {
         let dir = tempfile::tempdir().unwrap();
         let control = dir.path().join("control.qmp");
-        let launch = Launch::here().unwrap();
-        launch.write(&control).unwrap();
-        launch.write(&control).unwrap();
-        assert_eq!(Launch::read(&control).unwrap(), launch);
+        let record = LaunchRecord::here().unwrap();
+        record.write(&control).unwrap();
+        record.write(&control).unwrap();
+        assert_eq!(LaunchRecord::read(&control).unwrap(), record);
         let path = path(&control);
         fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
-        assert!(Launch::read(&control).is_err());
+        assert!(LaunchRecord::read(&control).is_err());
         let real = dir.path().join("real");
         fs::rename(&path, &real).unwrap();
         fs::set_permissions(&real, fs::Permissions::from_mode(0o600)).unwrap();
         std::os::unix::fs::symlink(&real, &path).unwrap();
-        assert!(Launch::read(&control).is_err(), "a link");
-        launch.write(&control).unwrap();
+        assert!(LaunchRecord::read(&control).is_err(), "a link");
+        record.write(&control).unwrap();
         assert!(!fs::symlink_metadata(&path).unwrap().is_symlink());
     }
 
@@ -199,8 +199,8 @@ mod tests {
         let mut valid = 0;
         for file in fs::read_dir(seeds).unwrap() {
             let bytes = fs::read(file.unwrap().path()).unwrap();
-            Launch::check(&bytes);
-            valid += usize::from(Launch::parse(&bytes).is_ok());
+            LaunchRecord::check(&bytes);
+            valid += usize::from(LaunchRecord::parse(&bytes).is_ok());
         }
         assert_eq!(valid, 1);
     }
@@ -212,11 +212,11 @@ mod tests {
             ("serve --json -- a.raw", "serve --take-over --json -- a.raw"),
         ] {
             let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
-            let launch = Launch {
+            let record = LaunchRecord {
                 arguments: words(arguments),
-                ..Launch::here().unwrap()
+                ..LaunchRecord::here().unwrap()
             };
-            assert_eq!(launch.taking_over(), words(taking_over));
+            assert_eq!(record.taking_over(), words(taking_over));
         }
     }
 
@@ -224,9 +224,13 @@ mod tests {
     fn variables_that_load_code_are_not_passed_on() {
         let preload =
             br#"{"arguments":[],"environment":[["LD_PRELOAD",{"Unix":[47]}]],"directory":"/"}"#;
-        assert!(Launch::parse(preload).unwrap_err().contains("variable"));
+        assert!(
+            LaunchRecord::parse(preload)
+                .unwrap_err()
+                .contains("variable")
+        );
         let log =
             br#"{"arguments":[],"environment":[["RINGDISK_LOG",{"Unix":[47]}]],"directory":"/"}"#;
-        assert!(Launch::parse(log).is_ok());
+        assert!(LaunchRecord::parse(log).is_ok());
     }
 }
