@@ -213,7 +213,7 @@ impl Connection {
         Ok(Client::connect(path, TIMEOUT)?)
     }
 
-    /// Sends a command that only says that it is done.
+    /// Sends a command that returns nothing.
     fn order(&self, command: &str, arguments: Value, done: &str) -> CommandResult {
         let reply = self.open()?.call(command, arguments)?;
         self.say(&reply, done);
@@ -223,7 +223,7 @@ impl Connection {
     /// Prints a reply, as JSON if the user asked for that.
     pub fn say(&self, reply: &Value, text: &str) {
         let mut out = io::stdout().lock();
-        // Who reads it may have seen enough.
+        // The reader may have closed the pipe.
         let _ = if self.json {
             writeln!(out, "{reply}")
         } else {

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn who_logs_never_waits_and_learns_what_was_left_out() {
+    fn logging_never_waits_and_dropped_lines_are_counted() {
         let (lines, waiting) = mpsc::sync_channel(4);
         let log = Log {
             lines,
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_is_lost_without_harm() {
+    fn write_errors_are_ignored() {
         let (lines, waiting) = mpsc::sync_channel(4);
         let counts = Counts::default();
         lines.send(b"nobody reads this\n".to_vec()).unwrap();

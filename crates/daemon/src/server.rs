@@ -157,7 +157,7 @@ impl Server {
     /// Stops serving a disk and closes it.
     ///
     /// # Errors
-    /// There is no such disk; a VM is connected, and the removal is to be safe; the disk is being moved to another
+    /// There is no such disk; a VM is connected, and the removal is not forced; the disk is being moved to another
     /// file; or ([`ServerError::Detached`]) writes could not be made durable, or storage does not answer: then the disk
     /// is detached regardless.
     pub fn detach(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
@@ -413,7 +413,7 @@ impl Server {
     /// Stops serving a disk, which stays open.
     ///
     /// # Errors
-    /// There is no such export; a VM is connected, and the removal is to be safe; the disk is being moved to another
+    /// There is no such export; a VM is connected, and the removal is not forced; the disk is being moved to another
     /// file; or writes could not be made durable: then the export is removed regardless.
     pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), ServerError> {
         let mut state = self.state();

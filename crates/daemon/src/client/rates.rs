@@ -328,7 +328,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_disk_that_came_anew_has_no_rates_yet() {
+    fn new_disk_has_no_rates_yet() {
         let (new, old) = (Sample::new(&answer(1)), Sample::new(&answer(5)));
         assert!(new.since(&old).is_empty());
         assert!(new.since(&Sample::default()).is_empty());

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_says_it_all() {
+    fn one_line_shows_all_columns() {
         let rates = Sample::new(&answer(2)).since(&Sample::new(&answer(1)));
         let lines: Vec<_> = rates.iter().map(cells).collect();
         let expected = [

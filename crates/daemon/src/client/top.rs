@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn the_screen_shows_the_disks_and_the_chosen_one() {
+    fn screen_shows_disks_and_the_selected_one() {
         let mut view = view();
         let text = screen(&view, 130, 24);
         for expected in [
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn no_size_of_the_terminal_and_no_key_is_too_much() {
+    fn any_terminal_size_and_key_is_handled() {
         let mut view = view();
         let keys = [
             KeyCode::Up,

@@ -591,7 +591,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reload_disturbs_the_guest_only_if_it_must() {
+    fn reload_disconnects_the_guest_only_if_necessary() {
         let effect = |before: &str, after: &str| {
             effect_of_reload(&before.parse().unwrap(), &after.parse().unwrap())
         };

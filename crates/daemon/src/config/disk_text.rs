@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_a_disk() {
+    fn path_alone_is_a_disk() {
         let disk = parse("/vms/vm1.raw").unwrap();
         assert_eq!(disk.name, "vm1");
         assert_eq!(disk.file, FileSpec::Path("/vms/vm1.raw".into()));
@@ -253,7 +253,7 @@ mod tests {
 
     /// The seeds of fuzzing, which include its findings.
     #[test]
-    fn fuzzing_seeds_are_sound() {
+    fn fuzzing_seeds_are_valid() {
         let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/disk_spec");
         let mut sound = 0;
         for file in std::fs::read_dir(seeds).unwrap() {

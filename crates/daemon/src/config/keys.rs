@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_form_of_a_value_is_enforced() {
+    fn form_of_a_value_is_enforced() {
         for (form, good, bad, says) in [
             (Form::Number(1, 256), "256", "0", "a number from 1 to 256"),
             (Form::PowerOfTwo(16, 1024), "32", "33", "power of two"),

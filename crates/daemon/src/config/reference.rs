@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_configuration_reference_is_generated() {
+    fn configuration_reference_is_generated() {
         let document = include_str!("../../../../docs/operating/configuration.md");
         assert!(
             regenerate(document).as_deref() == Ok(document),

@@ -8,7 +8,7 @@ fn parse(text: &str) -> Config {
 }
 
 #[test]
-fn a_whole_file() {
+fn complete_file_is_parsed() {
     let config = parse(
         r#"
         iothreads = 4
@@ -61,7 +61,7 @@ fn a_whole_file() {
 
 /// The file that the package installs configures nothing, and its commented examples are valid.
 #[test]
-fn the_installed_file_configures_nothing_until_it_is_uncommented() {
+fn installed_file_configures_nothing_until_uncommented() {
     let example = include_str!("../../../../packaging/ringdisk.toml");
     assert_eq!(parse(example), Config::default());
     let uncommented: String = example
@@ -77,7 +77,7 @@ fn the_installed_file_configures_nothing_until_it_is_uncommented() {
 }
 
 #[test]
-fn the_documented_defaults_of_polling_are_true() {
+fn documented_polling_defaults_are_true() {
     let default = |name: &str| {
         let key = TOP_KEYS.iter().find(|top| top.key.name == name);
         key.unwrap().key.default.unwrap().parse::<u64>().unwrap()
@@ -88,7 +88,7 @@ fn the_documented_defaults_of_polling_are_true() {
 }
 
 #[test]
-fn a_mistake_is_reported_with_its_line_and_key() {
+fn error_names_line_and_key() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("ringdisk.toml");
     for (text, line, says) in [
@@ -187,7 +187,7 @@ fn unreadable_and_oversized_files_are_refused() {
 
 /// The seeds of fuzzing, which include its findings.
 #[test]
-fn fuzzing_seeds_are_sound() {
+fn fuzzing_seeds_are_valid() {
     let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/config");
     let mut sound = 0;
     for file in fs::read_dir(seeds).unwrap() {

@@ -104,7 +104,7 @@ fn accept_clients(
             Ok(_) if !ready[1].revents().is_empty() => {
                 let _ = rustix::io::read(socket_watch, &mut [0; 8]);
                 if let Err(e) = make_again(socket, &qmp.server) {
-                    error!("control socket: was removed, and cannot be made again: {e}");
+                    error!("control socket: was removed, and cannot be created again: {e}");
                 }
                 continue;
             }

@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_sent_is_what_is_understood() {
+    fn statistics_parse_as_sent() {
         let mut stats = DiskStats {
             at_ns: 5_000_000_000,
             refused: 3,
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_counts_as_nothing() {
+    fn invalid_statistics_are_zero() {
         let nonsense = json!({
             "read": { "operations": "many", "latency": { "total": { "buckets": [[1], 7, ["a", 2]] } } },
             "write": 3,

@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_operator_says_where_images_may_lead() {
+    fn images_open_files_only_in_allowed_directories() {
         assert_eq!(AllowBacking::new(&[]), AllowBacking::Beside);
         assert_eq!(
             AllowBacking::new(&["none".into()]),

@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_says_how_far_and_how_long_still() {
+    fn progress_shows_percentage_and_remaining_time() {
         let ten = Duration::from_secs(10);
         assert_eq!(how_far(0, 100, ten), "0 %");
         assert_eq!(how_far(25, 100, ten), "25 %, 0:30 left");

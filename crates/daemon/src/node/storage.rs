@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_anywhere_are_read_whatever_the_file_wants() {
+    fn misaligned_ranges_are_read() {
         let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let path = dir.path().join("f");
         let content: Vec<u8> = (0..10_001u32).map(|i| (i * 7 + i / 256) as u8).collect();

@@ -45,7 +45,7 @@ pub struct Export {
     pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
     /// `stop` means the end, even if a pause is requested.
     stopping: Arc<AtomicBool>,
-    /// `stop` means that the socket has to be made again.
+    /// `stop` means that the socket has to be created again.
     remake: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
 }
@@ -423,19 +423,19 @@ impl Frontends {
         match Socket::bind(&path, self.access) {
             Ok(socket) => {
                 warn!(
-                    "disk {name}: {} had been removed, and is there again",
+                    "disk {name}: {} had been removed; ringdisk has created it again",
                     path.display()
                 );
                 self.socket.renew(socket);
             }
             Err(e) => {
-                error!("disk {name}: its socket had been removed, and cannot be made again: {e}")
+                error!("disk {name}: its socket had been removed, and cannot be created again: {e}")
             }
         }
     }
 
-    /// After `stop`: makes the socket again, or pauses and returns copies, and continues if told to. `None` means the
-    /// end.
+    /// After `stop`: creates the socket again, or pauses and sends copies for a handover, and continues if that fails.
+    /// `None` means the end.
     fn paused(
         &mut self,
         session: Option<(UnixStream, SavedSession)>,

@@ -27,8 +27,8 @@ impl Nodes {
         nodes.map(Arc::new)
     }
 
-    /// Reads what the kernel says (Documentation/ABI/stable/sysfs-devices-node). Where it says something
-    /// else, threads run where they may.
+    /// Reads the nodes from sysfs (Documentation/ABI/stable/sysfs-devices-node). `None` if that fails: then threads run on
+    /// any allowed CPU.
     fn read(sysfs: &Path, allowed: impl Fn(usize) -> bool) -> Option<Self> {
         let list = |path: &Path| -> Option<Cpus> {
             let text = fs::read_to_string(path).ok()?;
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_those_with_cpus_for_us() {
+    fn only_nodes_with_usable_cpus_count() {
         let all: Vec<usize> = (0..16).collect();
         let two = [(0, "0-3,8-11"), (1, "4-7,12-15")];
         let found = nodes("0-1", &two, &all).unwrap();
@@ -170,14 +170,14 @@ mod tests {
         let more = [(0, "0-3"), (2, "4-7"), (3, "")];
         let found = nodes("0,2-3", &more, &all).unwrap();
         assert_eq!(found, [(0, "0-3".into()), (2, "4-7".into())]);
-        // What taskset has left to this process.
+        // The CPUs that taskset allows this process.
         let found = nodes("0-1", &two, &[3, 8, 15]).unwrap();
         assert_eq!(found, [(0, "3,8".into()), (1, "15".into())]);
         assert_eq!(nodes("0-1", &two, &[0, 1]), None);
     }
 
     #[test]
-    fn one_node_is_nothing_to_choose_from() {
+    fn single_node_is_ignored() {
         assert_eq!(nodes("0", &[(0, "0-3")], &[0, 1, 2, 3]), None);
         assert_eq!(nodes("nonsense", &[(0, "0"), (1, "1")], &[0, 1]), None);
         let nowhere = tempfile::tempdir().unwrap();
@@ -185,13 +185,13 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_goes_where_most_of_its_queues_are() {
+    fn thread_moves_to_the_node_of_most_queues() {
         let mut queues = Queues::default();
         assert!(queues.add(1), "the first decides");
         assert!(!queues.add(1), "it is there");
         assert!(!queues.add(0) && !queues.add(0), "as many are not more");
         assert!(queues.add(0));
-        // A guest goes, another comes.
+        // One guest disconnects, another connects.
         (0..3).for_each(|_| queues.remove(0));
         assert_eq!(queues.now, Some(0), "it stays until somebody comes");
         assert!(!queues.add(0), "that is where it is");
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_is_told() {
+    fn thread_is_bound_to_cpus() {
         let allowed = sched_getaffinity(None).unwrap();
         let mut cpus = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu));
         let last = cpus.next_back().unwrap();
@@ -219,7 +219,7 @@ mod tests {
         home.settle("test", thread_id, 1);
         drop(done);
         assert_eq!(thread.join().unwrap(), (1, true));
-        // One that has ended by now.
+        // A thread that has ended.
         home.leave(1);
         home.settle("test", thread_id, 5);
     }

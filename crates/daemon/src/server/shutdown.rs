@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cluster_that_keeps_one_waiting_locks_no_file() {
+    fn hung_cluster_error_mentions_no_file() {
         let (answer, storage) = mpsc::channel::<()>();
         let storage = std::sync::Arc::new(std::sync::Mutex::new(storage));
         for (in_cluster, part) in [(false, "stays locked"), (true, "'rbd status'")] {
