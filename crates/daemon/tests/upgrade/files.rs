@@ -72,8 +72,8 @@ fn device_without_a_node_is_handed_over() {
     served.upgrade(&[]);
     served
         .first
-        .wait_for_log(&["disk d", "on the device that it has", "no node"]);
-    assert!(!served.first.log().contains("gone when"));
+        .wait_for_log(&["disk d", "on the device that it has open", "no device node"]);
+    assert!(!served.first.log().contains("lost when"));
     assert_eq!(device.queues[0].read(8, 4096).unwrap(), [7; 4096]);
     served.end();
 }
