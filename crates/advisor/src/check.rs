@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::facts::Facts;
 use crate::input::{Input, Kind};
-use crate::measured::Gain;
+use crate::measured::{Gain, Measured};
 use crate::model::{Origin, Table, Vm};
 use crate::rules::{Clause, Lookup, Rule, Rules, Scope, Severity, Verdict, evaluate, fill_in};
 use crate::text::{Position, Source, Span, printable};
@@ -341,6 +341,16 @@ fn because(clauses: &[Clause], lookup: &Lookup<'_>, sources: &[Source]) -> Vec<B
         }
     }
     because
+}
+
+/// Adds to each finding the measured results for its rule.
+pub fn add_measured(findings: &mut [Finding], measured: &Measured, rules: &Rules) {
+    for finding in findings {
+        let rule = rules.get(&finding.rule);
+        if let Some(contrast) = rule.and_then(|rule| rule.contrast.as_ref()) {
+            finding.measured = measured.gains(contrast);
+        }
+    }
 }
 
 /// Sorts by severity, then by rule.

@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
 
-use crate::fix::{Setting, Target, machines, reread};
+use crate::fix::{machines, reread};
 use crate::input::{Input, Kind};
 use crate::model::Disk;
 use crate::model::carried::Dialect;
-use crate::round::Round;
+use crate::parsed::ParsedInput;
+use crate::setting::Setting;
 use crate::text::{Edit, apply};
-use crate::{libvirt, qemu};
 
 /// The directory of the service's sockets.
 const SOCKETS: &str = "/run/ringdisk";
@@ -133,10 +133,10 @@ impl Conversion {
     /// Converts the disks of a VM: all that can be converted, or none if the VM cannot have vhost-user disks.
     fn vm(&mut self, input: Input, index: usize) -> Input {
         let vm = &input.vms[index];
-        let round = Round::new(&input);
+        let parsed = ParsedInput::new(&input);
         let (mut candidates, mut unchanged) = (Vec::new(), Vec::new());
         for at in 0..vm.disks.len() {
-            match self.disk(&round, index, at) {
+            match self.disk(&parsed, index, at) {
                 Ok(candidate) => candidates.push(candidate),
                 Err(reason) => unchanged.push((at, reason)),
             }
@@ -222,8 +222,13 @@ impl Conversion {
     ///
     /// # Errors
     /// The reason why it cannot be converted; empty if it is not a disk that QEMU serves.
-    fn disk(&mut self, round: &Round<'_>, vm: usize, at: usize) -> Result<Candidate, String> {
-        let input = round.input;
+    fn disk(
+        &mut self,
+        parsed: &ParsedInput<'_>,
+        vm: usize,
+        at: usize,
+    ) -> Result<Candidate, String> {
+        let input = parsed.round.input;
         let machine = &input.vms[vm];
         let disk = &machine.disks[at];
         check_convertible(input, disk)?;
@@ -239,22 +244,11 @@ impl Conversion {
             queues: given("disk.queues").unwrap_or(vcpus).clamp(1, 256),
             queue_size: 256,
         };
-        let target = Target::new(round, vm, Some(at));
+        let target = parsed.target(vm, Some(at));
         served.name = self.names.take(&served.name);
         served.socket = format!("{SOCKETS}/{}.sock", served.name);
-        let edits = match input.kind {
-            Kind::Libvirt => {
-                libvirt::to_ringdisk(&target, &served.socket, served.queues, served.queue_size)
-            }
-            _ => qemu::to_ringdisk(
-                &target,
-                &served.name,
-                &served.socket,
-                served.queues,
-                served.queue_size,
-            ),
-        };
-        match edits {
+        let queues = (served.queues, served.queue_size);
+        match parsed.move_to_ringdisk(&target, &served.name, &served.socket, queues) {
             Ok(edits) => Ok(Candidate {
                 disk: at,
                 group: disk.carried.group.clone(),
@@ -289,12 +283,8 @@ fn with_disks_converted(
 }
 
 fn set(input: &Input, vm: usize, setting: Setting) -> Result<Vec<Edit>, String> {
-    let round = Round::new(input);
-    let target = Target::new(&round, vm, None);
-    match input.kind {
-        Kind::Libvirt => libvirt::edits(&target, setting),
-        _ => qemu::edits(&target, setting),
-    }
+    let parsed = ParsedInput::new(input);
+    parsed.edits(&parsed.target(vm, None), setting)
 }
 
 fn with_edits(input: &Input, edits: &[Edit]) -> Result<Input, String> {
@@ -496,17 +486,14 @@ fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
                     ));
                     continue;
                 };
-                let round = Round::new(&input);
-                let target = Target::new(&round, index, Some(at - 1));
+                let parsed = ParsedInput::new(&input);
+                let target = parsed.target(index, Some(at - 1));
                 if storage.carried.has_own_limits {
                     converted
                         .messages
                         .push(format!("{place}: it keeps only the limits of its group"));
                 }
-                let edits = match input.kind {
-                    Kind::Libvirt => libvirt::from_ringdisk(&target, storage),
-                    _ => qemu::from_ringdisk(&target, storage),
-                };
+                let edits = parsed.move_to_qemu(&target, storage);
                 match edits.and_then(|edits| with_edits(&input, &edits)) {
                     Ok(changed) => {
                         input = changed;

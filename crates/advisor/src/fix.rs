@@ -6,150 +6,20 @@ mod unknown;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
-use std::str::FromStr;
 
 use crate::check::{Hit, hits};
 use crate::facts::Facts;
-use crate::input::{Input, Kind, ReadError, Surroundings, read};
-use crate::model::{Disk, Vm};
-use crate::round::Round;
+use crate::input::{Input, ReadError, Surroundings};
+use crate::model::Vm;
+use crate::parsed::ParsedInput;
+use crate::read::read;
 use crate::rules::{Rule, Rules, Severity};
+use crate::target::{Edits, Target};
 use crate::text::{Changes, Edit, Source, apply};
-use crate::{libvirt, proxmox, qemu, ringdisk};
 
 /// The maximum number of times that an input is changed and checked again. Each round changes one setting of every disk
 /// that needs it, and a disk has about a dozen. Findings that are left after that are reported.
 const ROUNDS_MAX: usize = 64;
-
-/// A change that a rule asks for, independent of a front-end's syntax.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Setting {
-    /// Move the disk to a virtio bus.
-    Virtio,
-    /// Set this cache mode.
-    Cache(&'static str),
-    /// Set the equally durable cache mode with O_DIRECT.
-    CacheDirect,
-    /// Set `aio`.
-    Aio(&'static str),
-    /// Give the disk its own I/O thread: an unused one, or a new one.
-    OwnThread,
-    /// Define the I/O thread that the disk names.
-    DefineThread,
-    /// Remove unused I/O threads.
-    TrimThreads,
-    /// Give every disk its own SCSI controller.
-    SingleController,
-    /// Set the number of queues to the number of vCPUs.
-    QueuesAsVcpus,
-    /// Assign queues to threads in turn.
-    EvenMapping,
-    /// Pass discards to the storage.
-    Discard,
-    /// Remove `ioeventfd`, `x-data-plane`, `scsi` or `iothread`.
-    Remove(&'static str),
-    /// Let other processes map the guest's memory.
-    SharedMemory,
-    /// Let QEMU reconnect to the disk's server.
-    Reconnect,
-    /// Make the cache large enough for all tables of a qcow2 image.
-    L2Cache,
-}
-
-impl FromStr for Setting {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Ok(match text {
-            "bus=virtio" => Self::Virtio,
-            "cache=none" => Self::Cache("none"),
-            "cache=writeback" => Self::Cache("writeback"),
-            "cache=direct" => Self::CacheDirect,
-            "aio=native" => Self::Aio("native"),
-            "aio=threads" => Self::Aio("threads"),
-            "aio=io_uring" => Self::Aio("io_uring"),
-            "iothread=own" => Self::OwnThread,
-            "define-thread" => Self::DefineThread,
-            "trim-threads" => Self::TrimThreads,
-            "controller=single" => Self::SingleController,
-            "queues=vcpus" => Self::QueuesAsVcpus,
-            "mapping=even" => Self::EvenMapping,
-            "discard=unmap" => Self::Discard,
-            "remove=ioeventfd" => Self::Remove("ioeventfd"),
-            "remove=x-data-plane" => Self::Remove("x-data-plane"),
-            "remove=scsi" => Self::Remove("scsi"),
-            "remove=iothread" => Self::Remove("iothread"),
-            "memory=shared" => Self::SharedMemory,
-            "reconnect" => Self::Reconnect,
-            "l2-cache=needed" => Self::L2Cache,
-            _ => return Err(format!("there is no setting '{text}'")),
-        })
-    }
-}
-
-/// The VM or disk to which a setting applies.
-#[derive(Clone, Copy)]
-pub struct Target<'a> {
-    pub input: &'a Input,
-    pub round: &'a Round<'a>,
-    /// Index into the input's VMs.
-    pub vm: usize,
-    /// Index into the VM's disks.
-    pub disk: Option<usize>,
-}
-
-/// The edits for a setting, or why it cannot be made.
-pub type Edits = Result<Vec<Edit>, String>;
-
-impl<'a> Target<'a> {
-    pub fn new(round: &'a Round<'a>, vm: usize, disk: Option<usize>) -> Self {
-        Self {
-            input: round.input,
-            round,
-            vm,
-            disk,
-        }
-    }
-
-    fn edits(&self, setting: Setting) -> Edits {
-        if let (Setting::Virtio | Setting::SingleController, Ok(disk)) = (setting, self.disk()) {
-            let os = self.vm()?.table.word("vm.os");
-            let is_virtio = disk
-                .table
-                .word("disk.bus")
-                .is_some_and(|bus| bus.starts_with("virtio"));
-            if !is_virtio && matches!(os, Some("windows" | "other")) {
-                return Err("the guest may have no virtio driver".into());
-            }
-        }
-        match self.input.kind {
-            Kind::Libvirt => libvirt::edits(self, setting),
-            Kind::Qemu => qemu::edits(self, setting),
-            Kind::Proxmox => proxmox::edits(self, setting),
-            Kind::Ringdisk => ringdisk::edits(self, setting),
-        }
-    }
-
-    pub fn vm(&self) -> Result<&'a Vm, String> {
-        self.input
-            .vms
-            .get(self.vm)
-            .ok_or_else(|| "there is no such VM".into())
-    }
-
-    pub fn disk(&self) -> Result<&'a Disk, String> {
-        let disk = self.disk.and_then(|disk| self.vm().ok()?.disks.get(disk));
-        disk.ok_or_else(|| "the setting does not concern a single disk".into())
-    }
-}
-
-/// Whether an id needs no quotes or escapes in any syntax.
-pub fn is_plain(id: &str) -> bool {
-    !id.is_empty()
-        && id
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-}
 
 /// Selects the findings to fix.
 #[derive(Clone, Copy, Default)]
@@ -320,7 +190,8 @@ fn round(
     facts: Option<&Facts>,
     wanted: Wanted<'_>,
 ) -> (Option<Vec<Source>>, Vec<Change>, Vec<Unfixed>) {
-    let round = Round::new(input);
+    let parsed = ParsedInput::new(input);
+    let round = &parsed.round;
     let mut changes = Changes::default();
     let (mut done, mut left) = (Vec::new(), Vec::new());
     // At most one change per disk and round, and either changes of its disks or one change of the VM: each change sees the
@@ -339,8 +210,8 @@ fn round(
         }
         round.begin(vm);
         let threads = round.threads(vm);
-        let target = Target::new(&round, vm, disk);
-        let edits = rule_edits(&target, rule).and_then(|edits| {
+        let target = parsed.target(vm, disk);
+        let edits = rule_edits(&parsed, &target, rule).and_then(|edits| {
             if edits.is_empty() && round.threads(vm) == threads {
                 return Err("the change would have no effect".into());
             }
@@ -370,7 +241,7 @@ fn round(
     for vm in machines.into_keys() {
         let moved = round.moved(vm);
         if !moved.is_empty()
-            && let Ok(edits) = libvirt::keep_boot_order(&Target::new(&round, vm, None), &moved)
+            && let Ok(edits) = parsed.keep_boot_order(vm, &moved)
             && !changes.add(edits)
         {
             // No other change touches the boot order. If one does, change nothing rather than boot from another disk.
@@ -382,7 +253,7 @@ fn round(
             return (None, Vec::new(), vec![left]);
         }
         if let Some(count) = round.threads(vm)
-            && let Ok(edits) = libvirt::count_threads(&Target::new(&round, vm, None), count)
+            && let Ok(edits) = parsed.count_threads(vm, count)
         {
             let added = changes.add(edits);
             debug_assert!(added, "nothing else changes the number of threads");
@@ -403,10 +274,10 @@ fn is_wanted(rule: &Rule, wanted: Wanted<'_>) -> bool {
 }
 
 /// The edits for all settings of a rule; none if the text would stay the same.
-fn rule_edits(target: &Target<'_>, rule: &Rule) -> Edits {
+fn rule_edits(parsed: &ParsedInput<'_>, target: &Target<'_>, rule: &Rule) -> Edits {
     let mut edits = Vec::new();
     for setting in &rule.fix {
-        edits.extend(target.edits(*setting)?);
+        edits.extend(parsed.edits(target, *setting)?);
     }
     let changes = |edit: &Edit| {
         let source = target.input.sources.get(usize::from(edit.span.source));

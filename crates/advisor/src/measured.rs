@@ -22,8 +22,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::Finding;
-use crate::rules::Rules;
+use crate::rules;
 use crate::text::printable;
 
 /// The format of a results file.
@@ -145,27 +144,15 @@ impl Measured {
         Ok(Added::Results(self.results.len() - before))
     }
 
-    /// Adds to each finding the results for its rule.
-    pub fn join(&self, findings: &mut [Finding], rules: &Rules) {
-        for finding in findings {
-            let Some(contrast) = rules
-                .get(&finding.rule)
-                .and_then(|rule| rule.contrast.as_ref())
-            else {
-                continue;
-            };
-            let is = |found: &Contrast| {
-                found.axis == contrast.axis
-                    && found.from == contrast.from
-                    && found.to == contrast.to
-            };
-            let gains = self
-                .results
-                .iter()
-                .filter(|(found, _)| is(found))
-                .map(|(_, gain)| gain.clone());
-            finding.measured = gains.take(SHOWN_MAX).collect();
-        }
+    /// The results for a change.
+    pub(crate) fn gains(&self, of: &rules::Contrast) -> Vec<Gain> {
+        let is =
+            |found: &Contrast| found.axis == of.axis && found.from == of.from && found.to == of.to;
+        let gains = self.results.iter().filter(|(found, _)| is(found));
+        gains
+            .take(SHOWN_MAX)
+            .map(|(_, gain)| gain.clone())
+            .collect()
     }
 
     /// The guest's speed in percent of the host's: the median of the results.

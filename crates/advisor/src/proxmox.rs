@@ -4,9 +4,9 @@ mod edit;
 
 pub use edit::edits;
 
-use crate::input::{Mistake, Reading, Surroundings};
+use crate::input::{Input, Mistake, Reading, Surroundings};
 use crate::model::{Disk, Origin, Table, Thread, ThreadUse, Vm, is_device};
-use crate::qemu::{self, machine_version};
+use crate::qemu::{self, ParsedCommand, machine_version};
 use crate::text::Span;
 
 /// Buses and the number of disks on each (`qm.conf(5)`).
@@ -207,8 +207,18 @@ pub fn parts<'a>(line: &Line<'a>) -> Vec<Part<'a>> {
     parts
 }
 
+/// The command of QEMU's options in `args:`.
+///
+/// # Errors
+/// There are none, or they are invalid.
+pub fn command(input: &Input) -> Result<ParsedCommand, String> {
+    let text = input.sources.first().map_or("", |source| &source.text);
+    let (options, start) = options(text).ok_or("the command is missing")?;
+    ParsedCommand::of_options(options, start, &input.surroundings)
+}
+
 /// QEMU's options in `args:`, and their first byte.
-pub fn options(text: &str) -> Option<(&str, usize)> {
+fn options(text: &str) -> Option<(&str, usize)> {
     let (lines, _) = lines(text);
     let line = lines.iter().rev().find(|line| line.key == "args")?;
     Some((line.value, line.value_span.start as usize))

@@ -1,19 +1,14 @@
-//! One round of changes to an input. The text is parsed once for all of them, and new names are unique.
+//! One round of changes to an input: new names are unique, and each thread is given to one disk.
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use crate::fix::is_plain;
-use crate::input::{Input, Kind};
-use crate::libvirt::Xml;
-use crate::qemu::ParsedCommand;
-use crate::text::Span;
+use crate::input::Input;
+use crate::text::{Span, is_plain};
 
 /// An input, and what the changes of a round have used so far.
 pub struct Round<'a> {
     pub input: &'a Input,
-    xml: Option<Xml<'a>>,
-    commands: Vec<OnceCell<Result<ParsedCommand, String>>>,
     reserved: Vec<RefCell<Reserved>>,
 }
 
@@ -61,31 +56,11 @@ enum Undo {
 }
 
 impl<'a> Round<'a> {
-    /// Parses a domain; commands are parsed at their first use.
     pub fn new(input: &'a Input) -> Self {
-        let text = input.sources.first().map_or("", |source| &source.text);
         Self {
             input,
-            xml: match input.kind {
-                Kind::Libvirt => Xml::parse(text),
-                _ => None,
-            },
-            commands: input.vms.iter().map(|_| OnceCell::new()).collect(),
             reserved: input.vms.iter().map(|_| RefCell::default()).collect(),
         }
-    }
-
-    pub fn xml(&self) -> Result<&Xml<'a>, String> {
-        self.xml
-            .as_ref()
-            .ok_or_else(|| "the text is not XML".into())
-    }
-
-    /// The options of a VM's command.
-    pub fn command(&self, vm: usize) -> Result<&ParsedCommand, String> {
-        let cell = self.commands.get(vm).ok_or("there is no such VM")?;
-        let parsed = cell.get_or_init(|| ParsedCommand::of(self.input, vm));
-        parsed.as_ref().map_err(Clone::clone)
     }
 
     /// Begins a change to a VM.

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::fix::Setting;
+use crate::setting::Setting;
 
 /// The files with rules.
 const FILES: &[(&str, &str)] = &[

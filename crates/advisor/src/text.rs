@@ -230,3 +230,11 @@ pub fn printable(text: &str) -> String {
         .map(|c| if c.is_control() { '?' } else { c })
         .collect()
 }
+
+/// Whether an id needs no quotes or escapes in any syntax.
+pub fn is_plain(id: &str) -> bool {
+    !id.is_empty()
+        && id
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+}

@@ -7,7 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use advisor::input::{Surroundings, read};
+use advisor::input::Surroundings;
+use advisor::read::read;
 use advisor::rules::Rules;
 use advisor::text::Source;
 use proptest::prelude::*;

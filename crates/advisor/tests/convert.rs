@@ -4,13 +4,10 @@ use std::fs;
 use std::path::Path;
 
 use advisor::convert::{Converted, Direction, convert};
-use advisor::input::{Input, Surroundings, read};
+use advisor::input::Input;
 use advisor::model::carried::Carried;
-use advisor::text::Source;
 
-fn input(name: &str, text: &str) -> Input {
-    read(Source::new(name, text), Surroundings::default()).unwrap_or_else(|e| panic!("{e}"))
-}
+use crate::support::input;
 
 fn corpus(file: &str) -> Input {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus");

@@ -9,8 +9,9 @@ use std::time::Instant;
 use advisor::check::{check, check_host};
 use advisor::facts::Facts;
 use advisor::fix::{Wanted, fix};
-use advisor::input::{Input, Surroundings, read};
+use advisor::input::{Input, Surroundings};
 use advisor::model::Table;
+use advisor::read::read;
 use advisor::report::{self, Report};
 use advisor::rules::{Rules, Severity};
 use advisor::steps;
@@ -52,7 +53,7 @@ fn cases() -> Vec<Case> {
 fn input(file: &str) -> Input {
     let text = fs::read_to_string(corpus().join(file)).unwrap();
     let storages = fs::read_to_string(corpus().join("proxmox/storage.cfg")).unwrap();
-    let named = advisor::input::files_named(&text).into_iter().map(|name| {
+    let named = advisor::read::files_named(&text).into_iter().map(|name| {
         let text = fs::read_to_string(corpus().join("qemu").join(&name)).unwrap();
         Source::new(name, text)
     });

@@ -10,9 +10,10 @@ use std::process::{Command, Stdio};
 
 use advisor::convert::{Direction, convert};
 use advisor::fix::{Wanted, fix};
-use advisor::input::{Input, Surroundings, read};
+use advisor::input::Input;
 use advisor::rules::Rules;
-use advisor::text::Source;
+
+use crate::support::input;
 
 fn corpus(directory: &str) -> Vec<(String, String)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -30,10 +31,6 @@ fn corpus(directory: &str) -> Vec<(String, String)> {
         .collect();
     files.sort();
     files
-}
-
-fn input(name: &str, text: &str) -> Input {
-    read(Source::new(name, text), Surroundings::default()).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// Whether libvirt's schema accepts a domain; `None` without the program.
@@ -116,6 +113,14 @@ fn fixed_domains_are_valid() {
     );
 }
 
+fn has_qemu() -> bool {
+    let version = Command::new("qemu-system-x86_64").arg("--version").output();
+    if version.is_err() {
+        eprintln!("skipped: qemu-system-x86_64 is not installed");
+    }
+    version.is_ok()
+}
+
 /// Starts QEMU without letting its guest run, and ends it.
 fn starts(command: &str) -> Option<Result<(), String>> {
     let mut child = match Command::new("sh")
@@ -133,22 +138,51 @@ fn starts(command: &str) -> Option<Result<(), String>> {
     // If it has ended already, its exit status says why.
     let _ = stdin.write_all(b"{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"quit\"}\n");
     let output = child.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     Some(if output.status.success() {
         Ok(())
     } else {
-        Err(said)
+        Err(errors)
     })
+}
+
+/// A command line with existing files instead of its own, and without KVM.
+fn for_this_host(text: &str, file: &Path, qcow2: &Path) -> String {
+    let text = text
+        .replace("host_device", "file")
+        .replace(" disk.img", " /vms/disk.img");
+    let mut text = text.replace("=disk.img", "=/vms/disk.img");
+    let prefixes = ["/dev/vg0/", "/vms/", "ubuntu/", "/dev/sd"];
+    for prefix in prefixes {
+        while let Some(start) = text.find(prefix) {
+            let rest = &text[start..];
+            let end = rest.find([' ', '\n', '"', '\'']).unwrap_or(rest.len());
+            // Names with doubled commas and spaces are of one test only.
+            let end = if rest.starts_with("/vms/a,,b c.img") {
+                15
+            } else {
+                rest[..end].find(',').unwrap_or(end)
+            };
+            let path = if rest[..end].ends_with("qcow2") {
+                qcow2
+            } else {
+                file
+            };
+            text.replace_range(start..start + end, path.to_str().unwrap());
+        }
+    }
+    let text = text.replace("kvm", "tcg");
+    let text = text
+        .replace("/usr/bin/qemu-system", "qemu-system")
+        .replace("sudo nice -n 5", "");
+    let line = text.trim_end().trim_end_matches("; echo done").trim_end();
+    format!("{line} -accel tcg -S -display none -qmp stdio -nic none")
 }
 
 #[test]
 fn qemu_starts_with_fixed_command_lines() {
-    if Command::new("qemu-system-x86_64")
-        .arg("--version")
-        .output()
-        .is_err()
-    {
-        return eprintln!("skipped: qemu-system-x86_64 is not installed");
+    if !has_qemu() {
+        return;
     }
     let rules = Rules::built_in().unwrap();
     // On a file system that takes O_DIRECT, which /tmp need not be.
@@ -183,38 +217,7 @@ fn qemu_starts_with_fixed_command_lines() {
             continue;
         }
         let fixed = fix(input(&name, &text), &rules, None, Wanted::default()).unwrap();
-        let here = |text: &str| {
-            let text = text
-                .replace("host_device", "file")
-                .replace(" disk.img", " /vms/disk.img");
-            let mut text = text.replace("=disk.img", "=/vms/disk.img");
-            let prefixes = ["/dev/vg0/", "/vms/", "ubuntu/", "/dev/sd"];
-            for prefix in prefixes {
-                while let Some(start) = text.find(prefix) {
-                    let rest = &text[start..];
-                    let end = rest.find([' ', '\n', '"', '\'']).unwrap_or(rest.len());
-                    // Names with doubled commas and spaces are of one test only.
-                    let end = if rest.starts_with("/vms/a,,b c.img") {
-                        15
-                    } else {
-                        rest[..end].find(',').unwrap_or(end)
-                    };
-                    let path = if rest[..end].ends_with("qcow2") {
-                        &qcow2
-                    } else {
-                        &file
-                    };
-                    text.replace_range(start..start + end, path.to_str().unwrap());
-                }
-            }
-            let text = text.replace("kvm", "tcg");
-            let text = text
-                .replace("/usr/bin/qemu-system", "qemu-system")
-                .replace("sudo nice -n 5", "");
-            let line = text.trim_end().trim_end_matches("; echo done").trim_end();
-            format!("{line} -accel tcg -S -display none -qmp stdio -nic none")
-        };
-        let now = here(&fixed.input.sources[0].text);
+        let now = for_this_host(&fixed.input.sources[0].text, &file, &qcow2);
         let now = now.replace("-enable-tcg", "");
         if text.contains("kvm ") && text.starts_with("kvm") {
             continue;
@@ -222,8 +225,8 @@ fn qemu_starts_with_fixed_command_lines() {
         let fixable = fixed.left.is_empty();
         let result = starts(&now).unwrap();
         if fixable {
-            if let Err(said) = result {
-                refused.push(format!("{name}: {now}\n  {said}"));
+            if let Err(errors) = result {
+                refused.push(format!("{name}: {now}\n  {errors}"));
             }
             started += 1;
         }
@@ -232,7 +235,7 @@ fn qemu_starts_with_fixed_command_lines() {
             || name == "thread-twice.sh"
             || name == "thread-undefined.sh"
         {
-            let before = starts(&here(&text)).unwrap();
+            let before = starts(&for_this_host(&text, &file, &qcow2)).unwrap();
             assert!(
                 before.is_err(),
                 "{name}: predicted an error, and QEMU starts"
@@ -250,12 +253,8 @@ fn qemu_starts_with_fixed_command_lines() {
 /// Discards must pass through all nodes to the file. By default, a nested node passes them on, and a named node does not.
 #[test]
 fn discards_pass_nodes_as_modelled() {
-    if Command::new("qemu-system-x86_64")
-        .arg("--version")
-        .output()
-        .is_err()
-    {
-        return eprintln!("skipped: qemu-system-x86_64 is not installed");
+    if !has_qemu() {
+        return;
     }
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = directory.path().join("disk.img");
@@ -311,8 +310,8 @@ fn discards_pass_nodes_as_modelled() {
         let line =
             format!("qemu-system-x86_64 -accel kvm {nodes} -device virtio-blk-pci,drive=a\n");
         let read = input("vm.sh", &line);
-        let said = read.vms[0].disks[0].table.word("disk.discard");
-        assert_eq!(said == Some("unmap"), expected, "{nodes}");
+        let discard = read.vms[0].disks[0].table.word("disk.discard");
+        assert_eq!(discard == Some("unmap"), expected, "{nodes}");
     }
     let line = "qemu-system-x86_64 -accel kvm -blockdev driver=file,node-name=p,filename=/vms/a.qcow2 \
                 -blockdev driver=qcow2,node-name=a,file=p,discard=unmap -device virtio-blk-pci,drive=a\n";
@@ -335,33 +334,15 @@ fn booted(command: &str) -> Option<i32> {
     status.code().map(|code| code >> 1)
 }
 
-/// QEMU's firmware boots the same disk before and after a fix, and tries disks in the assumed order.
-#[test]
-fn firmware_boots_the_same_disk() {
-    if Command::new("qemu-system-x86_64")
-        .arg("--version")
-        .output()
-        .is_err()
-    {
-        return eprintln!("skipped: qemu-system-x86_64 is not installed");
-    }
-    let rules = Rules::built_in().unwrap();
-    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    for number in [2, 3] {
-        // mov dx, 0x501; mov al, NUMBER; out dx, al
-        let mut sector = vec![0xba, 0x01, 0x05, 0xb0, number, 0xee];
-        sector.resize(510, 0);
-        sector.extend([0x55, 0xaa]);
-        sector.resize(1 << 20, 0);
-        fs::write(directory.path().join(format!("disk{number}")), sector).unwrap();
-    }
+/// Options that define disks, and the number of the disk that the firmware boots.
+fn boot_orders(directory: &Path) -> Vec<(String, i32)> {
     let drive = |number: u8, rest: &str| {
         format!(
             "-drive file={}/disk{number},format=raw,{rest}",
-            directory.path().display()
+            directory.display()
         )
     };
-    for (disks, boots) in [
+    vec![
         (format!("{} {}", drive(2, "if=ide"), drive(3, "if=ide")), 2),
         (
             format!("{} {}", drive(2, "if=virtio"), drive(3, "if=ide")),
@@ -443,7 +424,26 @@ fn firmware_boots_the_same_disk() {
             ),
             3,
         ),
-    ] {
+    ]
+}
+
+/// QEMU's firmware boots the same disk before and after a fix, and tries disks in the assumed order.
+#[test]
+fn firmware_boots_the_same_disk() {
+    if !has_qemu() {
+        return;
+    }
+    let rules = Rules::built_in().unwrap();
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for number in [2, 3] {
+        // mov dx, 0x501; mov al, NUMBER; out dx, al
+        let mut sector = vec![0xba, 0x01, 0x05, 0xb0, number, 0xee];
+        sector.resize(510, 0);
+        sector.extend([0x55, 0xaa]);
+        sector.resize(1 << 20, 0);
+        fs::write(directory.path().join(format!("disk{number}")), sector).unwrap();
+    }
+    for (disks, boots) in boot_orders(directory.path()) {
         let command = format!(
             "qemu-system-x86_64 -accel tcg -m 64 -display none -nic none -device isa-debug-exit,iobase=0x501,iosize=2 {disks}"
         );

@@ -8,3 +8,4 @@ mod external_tools;
 mod libvirt;
 mod preservation;
 mod scripts;
+mod support;

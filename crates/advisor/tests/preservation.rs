@@ -1,31 +1,12 @@
 //! What `--fix` preserves: a VM that starts still starts, boots from the same disk, and its guest sees what it saw before.
 
 use advisor::check::check;
-use advisor::fix::{Fixed, Wanted, fix};
-use advisor::input::{Input, Surroundings, read};
-use advisor::rules::{Rules, Severity};
+use advisor::input::Surroundings;
+use advisor::read::read;
+use advisor::rules::Rules;
 use advisor::text::Source;
 
-fn input(text: &str) -> Input {
-    read(Source::new("vm", text), Surroundings::default()).unwrap_or_else(|e| panic!("{e}"))
-}
-
-fn fixed(text: &str) -> Fixed {
-    let rules = Rules::built_in().unwrap();
-    fix(input(text), &rules, None, Wanted::default()).unwrap()
-}
-
-fn text(fixed: &Fixed) -> &str {
-    &fixed.input.sources[0].text
-}
-
-fn findings(text: &str) -> Vec<String> {
-    let rules = Rules::built_in().unwrap();
-    let mut input = input(text);
-    let found = check(&mut input, &rules, None, &[]).findings.into_iter();
-    let bad = found.filter(|finding| finding.severity != Severity::Info);
-    bad.map(|finding| finding.rule).collect()
-}
+use crate::support::{findings, fixed, input, text};
 
 /// A domain with these devices, after the elements `more`.
 fn domain(more: &str, devices: &str) -> String {
@@ -475,7 +456,7 @@ fn metadata_is_preserved() {
         "<metadata><a:x xmlns:a='u'><domain><name>b</name><devices>{disk}</devices></domain></a:x></metadata>"
     );
     let whole = domain(&kept, disk);
-    assert_eq!(input(&whole).vms.len(), 1);
+    assert_eq!(input("vm", &whole).vms.len(), 1);
     let fixed = self::fixed(&whole);
     assert!(text(&fixed).contains(&kept), "{}", text(&fixed));
     assert_ne!(text(&fixed), whole);
@@ -492,7 +473,7 @@ fn domains_of_saved_states_are_refused() {
         assert!(error.problem.contains(root), "{error}");
     }
     // Several domains in one file are served as before.
-    assert_eq!(input(&format!("<all>{one}{one}</all>")).vms.len(), 2);
+    assert_eq!(input("vm", &format!("<all>{one}{one}</all>")).vms.len(), 2);
 }
 
 /// A change that Proxmox makes at the next start may affect the same disk, or use its new name.

@@ -1,32 +1,12 @@
 //! Shell scripts: redirections, substitutions and anything not understood are not disks, cause no findings, and do not
 //! change.
 
-use advisor::check::check;
-use advisor::fix::{Fixed, Unfixed, Wanted, fix};
-use advisor::input::{Input, Surroundings, read};
-use advisor::rules::{Rules, Severity};
+use advisor::fix::{Fixed, Unfixed};
+use advisor::input::{Input, Surroundings};
+use advisor::read::read;
 use advisor::text::Source;
 
-fn input(text: &str) -> Input {
-    read(Source::new("vm.sh", text), Surroundings::default()).unwrap_or_else(|e| panic!("{e}"))
-}
-
-fn fixed(text: &str) -> Fixed {
-    let rules = Rules::built_in().unwrap();
-    fix(input(text), &rules, None, Wanted::default()).unwrap()
-}
-
-fn text(fixed: &Fixed) -> &str {
-    &fixed.input.sources[0].text
-}
-
-fn findings(text: &str) -> Vec<String> {
-    let rules = Rules::built_in().unwrap();
-    let mut input = input(text);
-    let found = check(&mut input, &rules, None, &[]).findings.into_iter();
-    let bad = found.filter(|finding| finding.severity != Severity::Info);
-    bad.map(|finding| finding.rule).collect()
-}
+use crate::support::{findings, fixed, input, text};
 
 fn files(input: &Input) -> Vec<&str> {
     let disks = input.vms.iter().flat_map(|vm| &vm.disks);
@@ -52,7 +32,7 @@ fn redirections_are_not_disks() {
         "; rm -f /run/vm.pid # done",
     ] {
         let good = format!("#!/bin/sh\nqemu-system-x86_64 {GOOD} {tail}\n");
-        assert_eq!(files(&input(&good)), ["/dev/vg0/a"], "{tail}");
+        assert_eq!(files(&input("vm", &good)), ["/dev/vg0/a"], "{tail}");
         assert_eq!(findings(&good), Vec::<String>::new(), "{tail}");
         assert_eq!(text(&fixed(&good)), good, "{tail}");
         // What is changed leaves what follows as it is.
@@ -141,7 +121,7 @@ fn options_next_to_variables_count() {
 #[test]
 fn value_of_an_unknown_option_is_not_a_disk() {
     let script = "qemu-system-x86_64 -new-flag -drive file=/vms/a.img,format=raw -new-option value -m 1G $X what";
-    assert_eq!(files(&input(script)), ["/vms/a.img"]);
+    assert_eq!(files(&input("vm", script)), ["/vms/a.img"]);
 }
 
 /// A removal keeps quotes balanced.
@@ -159,7 +139,7 @@ fn quotes_stay_balanced() {
 #[test]
 fn file_names_may_have_commas() {
     let script = "qemu-system-x86_64 -accel kvm -hda /dev/a,format=raw\n";
-    assert_eq!(files(&input(script)), ["/dev/a,format=raw"]);
+    assert_eq!(files(&input("vm", script)), ["/dev/a,format=raw"]);
     let fixed = fixed(script);
     assert_eq!(
         files(&fixed.input),
@@ -193,7 +173,7 @@ fn non_shell_scripts_are_refused() {
 fn proxmox_args_are_not_shell_syntax() {
     let text = "scsihw: virtio-scsi-single\nmemory: 2048\nargs: -device vmgenid,guid=$X;y -drive file=/a>b,if=none,id=x \
                 -device virtio-blk-pci,drive=x\n";
-    assert_eq!(files(&input(text)), ["/a>b"]);
+    assert_eq!(files(&input("vm", text)), ["/a>b"]);
 }
 
 /// A new key is inserted once, into the object that it belongs to, whatever its first key is.

@@ -7,13 +7,14 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 
 use ::lab::measured;
-use advisor::check::{check, check_host};
+use advisor::check::{add_measured, check, check_host};
 use advisor::convert::{self, Direction};
 use advisor::facts::{self, Facts};
 use advisor::fix::{self, Change, Unfixed, Wanted};
-use advisor::input::{Input, Surroundings, read};
+use advisor::input::{Input, Surroundings};
 use advisor::measured::{Added, Measured};
 use advisor::model::{Origin, Table};
+use advisor::read::read;
 use advisor::report::{self, Report};
 use advisor::rules::Rules;
 use advisor::steps;
@@ -180,7 +181,7 @@ pub fn run(args: &Args) -> Result<CheckResult, String> {
         let totals = totals(&inputs, facts, &measured);
         report.absorb(check_host(facts, totals, &rules, &args.ignore));
     }
-    measured.join(&mut report.findings, &rules);
+    add_measured(&mut report.findings, &measured, &rules);
     print_report(args, &report, &rules);
     finish(result(report.is_clean()), failures)
 }
@@ -376,7 +377,7 @@ fn one(
             text(&storages)?,
         ));
     }
-    for name in advisor::input::files_named(&source.text) {
+    for name in advisor::read::files_named(&source.text) {
         // Like QEMU, relative to the working directory. The reader notes files that are missing here.
         if Path::new(&name).is_file()
             && let Ok(text) = text(Path::new(&name))

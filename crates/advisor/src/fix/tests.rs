@@ -2,7 +2,8 @@
 
 use super::{Fixed, Wanted, fix};
 use crate::convert::{Direction, convert};
-use crate::input::{Input, Surroundings, read};
+use crate::input::{Input, Surroundings};
+use crate::read::read;
 use crate::rules::Rules;
 use crate::text::Source;
 use crate::work::tests::STEPS;

@@ -1,8 +1,9 @@
 //! What a change depends on that neither the input nor the facts say: a VM that starts today must also start after a fix.
 
-use super::{Setting, Target};
 use crate::facts::Facts;
 use crate::input::Kind;
+use crate::setting::Setting;
+use crate::target::Target;
 use crate::version::Version;
 
 /// What the settings of one change depend on; none if the input and the facts answer it.

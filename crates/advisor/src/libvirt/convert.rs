@@ -6,9 +6,9 @@ use roxmltree::Node;
 
 use super::edit::Xml;
 use super::{child, span};
-use crate::fix::{Edits, Target};
 use crate::model::Disk;
 use crate::model::carried::{Carried, Dialect, Limit};
+use crate::target::{Edits, Target};
 use crate::text::{Edit, Span};
 
 /// What a convertible disk may contain: paths from its element, with their values; no values mean any value. A disk with
@@ -111,8 +111,13 @@ const KEPT: &[&str] = &["event_idx", "packed", "page_per_vq", "iommu", "ats"];
 ///
 /// # Errors
 /// A setting of the disk that ringdisk does not support.
-pub fn to_ringdisk(target: &Target<'_>, socket: &str, queues: u64, queue_size: u64) -> Edits {
-    let xml = target.round.xml()?;
+pub fn to_ringdisk(
+    target: &Target<'_>,
+    xml: &Xml<'_>,
+    socket: &str,
+    queues: u64,
+    queue_size: u64,
+) -> Edits {
     let text = xml.text();
     let disk = xml.at(target.disk()?.span).ok_or("the disk is missing")?;
     if let Some(foreign) = foreign(disk, "") {
@@ -303,8 +308,7 @@ fn replace_storage(
 ///
 /// # Errors
 /// The reason why it cannot be moved.
-pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
-    let xml = target.round.xml()?;
+pub fn from_ringdisk(target: &Target<'_>, xml: &Xml<'_>, storage: &Disk) -> Edits {
     let text = xml.text();
     let disk = xml.at(target.disk()?.span).ok_or("the disk is missing")?;
     let word = |name| storage.table.word(name).unwrap_or_default();

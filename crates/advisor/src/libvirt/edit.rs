@@ -6,7 +6,8 @@ use roxmltree::{Document, Node, NodeId};
 
 use super::boot;
 use super::{Controllers, EMULATED_SCSI, at, attribute, child, parse, span};
-use crate::fix::{Edits, Setting, Target};
+use crate::setting::Setting;
+use crate::target::{Edits, Target};
 use crate::text::{Edit, Span};
 
 /// A parsed text whose domains and disks are found by their spans.
@@ -85,24 +86,24 @@ struct Domain<'a, 'i> {
 ///
 /// # Errors
 /// The domain has no place for it.
-pub fn count_threads(target: &Target<'_>, count: u64) -> Edits {
-    Domain::of(target)?.count_threads(count)
+pub fn count_threads(target: &Target<'_>, xml: &Xml<'_>, count: u64) -> Edits {
+    Domain::of(target, xml)?.count_threads(count)
 }
 
 /// The edits that preserve the boot order after disks have moved to virtio under new names.
 ///
 /// # Errors
 /// The domain is missing.
-pub fn keep_boot_order(target: &Target<'_>, moves: &HashMap<Span, String>) -> Edits {
-    Ok(Domain::of(target)?.keep_boot_order(moves))
+pub fn keep_boot_order(target: &Target<'_>, xml: &Xml<'_>, moves: &HashMap<Span, String>) -> Edits {
+    Ok(Domain::of(target, xml)?.keep_boot_order(moves))
 }
 
 /// The edits for a setting.
 ///
 /// # Errors
 /// The reason why the setting cannot be made.
-pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
-    let domain = Domain::of(target)?;
+pub fn edits(target: &Target<'_>, xml: &Xml<'_>, setting: Setting) -> Edits {
+    let domain = Domain::of(target, xml)?;
     let vm = target.vm()?;
     match setting {
         Setting::SharedMemory => return domain.share_memory(),
@@ -110,7 +111,6 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
         _ => {}
     }
     let disk = target.disk()?;
-    let xml = target.round.xml()?;
     let node = xml.at(disk.span).ok_or("the disk is missing")?;
     let scsi = disk.table.word("disk.bus") == Some("virtio-scsi");
     let scsi_controller = match disk.table.word("disk.bus") {
@@ -204,8 +204,7 @@ fn even_mapping(carrier: Node<'_, '_>) -> Edits {
 }
 
 impl<'a, 'i> Domain<'a, 'i> {
-    fn of(target: &Target<'a>) -> Result<Domain<'a, 'a>, String> {
-        let xml = target.round.xml()?;
+    fn of(target: &Target<'_>, xml: &'a Xml<'i>) -> Result<Domain<'a, 'i>, String> {
         let node = xml.at(target.vm()?.span).ok_or("the domain is missing")?;
         Ok(Domain {
             text: xml.text(),

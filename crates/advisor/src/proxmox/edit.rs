@@ -1,15 +1,20 @@
 //! Changes to a VM's configuration, line by line.
 
 use super::{Line, disk_key, lines, parts, pending};
-use crate::fix::{Edits, Setting, Target};
-use crate::qemu;
+use crate::qemu::{self, ParsedCommand};
+use crate::setting::Setting;
+use crate::target::{Edits, Target};
 use crate::text::{Edit, Span};
 
-/// The edits for a setting.
+/// The edits for a setting. `command` parses `args:`.
 ///
 /// # Errors
 /// The reason why the setting cannot be made.
-pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
+pub fn edits<'a>(
+    target: &Target<'_>,
+    command: impl Fn() -> Result<&'a ParsedCommand, String>,
+    setting: Setting,
+) -> Edits {
     let text = target
         .input
         .sources
@@ -39,14 +44,14 @@ pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
                         .into(),
                 );
             }
-            return qemu::edits(target, setting);
+            return qemu::edits(target, command()?, setting);
         }
-        Setting::TrimThreads => return qemu::edits(target, setting),
+        Setting::TrimThreads => return qemu::edits(target, command()?, setting),
         _ => {}
     }
     let disk = target.disk()?;
     if in_args(disk.span) {
-        return qemu::edits(target, setting);
+        return qemu::edits(target, command()?, setting);
     }
     let line = lines
         .iter()

@@ -7,9 +7,9 @@ use super::editor::Editor;
 use super::line::EMULATED_SCSI;
 use super::options::Opt;
 use super::words;
-use crate::fix::{Edits, Target};
 use crate::model::Disk;
 use crate::round::OrderChange;
+use crate::target::{Edits, Target};
 use crate::text::Edit;
 
 /// The properties that a device keeps when it becomes virtio-blk.

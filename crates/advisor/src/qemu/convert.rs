@@ -2,12 +2,12 @@
 
 use std::fmt::Write;
 
-use super::editor::Editor;
+use super::editor::{Editor, ParsedCommand};
 use super::options::{Opt, Pair, Syntax};
 use super::words;
-use crate::fix::{Edits, Target};
 use crate::model::Disk;
 use crate::model::carried::{Dialect, Limit};
+use crate::target::{Edits, Target};
 use crate::text::{Edit, Span};
 
 /// The keys that the device of a convertible disk may have, with their values; no values mean any value.
@@ -226,12 +226,13 @@ fn is_movable(editor: &Editor<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> Re
 /// A setting of the disk that ringdisk does not support.
 pub fn to_ringdisk(
     target: &Target<'_>,
+    parsed: &ParsedCommand,
     name: &str,
     socket: &str,
     queues: u64,
     queue_size: u64,
 ) -> Edits {
-    let editor = Editor::of(target)?;
+    let editor = Editor::of(target, parsed);
     let disk = target.disk()?;
     let device = editor.device(disk)?;
     let nodes = editor.nodes(disk)?;
@@ -286,8 +287,8 @@ pub fn to_ringdisk(
 }
 
 /// The edits that move a disk back to QEMU.
-pub fn from_ringdisk(target: &Target<'_>, storage: &Disk) -> Edits {
-    let editor = Editor::of(target)?;
+pub fn from_ringdisk(target: &Target<'_>, parsed: &ParsedCommand, storage: &Disk) -> Edits {
+    let editor = Editor::of(target, parsed);
     editor.keeps_globals()?;
     let device = editor.device(target.disk()?)?;
     let id = device.value("chardev").ok_or("the device has no chardev")?;

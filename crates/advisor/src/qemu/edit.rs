@@ -1,18 +1,19 @@
 //! Changes to a command line in the syntax of each option.
 
-use super::editor::{Editor, UNCLEAR_JSON, not_empty};
+use super::editor::{Editor, ParsedCommand, UNCLEAR_JSON, not_empty};
 use super::options::{Opt, Syntax};
 use super::pairs::key_start;
-use crate::fix::{Edits, Setting, Target, is_plain};
 use crate::model::Disk;
-use crate::text::{Edit, Span};
+use crate::setting::Setting;
+use crate::target::{Edits, Target};
+use crate::text::{Edit, Span, is_plain};
 
 /// The edits for a setting.
 ///
 /// # Errors
 /// The reason why the setting cannot be made.
-pub fn edits(target: &Target<'_>, setting: Setting) -> Edits {
-    let editor = Editor::of(target)?;
+pub fn edits(target: &Target<'_>, parsed: &ParsedCommand, setting: Setting) -> Edits {
+    let editor = Editor::of(target, parsed);
     let affects_others = matches!(
         setting,
         Setting::Virtio

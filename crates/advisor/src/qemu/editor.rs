@@ -9,10 +9,9 @@ use super::options::Opt;
 use super::pairs::set_in;
 use super::word::Command;
 use super::{fragment, words};
-use crate::fix::{Edits, Target};
-use crate::input::{Input, Kind, Reading};
+use crate::input::{Input, Reading, Surroundings};
 use crate::model::Disk;
-use crate::proxmox;
+use crate::target::{Edits, Target};
 use crate::text::{Edit, Span};
 
 /// A command with indexes of its options.
@@ -42,19 +41,32 @@ impl ParsedCommand {
         users.flatten().map(|at| self.line.at(*at))
     }
 
+    /// Parses the command of a VM.
+    ///
     /// # Errors
     /// The command is missing or invalid.
     pub fn of(input: &Input, vm: usize) -> Result<Self, String> {
         let text = input.sources.first().map_or("", |source| &source.text);
-        let command = match input.kind {
-            Kind::Proxmox => {
-                proxmox::options(text).and_then(|(options, start)| fragment(options, start))
-            }
-            _ => words::commands(text, 0).commands.into_iter().nth(vm),
-        };
+        let command = words::commands(text, 0).commands.into_iter().nth(vm);
+        Self::parse(command, &input.surroundings)
+    }
+
+    /// Parses the options in another front-end's configuration, which start at the byte `start` of its text.
+    ///
+    /// # Errors
+    /// There are none, or they are invalid.
+    pub fn of_options(
+        options: &str,
+        start: usize,
+        surroundings: &Surroundings,
+    ) -> Result<Self, String> {
+        Self::parse(fragment(options, start), surroundings)
+    }
+
+    fn parse(command: Option<Command>, surroundings: &Surroundings) -> Result<Self, String> {
         let command = command.ok_or("the command is missing")?;
         let mut reading = Reading::default();
-        let line = line(&command, &input.surroundings, &mut reading, false)
+        let line = line(&command, surroundings, &mut reading, false)
             .map_err(|_| "the command is invalid")?;
         let options = line.all().enumerate();
         let places = options.map(|(at, option)| ((option.span.source, option.span.start), at));
@@ -107,16 +119,12 @@ pub fn not_empty(edits: Vec<Edit>) -> Edits {
 }
 
 impl<'a> Editor<'a> {
-    pub fn of(target: &'a Target<'a>) -> Result<Self, String> {
-        let parsed = target.round.command(match target.input.kind {
-            Kind::Proxmox => 0,
-            _ => target.vm,
-        })?;
-        Ok(Self {
+    pub fn of(target: &'a Target<'a>, parsed: &'a ParsedCommand) -> Self {
+        Self {
             target,
             parsed,
             line: &parsed.line,
-        })
+        }
     }
 
     /// The text that contains an option.

@@ -1,6 +1,7 @@
 //! Changes to ringdisk's configuration.
 
-use crate::fix::{Edits, Setting, Target};
+use crate::setting::Setting;
+use crate::target::{Edits, Target};
 use crate::text::Edit;
 
 /// The edits for a setting.

@@ -1,12 +1,13 @@
 //! Properties that hold for any input, shared by the tests and by fuzzing.
 
-use advisor::check::{check, check_host};
+use advisor::check::{add_measured, check, check_host};
 use advisor::convert::{Direction, convert};
 use advisor::facts::Facts;
 use advisor::fix::{Wanted, fix, patch};
-use advisor::input::{Input, Kind, Surroundings, files_named, read};
+use advisor::input::{Input, Kind, Surroundings};
 use advisor::measured::Measured;
 use advisor::model::Table;
+use advisor::read::{files_named, read};
 use advisor::report::{self, Report};
 use advisor::rules::Rules;
 use advisor::steps;
@@ -133,7 +134,7 @@ pub fn measured(rules: &Rules, text: &str) {
         let xml = "<domain type='kvm'><vcpu>4</vcpu><devices><disk type='file'><source file='/a'/><target dev='hda' bus='ide'/></disk></devices></domain>";
         let mut input = read(Source::new("x", xml), Surroundings::default()).unwrap();
         let mut checked = check(&mut input, rules, None, &[]);
-        measured.join(&mut checked.findings, rules);
+        add_measured(&mut checked.findings, &measured, rules);
         let mut report = Report::default();
         report.add(&input, checked);
         assert!(!report::text(&report, rules, true).contains('\u{1b}'));

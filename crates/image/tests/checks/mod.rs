@@ -413,11 +413,18 @@ impl Made {
 
 /// Images as they were used against QEMU, and others that lead where they must not.
 pub fn seeds() -> Seeds {
-    let make = |change: fn(&mut Made) -> &mut Made| {
-        let mut made = Made::new();
-        change(&mut made);
-        made.0
-    };
+    let mut seeds = header_seeds();
+    seeds.extend(table_seeds());
+    seeds
+}
+
+fn made(change: fn(&mut Made) -> &mut Made) -> Vec<u8> {
+    let mut made = Made::new();
+    change(&mut made);
+    made.0
+}
+
+fn header_seeds() -> Seeds {
     let name = |made: &mut Made, kind: u32, text: &str| {
         made.half(104, kind).half(108, text.len() as u32);
         made.0[112..112 + text.len()].copy_from_slice(text.as_bytes());
@@ -434,93 +441,98 @@ pub fn seeds() -> Seeds {
     backing.word(8, 200).half(16, 11);
     backing.0[200..211].copy_from_slice(b"/etc/passwd");
     vec![
-        ("sound", make(|m| m)),
-        ("dirty", make(|m| m.word(72, 1))),
-        ("corrupt", make(|m| m.word(72, 2))),
-        ("version_2", make(|m| m.half(4, 2))),
+        ("sound", made(|m| m)),
+        ("dirty", made(|m| m.word(72, 1))),
+        ("corrupt", made(|m| m.word(72, 2))),
+        ("version_2", made(|m| m.half(4, 2))),
         ("json_data_file", json.0),
         ("backing_outside", backing.0),
-        ("l1_size_overflow", make(|m| m.half(36, 0x2000_0001))),
-        ("l1_offset_overflow", make(|m| m.word(40, u64::MAX - 511))),
-        ("refcount_table_huge", make(|m| m.half(56, u32::MAX))),
-        ("refcount_table_end", make(|m| m.word(48, 1 << 55))),
-        ("refcount_order", make(|m| m.half(96, 63))),
+        ("l1_size_overflow", made(|m| m.half(36, 0x2000_0001))),
+        ("l1_offset_overflow", made(|m| m.word(40, u64::MAX - 511))),
+        ("refcount_table_huge", made(|m| m.half(56, u32::MAX))),
+        ("refcount_table_end", made(|m| m.word(48, 1 << 55))),
+        ("refcount_order", made(|m| m.half(96, 63))),
         (
             "snapshots_many",
-            make(|m| m.half(60, u32::MAX).word(64, 5 * 512)),
+            made(|m| m.half(60, u32::MAX).word(64, 5 * 512)),
         ),
         (
             "snapshots_overflow",
-            make(|m| m.half(60, 65536).word(64, 5 * 512)),
+            made(|m| m.half(60, 65536).word(64, 5 * 512)),
         ),
         (
             "snapshot_l1_huge",
-            make(|m| {
+            made(|m| {
                 m.half(60, 1)
                     .word(64, 5 * 512)
                     .word(5 * 512, 512)
                     .half(5 * 512 + 8, u32::MAX)
             }),
         ),
-        ("header_length", make(|m| m.half(100, u32::MAX - 7))),
+        ("header_length", made(|m| m.half(100, u32::MAX - 7))),
         (
             "extension_length",
-            make(|m| m.half(104, 0xe279_2aca).half(108, u32::MAX)),
+            made(|m| m.half(104, 0xe279_2aca).half(108, u32::MAX)),
         ),
-        ("size_huge", make(|m| m.word(24, u64::MAX - 511))),
-        ("cluster_bits", make(|m| m.half(20, 31))),
-        ("block_is_table", make(|m| m.word(512, 512))),
-        ("block_is_l1", make(|m| m.word(512, 3 * 512))),
-        ("block_unaligned", make(|m| m.word(512, 2 * 512 + 8))),
+        ("size_huge", made(|m| m.word(24, u64::MAX - 511))),
+        ("cluster_bits", made(|m| m.half(20, 31))),
+        ("feature_unknown", made(|m| m.word(72, 1 << 40))),
+        ("encrypted", made(|m| m.half(32, 2))),
+        ("empty", Vec::new()),
+    ]
+}
+
+fn table_seeds() -> Seeds {
+    vec![
+        ("block_is_table", made(|m| m.word(512, 512))),
+        ("block_is_l1", made(|m| m.word(512, 3 * 512))),
+        ("block_unaligned", made(|m| m.word(512, 2 * 512 + 8))),
         (
             "refcounts_zero",
-            make(|m| {
+            made(|m| {
                 m.0[2 * 512..3 * 512].fill(0);
                 m
             }),
         ),
-        ("l2_is_l1", make(|m| m.word(3 * 512, (1 << 63) | (3 * 512)))),
-        ("l2_is_header", make(|m| m.word(3 * 512, 1 << 63))),
+        ("l2_is_l1", made(|m| m.word(3 * 512, (1 << 63) | (3 * 512)))),
+        ("l2_is_header", made(|m| m.word(3 * 512, 1 << 63))),
         (
             "l2_behind_end",
-            make(|m| m.word(3 * 512, (1 << 63) | (1 << 40))),
+            made(|m| m.word(3 * 512, (1 << 63) | (1 << 40))),
         ),
-        ("data_is_header", make(|m| m.word(4 * 512, 1 << 63))),
+        ("data_is_header", made(|m| m.word(4 * 512, 1 << 63))),
         (
             "data_is_l1",
-            make(|m| m.word(4 * 512, (1 << 63) | (3 * 512))),
+            made(|m| m.word(4 * 512, (1 << 63) | (3 * 512))),
         ),
         (
             "data_is_refcounts",
-            make(|m| m.word(4 * 512, (1 << 63) | (2 * 512))),
+            made(|m| m.word(4 * 512, (1 << 63) | (2 * 512))),
         ),
         (
             "data_is_l2",
-            make(|m| m.word(4 * 512, (1 << 63) | (4 * 512))),
+            made(|m| m.word(4 * 512, (1 << 63) | (4 * 512))),
         ),
         (
             "data_behind_end",
-            make(|m| m.word(4 * 512, (1 << 63) | (1 << 54))),
+            made(|m| m.word(4 * 512, (1 << 63) | (1 << 54))),
         ),
-        ("data_twice", make(|m| m.word(4 * 512, 6 * 512))),
-        ("compressed_is_header", make(|m| m.word(4 * 512, 1 << 62))),
+        ("data_twice", made(|m| m.word(4 * 512, 6 * 512))),
+        ("compressed_is_header", made(|m| m.word(4 * 512, 1 << 62))),
         (
             "compressed_behind_end",
-            make(|m| m.word(4 * 512, (1 << 62) | (1 << 50))),
+            made(|m| m.word(4 * 512, (1 << 62) | (1 << 50))),
         ),
         (
             "compressed_garbage",
-            make(|m| m.word(4 * 512, (1 << 62) | (1 << 61) | (5 * 512))),
+            made(|m| m.word(4 * 512, (1 << 62) | (1 << 61) | (5 * 512))),
         ),
         (
             "bitmaps_huge",
-            make(|m| {
+            made(|m| {
                 m.word(88, 1).half(104, 0x2385_2875).half(108, 24);
                 m.half(112, 1).word(120, u64::MAX).word(128, 5 * 512)
             }),
         ),
-        ("feature_unknown", make(|m| m.word(72, 1 << 40))),
-        ("encrypted", make(|m| m.half(32, 2))),
-        ("empty", Vec::new()),
     ]
 }
