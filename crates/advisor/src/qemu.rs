@@ -134,9 +134,10 @@ pub fn read(
         let line = line(command, surroundings, reading, true)?;
         let mut vm = machine(command, &line, reading);
         if vm.name.is_empty() {
-            vm.name = match several {
-                true => format!("{name}#{}", i + 1),
-                false => name.to_owned(),
+            vm.name = if several {
+                format!("{name}#{}", i + 1)
+            } else {
+                name.to_owned()
             };
         }
         reading.vms.push(vm);

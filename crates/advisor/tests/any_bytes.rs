@@ -19,9 +19,10 @@ fn texts(directory: &Path) -> Vec<String> {
     let mut texts = Vec::new();
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
-        match path.is_dir() {
-            true => texts.extend(self::texts(&path)),
-            false => texts.push(String::from_utf8_lossy(&fs::read(path).unwrap()).into_owned()),
+        if path.is_dir() {
+            texts.extend(self::texts(&path));
+        } else {
+            texts.push(String::from_utf8_lossy(&fs::read(path).unwrap()).into_owned());
         }
     }
     texts

@@ -343,9 +343,10 @@ fn thousand_vms_are_fixed_in_one_text() {
         assert!(!alone.done.is_empty(), "{file}");
         let many = |text: &str| {
             let all = vec![text.trim_end(); 1000].join(separator);
-            match file.starts_with("libvirt") {
-                true => format!("<domains>{all}</domains>"),
-                false => all,
+            if file.starts_with("libvirt") {
+                format!("<domains>{all}</domains>")
+            } else {
+                all
             }
         };
         let started = Instant::now();

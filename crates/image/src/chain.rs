@@ -392,15 +392,17 @@ impl Chain {
             Some(image) => image.flush(),
             None => {
                 let file = &self.files[usize::from(self.written_file().0)];
-                file.flush()
-                    .map_err(|source| match file.loses_data_on_failed_flush() {
-                        true => ImageError::Lost { source },
-                        false => ImageError::Io {
+                file.flush().map_err(|source| {
+                    if file.loses_data_on_failed_flush() {
+                        ImageError::Lost { source }
+                    } else {
+                        ImageError::Io {
                             doing: "making the disk durable",
                             at: FileOffset(0),
                             source,
-                        },
-                    })
+                        }
+                    }
+                })
             }
         }
     }

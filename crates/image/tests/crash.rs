@@ -185,10 +185,11 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: 
     }
     memory.fail_in(0);
     let closed = disk.chain.close();
-    match memory.has_forgotten() {
-        true => assert!(closed.unwrap_err().is_permanent()),
+    if memory.has_forgotten() {
+        assert!(closed.unwrap_err().is_permanent());
+    } else {
         // What could not be written is written now, unless it had to be given up.
-        false => assert!(closed.is_ok() || disk.chain.damage().is_some()),
+        assert!(closed.is_ok() || disk.chain.damage().is_some());
     }
     Story {
         variant: name,

@@ -461,11 +461,12 @@ impl Slot {
                         None => (list, n),
                         Some(_) => (self.run_segments.as_ptr(), self.run_segments.len()),
                     };
-                    let move_them = match write {
-                        true => library.rbd_aio_writev,
-                        false => library.rbd_aio_readv,
+                    let move_data = if write {
+                        library.rbd_aio_writev
+                    } else {
+                        library.rbd_aio_readv
                     };
-                    move_them(image, list.cast(), n as i32, at, completion)
+                    move_data(image, list.cast(), n as i32, at, completion)
                 }
                 Action::Flush => (library.rbd_aio_flush)(image, completion),
                 Action::Discard { at, len } => {
@@ -607,9 +608,10 @@ impl<E: Engine> Engine for RbdEngine<E> {
         // The token's only purpose is to end the sleep; the caller does not see it.
         let mut i = before;
         while i < out.len() {
-            match out[i].token == INBOX_EVENT {
-                true => drop(out.remove(i)),
-                false => i += 1,
+            if out[i].token == INBOX_EVENT {
+                out.remove(i);
+            } else {
+                i += 1
             }
         }
         if self.idle() {

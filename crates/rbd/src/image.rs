@@ -169,9 +169,10 @@ impl RbdImage {
         let image = c_string(&location.image);
         let snapshot = location.snapshot.as_deref().map(c_string);
         let snapshot = snapshot.as_ref().map_or(ptr::null(), |s| s.as_ptr());
-        let open = match read_only {
-            true => library.rbd_open_read_only,
-            false => library.rbd_open,
+        let open = if read_only {
+            library.rbd_open_read_only
+        } else {
+            library.rbd_open
         };
         // SAFETY: the names end with zero bytes and outlive the call.
         let opened = unsafe { open(self.pool, image.as_ptr(), &mut self.image, snapshot) };

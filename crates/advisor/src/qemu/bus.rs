@@ -152,10 +152,11 @@ impl<'a> Editor<'a> {
                     let new = option.map(|option| (kind, Made::of(option), option.whole.start));
                     last_to_move && kind == VIRTIO_BLK && new.is_some_and(|new| new < second)
                 };
-                match is_first {
-                    true => (stays_first(), OrderChange::Moved),
+                if is_first {
+                    (stays_first(), OrderChange::Moved)
+                } else {
                     // The disks after it may move together.
-                    false => (rank.0 < kind, OrderChange::MovedBehind),
+                    (rank.0 < kind, OrderChange::MovedBehind)
                 }
             }
         };
@@ -164,10 +165,7 @@ impl<'a> Editor<'a> {
             _ => return Err(ONE_BY_ONE.into()),
         }
         round.reorder(vm, order);
-        match is_same {
-            true => Ok(()),
-            false => Err(ANOTHER.into()),
-        }
+        if is_same { Ok(()) } else { Err(ANOTHER.into()) }
     }
 
     /// The option after which a drive gets a separate device. QEMU creates the devices in `key=value` syntax in their order,

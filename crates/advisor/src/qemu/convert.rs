@@ -166,9 +166,10 @@ fn is_movable(editor: &Editor<'_>, device: &Opt, nodes: &[(&Opt, String)]) -> Re
                 || Limit::named(key, Dialect::OldDrive),
                 |name| Limit::named(name, Dialect::Qemu),
             );
-            let known = match is_drive {
-                true => limit.is_some() || is_known(DRIVE, pair, key),
-                false => is_known(NODE, pair, key),
+            let known = if is_drive {
+                limit.is_some() || is_known(DRIVE, pair, key)
+            } else {
+                is_known(NODE, pair, key)
             };
             if !known {
                 return foreign(option, pair);

@@ -562,7 +562,7 @@ const NAMES: &[&str] = &[
     "rerror",
 ];
 
-/// Takes back what a disk is said to be where a variable of the shell says it.
+/// Marks the properties of a disk as unknown if a shell variable sets them.
 pub fn hide(option: &Opt, disk: &mut Disk) {
     disk.may_have_more |= option.may_have_more;
     for pair in option.pairs.iter().filter(|pair| pair.unknown) {

@@ -27,9 +27,10 @@ pub fn leaves(text: &str) -> Result<Vec<Leaf>, (usize, String)> {
     };
     reader.value(String::new(), 0)?;
     reader.space();
-    match reader.at == text.len() {
-        true => Ok(reader.leaves),
-        false => Err((reader.at, "text after the end of the value".into())),
+    if reader.at == text.len() {
+        Ok(reader.leaves)
+    } else {
+        Err((reader.at, "text after the end of the value".into()))
     }
 }
 

@@ -104,9 +104,10 @@ pub fn read(group: &str, word: &Word, whole: Span, first: &str) -> Result<Opt, M
         may_have_more: false,
     };
     if is_json {
-        opt.syntax = match word.mixed {
-            true => Syntax::Patchwork,
-            false => Syntax::Json(word.quote),
+        opt.syntax = if word.mixed {
+            Syntax::Patchwork
+        } else {
+            Syntax::Json(word.quote)
         };
         match json_pairs(word) {
             Ok(pairs) => opt.pairs = pairs,

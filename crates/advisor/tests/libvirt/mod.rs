@@ -53,9 +53,10 @@ fn domains() -> Result<Vec<PathBuf>, String> {
         domains.retain(|path| seen.insert(fs::read(path).unwrap_or_default()));
         files.append(&mut domains);
     }
-    match files.is_empty() {
-        true => Err(format!("there is no package in {}", cache.display())),
-        false => Ok(files),
+    if files.is_empty() {
+        Err(format!("there is no package in {}", cache.display()))
+    } else {
+        Ok(files)
     }
 }
 
@@ -82,12 +83,11 @@ fn for_this_host(text: &str) -> String {
         while let Some(start) = element(&text, name) {
             let rest = &text[start..];
             let head = rest.find('>').unwrap_or(rest.len() - 1);
-            let end = match rest[..head].ends_with('/') {
-                true => head + 1,
-                false => {
-                    let close = format!("</{name}>");
-                    rest.find(&close).map_or(head + 1, |at| at + close.len())
-                }
+            let end = if rest[..head].ends_with('/') {
+                head + 1
+            } else {
+                let close = format!("</{name}>");
+                rest.find(&close).map_or(head + 1, |at| at + close.len())
             };
             text.replace_range(start..start + end, "");
         }

@@ -38,13 +38,13 @@ impl Fixture {
 
 #[test]
 fn names_resolve_below_allowed_directories() {
-    let place = Fixture::new();
+    let fixture = Fixture::new();
     let own = ["images/vm"];
-    assert_eq!(place.open(&own, "a").unwrap(), "images/vm/a");
-    assert_eq!(place.open(&own, "file:./a").unwrap(), "images/vm/a");
-    let absolute = place.path("images/vm/a");
+    assert_eq!(fixture.open(&own, "a").unwrap(), "images/vm/a");
+    assert_eq!(fixture.open(&own, "file:./a").unwrap(), "images/vm/a");
+    let absolute = fixture.path("images/vm/a");
     assert_eq!(
-        place.open(&own, absolute.to_str().unwrap()).unwrap(),
+        fixture.open(&own, absolute.to_str().unwrap()).unwrap(),
         "images/vm/a"
     );
     for allowed in [
@@ -52,21 +52,21 @@ fn names_resolve_below_allowed_directories() {
         &["images/base"],
         &["images/vm", "images/base"],
     ] {
-        assert_eq!(place.open(allowed, "../base/b").unwrap(), "images/base/b");
+        assert_eq!(fixture.open(allowed, "../base/b").unwrap(), "images/base/b");
     }
-    symlink("../base/b", place.path("images/vm/link")).unwrap();
-    assert_eq!(place.open(&["images"], "link").unwrap(), "images/base/b");
+    symlink("../base/b", fixture.path("images/vm/link")).unwrap();
+    assert_eq!(fixture.open(&["images"], "link").unwrap(), "images/base/b");
     // What counts is the target of a link, not how the link is written.
     symlink(
-        place.path("images/base/b"),
-        place.path("images/vm/absolute"),
+        fixture.path("images/base/b"),
+        fixture.path("images/vm/absolute"),
     )
     .unwrap();
     for allowed in [&["images"][..], &["images/vm", "images/base"]] {
-        assert_eq!(place.open(allowed, "absolute").unwrap(), "images/base/b");
+        assert_eq!(fixture.open(allowed, "absolute").unwrap(), "images/base/b");
     }
-    let error = place.open(&own, "absolute").unwrap_err();
-    let target = place.path("images/base/b").display().to_string();
+    let error = fixture.open(&own, "absolute").unwrap_err();
+    let target = fixture.path("images/base/b").display().to_string();
     assert!(
         error.contains(&format!("a symbolic link to '{target}'")),
         "{error}"
@@ -75,11 +75,11 @@ fn names_resolve_below_allowed_directories() {
 
 #[test]
 fn paths_outside_are_refused() {
-    let place = Fixture::new();
-    symlink("../../secret", place.path("images/vm/relative")).unwrap();
-    symlink(place.path("secret"), place.path("images/vm/absolute")).unwrap();
-    symlink("..", place.path("images/vm/up")).unwrap();
-    let secret = place.path("secret");
+    let fixture = Fixture::new();
+    symlink("../../secret", fixture.path("images/vm/relative")).unwrap();
+    symlink(fixture.path("secret"), fixture.path("images/vm/absolute")).unwrap();
+    symlink("..", fixture.path("images/vm/up")).unwrap();
+    let secret = fixture.path("secret");
     for name in [
         "../../secret",
         "relative",
@@ -90,17 +90,17 @@ fn paths_outside_are_refused() {
         secret.to_str().unwrap(),
         "../vm/../../secret",
     ] {
-        let error = place.open(&["images/vm"], name).unwrap_err();
+        let error = fixture.open(&["images/vm"], name).unwrap_err();
         assert!(error.contains("none of the directories"), "{name}: {error}");
     }
 }
 
 #[test]
 fn only_files_and_devices_are_opened() {
-    let place = Fixture::new();
+    let fixture = Fixture::new();
     rustix::fs::mknodat(
         rustix::fs::CWD,
-        place.path("images/vm/pipe"),
+        fixture.path("images/vm/pipe"),
         FileType::Fifo,
         Mode::RUSR,
         0,
@@ -115,10 +115,10 @@ fn only_files_and_devices_are_opened() {
         (".", "none of the directories"),
         ("missing", "restore the file"),
     ] {
-        let error = place.open(&["images/vm"], name).unwrap_err();
+        let error = fixture.open(&["images/vm"], name).unwrap_err();
         assert!(error.contains(says), "{name}: {error}");
     }
     // A colon after a slash is part of a name.
-    fs::write(place.path("images/vm/a:b"), "colon").unwrap();
-    assert_eq!(place.open(&["images/vm"], "./a:b").unwrap(), "colon");
+    fs::write(fixture.path("images/vm/a:b"), "colon").unwrap();
+    assert_eq!(fixture.open(&["images/vm"], "./a:b").unwrap(), "colon");
 }

@@ -78,8 +78,8 @@ impl Chain {
     /// # Errors
     /// Any part may have been written.
     pub fn write_file(&self, at: FileOffset, from: &[u8]) -> Result<(), ImageError> {
-        let written = self.file(self.written_file()).write_at(at, from);
-        written.map_err(|source| ImageError::Io {
+        let result = self.file(self.written_file()).write_at(at, from);
+        result.map_err(|source| ImageError::Io {
             doing: "writing data",
             at,
             source,

@@ -351,9 +351,10 @@ impl Opening<'_> {
         if let Some(data) = &data {
             file = self.add(data.clone());
         }
-        let l2_cache_bytes = match is_top {
-            true => self.options.l2_cache_bytes,
-            false => Some(self.cache_bytes.max(BACKING_CACHE_BYTES_MIN)),
+        let l2_cache_bytes = if is_top {
+            self.options.l2_cache_bytes
+        } else {
+            Some(self.cache_bytes.max(BACKING_CACHE_BYTES_MIN))
         };
         let options = OpenOptions {
             read_only,

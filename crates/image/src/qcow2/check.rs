@@ -69,9 +69,10 @@ fn compare(
     let per_block = scan.g.block_entries();
     let (g, end) = (&scan.g, range.end());
     let last = scan.windows() * WINDOW <= end.number() || end == scan.clusters.end();
-    let blocks = match last {
-        true => scan.refcount_table.len() as u64,
-        false => end.number().div_ceil(per_block),
+    let blocks = if last {
+        scan.refcount_table.len() as u64
+    } else {
+        end.number().div_ceil(per_block)
     };
     let used = |cluster| {
         let index = range.position(cluster);

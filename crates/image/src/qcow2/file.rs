@@ -129,8 +129,8 @@ impl FileEnd {
         at: HostOffset,
         from: &[u8],
     ) -> Result<(), ImageError> {
-        let written = self.storage.write_at(at.in_file(), from);
-        written.doing(doing, at)
+        let result = self.storage.write_at(at.in_file(), from);
+        result.doing(doing, at)
     }
 
     /// Fills `to`, with zeroes after the end of the file; returns the number of bytes that the file had.

@@ -78,10 +78,10 @@ impl Qcow2 {
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
         state.header.size = growth.new.end.0;
-        let written = self
+        let result = self
             .write_header(&mut state)
             .and_then(|()| self.file.flush());
-        if let Err(error) = written {
+        if let Err(error) = result {
             state.header.size = growth.new.start.0;
             return Err(error);
         }
@@ -142,10 +142,10 @@ impl Qcow2 {
         let run = refcounts.allocate_contiguous(file, &mut state.metadata, clusters)?;
         let at = run.first.start(g);
         let bytes = self.l1_bytes(L1Index::default(), clusters * g.cluster() / 8);
-        let written = file
+        let result = file
             .write_at("writing a larger L1 table", at, &bytes)
             .and_then(|()| self.write_refcounts(state));
-        if let Err(error) = written {
+        if let Err(error) = result {
             for cluster in run.each() {
                 state.refcounts.release(file, cluster)?;
             }
@@ -173,11 +173,11 @@ impl Qcow2 {
         };
         let at = larger.run.first.start(&self.g);
         let table = state.refcounts.whole_table();
-        let written = self
+        let result = self
             .write_refcount_blocks(state)
             .and_then(|()| end.write_at("writing the refcount table", at, &table))
             .and_then(|()| end.flush());
-        if let Err(error) = written {
+        if let Err(error) = result {
             state.refcounts.revoke(end, &mut state.metadata, &larger);
             return Err(error);
         }
@@ -197,31 +197,31 @@ impl Qcow2 {
     /// writes them again and makes them durable.
     fn write_refcount_blocks(&self, state: &mut ImageState) -> Result<(), ImageError> {
         let (dirty, blocks) = state.refcounts.take_dirty_blocks();
-        let written = self.file.write("writing refcounts", &blocks);
+        let result = self.file.write("writing refcounts", &blocks);
         state.refcounts.not_written(dirty);
-        written
+        result
     }
 
     /// The same, and the changed entries of the current table; all of it durable.
     pub(super) fn write_refcounts(&self, state: &mut ImageState) -> Result<(), ImageError> {
         let (dirty, blocks) = state.refcounts.take_dirty_blocks();
         let table = state.refcounts.table_pieces(&dirty);
-        let written = self
+        let result = self
             .file
             .write("writing refcounts", &blocks)
             .and_then(|()| self.file.flush())
             .and_then(|()| self.file.write("writing the refcount table", &table))
             .and_then(|()| self.file.flush());
         state.refcounts.not_written(dirty);
-        written
+        result
     }
 
     /// Writes a header that refers to other tables. If that fails, the file may have the old or the new header,
     /// and the tables of the two would soon differ: so writing stops.
     pub(super) fn switch_header(&self, state: &mut ImageState) -> Result<(), ImageError> {
         self.record_or_mark_overtaken(state);
-        let written = self.write_header(state).and_then(|()| self.file.flush());
-        written.map_err(|_| {
+        let result = self.write_header(state).and_then(|()| self.file.flush());
+        result.map_err(|_| {
             let what = "its header could not be written, and may be the old or the new one";
             self.report(state, ImageError::damaged(what, HostOffset::START))
         })

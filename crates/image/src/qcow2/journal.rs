@@ -179,7 +179,7 @@ pub(super) struct Journal {
     broken: bool,
     /// Some of the changes left out may be in the file.
     overtaken: bool,
-    told: bool,
+    failure_reported: bool,
     record: Vec<u8>,
 }
 
@@ -209,7 +209,7 @@ impl Journal {
             punched: RECORDS_AT,
             broken: false,
             overtaken: false,
-            told: false,
+            failure_reported: false,
             record: Vec::new(),
         }
     }
@@ -288,7 +288,7 @@ impl Journal {
 
     fn failed(&mut self, error: io::Error) {
         self.broken = true;
-        if !std::mem::replace(&mut self.told, true) {
+        if !std::mem::replace(&mut self.failure_reported, true) {
             self.tell(JournalEvent::Failed(error));
         }
     }
@@ -638,12 +638,12 @@ mod tests {
     #[test]
     fn records_are_freed_after_the_slot_is_written() {
         let storage = Arc::new(Asked::default());
-        let place = JournalFile {
+        let file = JournalFile {
             storage: storage.clone(),
             identity: [7; 32],
             on_event: Box::new(|_| ()),
         };
-        let mut journal = Journal::new(place, true, false);
+        let mut journal = Journal::new(file, true, false);
         journal.begin();
         let end = RECORDS_AT + 2 * PUNCH;
         journal.end = end + 100;

@@ -24,13 +24,13 @@ impl L1 {
     /// Appends entries. Only one thread at a time may call this.
     pub fn extend(&self, entries: impl Iterator<Item = u64>) {
         let mut at = self.entries();
-        for entry in entries {
-            let (segment, place) = place(L1Index::new(at));
+        for word in entries {
+            let (segment, entry) = locate(L1Index::new(at));
             let segment = self.segments[segment].get_or_init(|| {
                 let len = FIRST << segment;
                 (0..len).map(|_| AtomicU64::new(0)).collect()
             });
-            segment[place].store(entry, SeqCst);
+            segment[entry].store(word, SeqCst);
             at += 1;
         }
         self.entries.store(at, SeqCst);
@@ -42,22 +42,22 @@ impl L1 {
         if index.number() >= self.entries() {
             return 0;
         }
-        let (segment, place) = place(index);
+        let (segment, entry) = locate(index);
         let segment = self.segments[segment].get();
-        segment.map_or(0, |segment| segment[place].load(SeqCst))
+        segment.map_or(0, |segment| segment[entry].load(SeqCst))
     }
 
     /// Changes an existing entry.
-    pub fn set(&self, index: L1Index, entry: u64) {
-        let (segment, place) = place(index);
+    pub fn set(&self, index: L1Index, word: u64) {
+        let (segment, entry) = locate(index);
         if let Some(segment) = self.segments[segment].get() {
-            segment[place].store(entry, SeqCst);
+            segment[entry].store(word, SeqCst);
         }
     }
 }
 
 #[inline]
-fn place(index: L1Index) -> (usize, usize) {
+fn locate(index: L1Index) -> (usize, usize) {
     let index = index.number();
     let segment = (index / FIRST + 1).ilog2();
     let before = FIRST * ((1 << segment) - 1);
@@ -78,7 +78,7 @@ mod tests {
         assert_eq!((get(20_000), l1.entries()), (0, 20_000));
         l1.set(L1Index::new(1024), 7);
         assert_eq!((get(1023), get(1024)), (1023, 7));
-        let (last, _) = place(L1Index::new(4 << 20));
+        let (last, _) = locate(L1Index::new(4 << 20));
         assert!(last < SEGMENTS);
     }
 }

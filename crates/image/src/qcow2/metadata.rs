@@ -43,8 +43,8 @@ impl Metadata {
     /// Removes a table.
     pub fn remove_table(&mut self, cluster: HostCluster) {
         self.added.remove(&cluster);
-        if let Ok(place) = self.first.binary_search(&cluster) {
-            self.first.remove(place);
+        if let Ok(index) = self.first.binary_search(&cluster) {
+            self.first.remove(index);
         }
     }
 
@@ -55,8 +55,8 @@ impl Metadata {
         if let Some((_, name)) = self.runs.iter().find(overlaps) {
             return Some(name);
         }
-        let place = self.first.partition_point(|&at| at < first);
-        let table = self.first.get(place).is_some_and(|&at| at < end)
+        let index = self.first.partition_point(|&at| at < first);
+        let table = self.first.get(index).is_some_and(|&at| at < end)
             || self.added.range(first..end).next().is_some();
         table.then_some("an L2 table or refcount block")
     }

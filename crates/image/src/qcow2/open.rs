@@ -181,8 +181,8 @@ impl Qcow2 {
         }
         let image = Self::assemble(storage, data, header, header_block, &options)
             .map_err(Qcow2Error::Image)?;
-        if let Some(place) = journal.filter(|_| !options.read_only) {
-            image.replay_journal(place, options.progress)?;
+        if let Some(file) = journal.filter(|_| !options.read_only) {
+            image.replay_journal(file, options.progress)?;
         }
         Ok(image)
     }
@@ -283,7 +283,7 @@ impl Qcow2 {
 /// refcounts may be dirty for both reasons, if QEMU has written to it since and did not exit cleanly.
 fn counts_are_right(header: &Header, journal: Option<&JournalFile>) -> bool {
     let journal_bits = journal::journal_bits(header);
-    let found = || journal.is_some_and(|place| journal::fits(place, journal_bits));
+    let found = || journal.is_some_and(|file| journal::fits(file, journal_bits));
     journal_bits.is_why_dirty() && (!header.lazy_refcounts || found())
 }
 

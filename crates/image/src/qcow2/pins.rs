@@ -217,16 +217,16 @@ mod tests {
         assert!(pins.passed(mark));
     }
 
-    /// One thread unlinks and reuses places; others look them up and use them. No place in use is reused.
+    /// One thread unlinks and reuses places; others look them up and use them. No slot in use is reused.
     #[test]
     fn pinned_clusters_are_not_reused() {
         use std::sync::atomic::AtomicBool;
-        const PLACES: usize = 4;
+        const SLOTS: usize = 4;
         const ROUNDS: usize = if cfg!(miri) { 12 } else { 20_000 };
         let pins = Pins::new();
-        // `here` is where the data is now; `reused` says of each place whether it now belongs to something else.
+        // `here` is where the data is now; `reused` says of each slot whether it now belongs to something else.
         let here = AtomicU64::new(0);
-        let reused: [AtomicBool; PLACES] = Default::default();
+        let reused: [AtomicBool; SLOTS] = Default::default();
         let end = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for lane in 0..2 {
@@ -237,18 +237,18 @@ mod tests {
                     let mut before: Option<(Pin, usize)> = None;
                     while !end.load(SeqCst) {
                         let pin = thread.pin(pins);
-                        let place = here.load(SeqCst) as usize;
-                        assert!(!reused[place].load(SeqCst));
+                        let slot = here.load(SeqCst) as usize;
+                        assert!(!reused[slot].load(SeqCst));
                         std::thread::yield_now();
-                        assert!(!reused[place].load(SeqCst), "reused while in use");
-                        if let Some((pin, place)) = before.replace((pin, place)) {
-                            assert!(!reused[place].load(SeqCst), "reused while in use");
+                        assert!(!reused[slot].load(SeqCst), "reused while in use");
+                        if let Some((pin, slot)) = before.replace((pin, slot)) {
+                            assert!(!reused[slot].load(SeqCst), "reused while in use");
                             thread.unpin(pins, pin);
                         }
                         let alone = pins.pin(lane);
-                        let place = here.load(SeqCst) as usize;
+                        let slot = here.load(SeqCst) as usize;
                         std::thread::yield_now();
-                        assert!(!reused[place].load(SeqCst), "reused while in use");
+                        assert!(!reused[slot].load(SeqCst), "reused while in use");
                         pins.unpin(alone);
                     }
                     if let Some((pin, _)) = before {
@@ -257,7 +257,7 @@ mod tests {
                 });
             }
             for round in 0..ROUNDS {
-                let (old, new) = (round % PLACES, (round + 1) % PLACES);
+                let (old, new) = (round % SLOTS, (round + 1) % SLOTS);
                 reused[new].store(false, SeqCst);
                 here.store(new as u64, SeqCst);
                 let mark = pins.mark();

@@ -52,8 +52,8 @@ pub(super) fn repair(
             let read = read_padded(storage, start.in_file(), &mut bytes);
             read.doing("reading a table", at)?;
             bytes[(at - start) as usize..][..8].copy_from_slice(&entry);
-            let written = storage.write_at(start.in_file(), &bytes);
-            written.doing("writing a table", at)
+            let result = storage.write_at(start.in_file(), &bytes);
+            result.doing("writing a table", at)
         })?;
     }
     let table = blocks.finish(scan.clusters.end())?;
@@ -61,11 +61,11 @@ pub(super) fn repair(
     header.refcount_table_clusters = table.clusters as u32;
     header.clear_dirty();
     header.put(header_block);
-    let written = storage
+    let result = storage
         .flush()
         .and_then(|()| storage.write_at(HostOffset::START.in_file(), header_block))
         .and_then(|()| storage.flush());
-    Ok(written.doing("writing the header", HostOffset::START)?)
+    Ok(result.doing("writing the header", HostOffset::START)?)
 }
 
 /// Writes refcounts to the file, in ascending order.
@@ -106,8 +106,8 @@ impl Blocks<'_> {
         if self.used {
             at = self.next.start(&self.g);
             self.next += 1;
-            let written = self.storage.write_at(at.in_file(), &self.block);
-            written.doing("writing refcounts", at)?;
+            let result = self.storage.write_at(at.in_file(), &self.block);
+            result.doing("writing refcounts", at)?;
             self.block.fill(0);
             self.used = false;
         }
@@ -148,12 +148,12 @@ impl Blocks<'_> {
             self.end_block()?;
         }
         let mut bytes = vec![0; (table << self.g.cluster_bits) as usize];
-        for (place, &block) in self.table.iter().enumerate() {
-            put64(&mut bytes, place * 8, block.bytes());
+        for (index, &block) in self.table.iter().enumerate() {
+            put64(&mut bytes, index * 8, block.bytes());
         }
         let at = self.next.start(&self.g);
-        let wrote = self.storage.write_at(at.in_file(), &bytes);
-        wrote.doing("writing the refcount table", at)?;
+        let result = self.storage.write_at(at.in_file(), &bytes);
+        result.doing("writing the refcount table", at)?;
         Ok(Run {
             first: self.next,
             clusters: table,

@@ -32,7 +32,7 @@ use crate::bytes::{be64, put64};
 type NewEntry = (GuestCluster, [u64; 2]);
 
 /// Entries in a piece: the offset in it in bytes, the cluster and the words.
-type Places<'a> = &'a mut dyn Iterator<Item = (usize, GuestCluster, [u64; 2])>;
+type Entries<'a> = &'a mut dyn Iterator<Item = (usize, GuestCluster, [u64; 2])>;
 
 /// Changes between two progress reports. Each change may have to read a refcount block from slow storage.
 const PROGRESS_EVERY: u64 = 64;
@@ -53,14 +53,14 @@ impl Qcow2 {
     /// Reads the journal of an image that has just been opened for writing, and replays it.
     pub(super) fn replay_journal(
         &self,
-        place: JournalFile,
+        file: JournalFile,
         tell: ReportProgress<'_>,
     ) -> Result<(), Qcow2Error> {
         let (journal_bits, snapshots) = {
             let header = &self.lock().header;
             (journal_bits(header), header.snapshots > 0)
         };
-        let found = read(&place, journal_bits).map_err(Qcow2Error::Journal)?;
+        let found = read(&file, journal_bits).map_err(Qcow2Error::Journal)?;
         // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
         let elsewhere = match &found {
             Found::Missing => true,
@@ -70,8 +70,8 @@ impl Qcow2 {
         let foreign = matches!(found, Found::Outdated);
         match found {
             Found::Nothing => {}
-            Found::Outdated => (place.on_event)(JournalEvent::Outdated),
-            Found::Missing => (place.on_event)(JournalEvent::Missing { snapshots }),
+            Found::Outdated => (file.on_event)(JournalEvent::Outdated),
+            Found::Missing => (file.on_event)(JournalEvent::Missing { snapshots }),
             Found::Changes { changes, .. } if changes.is_empty() => {}
             Found::Changes { changes, all } => {
                 self.replay(&changes, all, tell)
@@ -79,10 +79,10 @@ impl Qcow2 {
                         ReplayError::Image(error) => Qcow2Error::Replay(error),
                         ReplayError::Stopped => Qcow2Error::Stopped,
                     })?;
-                (place.on_event)(JournalEvent::Replayed(changes.len() as u64));
+                (file.on_event)(JournalEvent::Replayed(changes.len() as u64));
             }
         }
-        self.lock().journal = Some(Journal::new(place, !elsewhere, foreign));
+        self.lock().journal = Some(Journal::new(file, !elsewhere, foreign));
         Ok(())
     }
 
@@ -225,17 +225,18 @@ impl Qcow2 {
     ) -> Result<Vec<(Entry, Option<HostOffset>)>, ReplayError> {
         let mut replaced = Vec::new();
         self.each_piece(entries, count, |piece, changes| {
-            for (place, cluster, words) in changes {
+            for (offset, cluster, words) in changes {
                 let at = cluster.start(&self.g);
                 let new = match Entry::decode(&self.g, words[0], words[1]) {
                     Ok(Entry::Standard(new)) => new,
                     _ => return Err(ImageError::damaged_disk("a new L2 entry is invalid", at)),
                 };
-                let bitmap = match self.g.extended {
-                    true => be64(&piece.bytes, place + 8),
-                    false => 0,
+                let bitmap = if self.g.extended {
+                    be64(&piece.bytes, offset + 8)
+                } else {
+                    0
                 };
-                let Ok(old) = Entry::decode(&self.g, be64(&piece.bytes, place), bitmap) else {
+                let Ok(old) = Entry::decode(&self.g, be64(&piece.bytes, offset), bitmap) else {
                     return Err(ImageError::damaged_disk("an L2 entry leads nowhere", at));
                 };
                 if let Some(host) = new.host.filter(|_| !self.g.external) {
@@ -274,9 +275,9 @@ impl Qcow2 {
         count: &mut Counted<'_>,
     ) -> Result<(), ReplayError> {
         self.each_piece(entries, count, |piece, changes| {
-            for (place, _, words) in changes {
+            for (offset, _, words) in changes {
                 let words = &words[..self.g.words()];
-                for (at, &word) in (place..).step_by(8).zip(words) {
+                for (at, &word) in (offset..).step_by(8).zip(words) {
                     put64(&mut piece.bytes, at, word);
                 }
             }
@@ -291,7 +292,7 @@ impl Qcow2 {
         &self,
         entries: &[NewEntry],
         count: &mut Counted<'_>,
-        mut visit: impl FnMut(&mut Piece, Places<'_>) -> Result<(), ImageError>,
+        mut visit: impl FnMut(&mut Piece, Entries<'_>) -> Result<(), ImageError>,
     ) -> Result<(), ReplayError> {
         let entry_bytes = 8 * self.g.words();
         let per_piece = self.g.piece() / entry_bytes as u64;
@@ -316,11 +317,11 @@ impl Qcow2 {
                 return Err(ImageError::damaged("the file ends before an L2 table", at).into());
             }
             let mut piece = Piece { at, bytes };
-            let places = group.iter().map(|&(cluster, words)| {
-                let place = (cluster - first) as usize * entry_bytes;
-                (place, cluster, words)
+            let entries = group.iter().map(|&(cluster, words)| {
+                let offset = (cluster - first) as usize * entry_bytes;
+                (offset, cluster, words)
             });
-            visit(&mut piece, &mut { places })?;
+            visit(&mut piece, &mut { entries })?;
             count.done += group.len() as u64;
             count.tell()?;
         }
@@ -339,9 +340,10 @@ impl Counted<'_> {
     /// Counts a change.
     fn one(&mut self) -> Result<(), ReplayError> {
         self.done += 1;
-        match self.done.is_multiple_of(PROGRESS_EVERY) {
-            true => self.tell(),
-            false => Ok(()),
+        if self.done.is_multiple_of(PROGRESS_EVERY) {
+            self.tell()
+        } else {
+            Ok(())
         }
     }
 

@@ -192,9 +192,10 @@ impl<'a> Scan<'a> {
         if self.header.autoclear & AUTOCLEAR_BITMAPS == 0 {
             return Ok(());
         }
-        let entries = match sound && len <= BITMAP_DIRECTORY_BYTES_MAX {
-            true => bitmap_directory(&self.read(at, len)?, extension.bitmaps),
-            false => None,
+        let entries = if sound && len <= BITMAP_DIRECTORY_BYTES_MAX {
+            bitmap_directory(&self.read(at, len)?, extension.bitmaps)
+        } else {
+            None
         };
         let Some(entries) = entries else {
             let what = "the bitmap directory is not understood";
@@ -306,10 +307,10 @@ impl<'a> Scan<'a> {
         mut wrong: impl FnMut(HostOffset, [u8; 8]) -> Result<(), ImageError>,
     ) -> Result<(), ScanError> {
         let mut check = |at: HostOffset, word: u64, host: HostOffset| {
-            let Some(place) = range.position(host.cluster(&self.g)) else {
+            let Some(index) = range.position(host.cluster(&self.g)) else {
                 return Ok(());
             };
-            let own = counts[place] == 1;
+            let own = counts[index] == 1;
             if own == (word & COPIED != 0) {
                 return Ok(());
             }
@@ -317,9 +318,9 @@ impl<'a> Scan<'a> {
             put64(&mut bytes, 0, word ^ COPIED);
             wrong(at, bytes)
         };
-        for (place, &word) in self.l1.iter().enumerate() {
+        for (index, &word) in self.l1.iter().enumerate() {
             if let Ok(Some(host)) = table_at(&self.g, word) {
-                check(self.header.l1_at + place as u64 * 8, word, host)?;
+                check(self.header.l1_at + index as u64 * 8, word, host)?;
             }
         }
         if self.g.external {
@@ -328,12 +329,12 @@ impl<'a> Scan<'a> {
         let each = self.g.words();
         for (&at, _) in self.tables.iter().filter(|(_, (_, active))| *active) {
             let words = self.words(at, self.g.cluster() / 8)?;
-            for (place, entry) in words.chunks_exact(each).enumerate() {
+            for (index, entry) in words.chunks_exact(each).enumerate() {
                 let bitmap = entry.get(1).copied().unwrap_or(0);
                 if let Ok(Entry::Standard(standard)) = Entry::decode(&self.g, entry[0], bitmap)
                     && let Some(host) = standard.host
                 {
-                    check(at + (place * each * 8) as u64, entry[0], host)?;
+                    check(at + (index * each * 8) as u64, entry[0], host)?;
                 }
             }
         }

@@ -403,13 +403,15 @@ impl Qcow2 {
     ) -> Result<Vec<Fill>, Retry> {
         let g = &self.g;
         let (first, last) = (GuestCluster::of(at, g), GuestCluster::of(end.before(), g));
-        let begin = match self.copied_whole(first)? {
-            true => first.start(g),
-            false => at.down_to(self.allocation_bytes()),
+        let begin = if self.copied_whole(first)? {
+            first.start(g)
+        } else {
+            at.down_to(self.allocation_bytes())
         };
-        let stop = match self.copied_whole(last)? {
-            true => (last + 1).start(g),
-            false => end.up_to(self.allocation_bytes()),
+        let stop = if self.copied_whole(last)? {
+            (last + 1).start(g)
+        } else {
+            end.up_to(self.allocation_bytes())
         };
         let mut fills = Vec::new();
         // The part after the end of the disk becomes zeroes, as far as the file may have it.

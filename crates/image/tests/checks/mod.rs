@@ -228,9 +228,12 @@ fn open(file: Arc<Bytes>, read_only: bool, journal: Option<JournalFile>) -> Opti
         punch: true,
         journal,
         flush_changes: false,
-        progress: &mut |progress| match progress.done > 1000 {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
+        progress: &mut |progress| {
+            if progress.done > 1000 {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
         },
     };
     let opened = Chain::open(top, &allowed, &mut NoFiles, options);

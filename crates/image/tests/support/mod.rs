@@ -60,9 +60,10 @@ impl Disk {
             .open(path)
             .unwrap();
         let allowed = AllowedDirectories::of_image(path).unwrap();
-        let format = match path.extension().is_some_and(|e| e == "raw") {
-            true => LayerFormat::Raw,
-            false => LayerFormat::Qcow2,
+        let format = if path.extension().is_some_and(|e| e == "raw") {
+            LayerFormat::Raw
+        } else {
+            LayerFormat::Qcow2
         };
         Self::with(Arc::new(PlainFile(file)), path, format, &allowed, how)
     }
@@ -108,9 +109,12 @@ impl Disk {
             punch: true,
             flush_changes: journal.is_some(),
             journal,
-            progress: &mut |_| match how.stopped {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(()),
+            progress: &mut |_| {
+                if how.stopped {
+                    ControlFlow::Break(())
+                } else {
+                    ControlFlow::Continue(())
+                }
             },
         };
         let chain = Chain::open(top, allowed, files, options)?;

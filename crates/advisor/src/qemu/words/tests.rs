@@ -133,9 +133,9 @@ fn words_are_split_as_in_a_shell() {
             .status()
             .unwrap();
         let _ = ran;
-        let said = std::fs::read_to_string(&out).unwrap();
+        let output = std::fs::read_to_string(&out).unwrap();
         let mut ran: Vec<Vec<String>> = vec![Vec::new()];
-        for word in said.split_terminator('\0') {
+        for word in output.split_terminator('\0') {
             match word {
                 "\n" => ran.push(Vec::new()),
                 word => ran.last_mut().unwrap().push(word.to_owned()),

@@ -39,9 +39,9 @@ pub(in crate::qcow2) fn journal_bits(header: &Header) -> JournalBits {
 ///
 /// # Errors
 /// The journal cannot be read, has lost acknowledged changes, or is longer than any journal can be.
-pub(in crate::qcow2) fn read(place: &JournalFile, image: JournalBits) -> io::Result<Found> {
+pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Result<Found> {
     let marked = image.bits & MARK != 0;
-    let contents = match Contents::read(&*place.storage)? {
+    let contents = match Contents::read(&*file.storage)? {
         Ok(contents) => contents,
         Err(NoSlot::Damaged) if marked => {
             let problem = "its first bytes, which describe its content, are damaged";
@@ -51,7 +51,7 @@ pub(in crate::qcow2) fn read(place: &JournalFile, image: JournalBits) -> io::Res
         Err(NoSlot::Empty) if marked => return Ok(Found::Missing),
         Err(NoSlot::Empty) => return Ok(Found::Nothing),
     };
-    match (contents.match_image(&place.identity, image), contents.empty) {
+    match (contents.match_image(&file.identity, image), contents.empty) {
         (JournalMatch::Complete, true) => Ok(Found::Nothing),
         (JournalMatch::Complete, false) => Ok(Found::Changes {
             changes: contents.changes,
@@ -69,9 +69,9 @@ pub(in crate::qcow2) fn read(place: &JournalFile, image: JournalBits) -> io::Res
 
 /// Whether there is a journal here for an image whose header says this, even one that keeps the image from being
 /// opened.
-pub(in crate::qcow2) fn fits(place: &JournalFile, image: JournalBits) -> bool {
-    match Contents::read(&*place.storage) {
-        Ok(Ok(found)) => found.match_image(&place.identity, image) != JournalMatch::None,
+pub(in crate::qcow2) fn fits(file: &JournalFile, image: JournalBits) -> bool {
+    match Contents::read(&*file.storage) {
+        Ok(Ok(found)) => found.match_image(&file.identity, image) != JournalMatch::None,
         Ok(Err(NoSlot::Empty)) => false,
         Ok(Err(NoSlot::Damaged)) | Err(_) => image.bits & MARK != 0,
     }
@@ -153,9 +153,10 @@ impl Contents {
     fn read(journal: &dyn Storage) -> io::Result<Result<Self, NoSlot>> {
         let size = journal.size()?;
         let Some(slot) = Slot::newest(journal)? else {
-            return Ok(Err(match size > RECORDS_AT.0 {
-                true => NoSlot::Damaged,
-                false => NoSlot::Empty,
+            return Ok(Err(if size > RECORDS_AT.0 {
+                NoSlot::Damaged
+            } else {
+                NoSlot::Empty
             }));
         };
         let bytes = size.saturating_sub(slot.start.0);
