@@ -252,7 +252,8 @@ fn writes_lost_by_the_page_cache_are_never_acknowledged() {
         let before = storage.asked();
         for queue in &mut device.queues {
             assert_eq!(queue.run(Op::Flush, 0, 0), IO_ERROR);
-            assert_eq!(queue.run(Op::Read, 0, 512), OK);
+            // The storage also fails three reads of a thousand.
+            assert!((0..10).any(|_| queue.run(Op::Read, 0, 512) == OK));
         }
         assert_eq!(
             storage.asked(),
