@@ -58,9 +58,7 @@ impl DiskSpec {
             let limit = limit.transpose();
             limit.map_err(|problem| Problem::Value(key, problem))
         })?;
-        disk.limits
-            .check()
-            .map_err(|e| Problem::Value(limits::key_of(&e), e.to_string()))?;
+        disk.limits.check()?;
         disk.check_rbd()?;
         Ok(disk)
     }
@@ -241,7 +239,7 @@ mod tests {
             ("null:1000", "positive multiple of 512"),
             ("null:", "no size"),
             ("a,iops=1,iops_rd=1", "exclude each other"),
-            ("a,iops-max=5", "needs a limit"),
+            ("a,iops-max=5", "': iops: a burst (max) needs a limit"),
             ("a,queues=2,3", "'3' is not key=value"),
             ("file=a,aio=epoll", "auto, io_uring, native, threads"),
             ("file=a,format=vmdk", "neither raw nor qcow2"),

@@ -3,7 +3,7 @@
 use std::fmt::{self, Display};
 use std::path::PathBuf;
 
-use block::{Aio, CacheMode, DetectZeroes, Discard, OnError, ThrottleLimits};
+use block::{Aio, CacheMode, DetectZeroes, Discard, OnError, ThrottleError, ThrottleLimits};
 use image::Format;
 use rbd::Location;
 use thiserror::Error;
@@ -98,6 +98,9 @@ pub enum Problem {
     Twice(&'static str),
     #[error("{0}: {1}")]
     Value(&'static str, String),
+    /// The limits contradict each other.
+    #[error(transparent)]
+    Limits(#[from] ThrottleError),
     #[error("no file; write its path, as in 'vm1.raw' or 'file=/dev/vg0/vm1'")]
     NoFile,
 }
@@ -108,6 +111,7 @@ impl Problem {
         match self {
             Self::UnknownKey(key, _) => Some(key),
             Self::Twice(key) | Self::Value(key, _) => Some(key),
+            Self::Limits(error) => Some(crate::config::limits::key_of(error)),
             Self::NoValue(_) | Self::NoFile => None,
         }
     }

@@ -326,7 +326,7 @@ impl<'a> Stage<'a> {
         self.piece_done()
     }
 
-    /// The piece is done, and what comes after it is looked up.
+    /// Ends this piece, and finds the next step of its request.
     #[inline(always)]
     fn piece_done(self) -> Next {
         self.request.advance(self.request.len);
