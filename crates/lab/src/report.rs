@@ -2,6 +2,7 @@
 
 mod advice;
 mod charts;
+mod grid;
 mod html;
 mod ratios;
 mod tables;

@@ -3,124 +3,12 @@
 use harness::histogram::Histogram;
 use harness::svg::{Anchor, Svg, short, ticks, width};
 
-use crate::analysis::{Analysis, Question};
-use crate::plan::workload::KEYS;
+use super::grid::Grid;
+use crate::analysis::Question;
 use crate::stats::Verdict;
 
 /// Colours of the page's style: what a chart does not have room for is in the table.
 pub const COLOURS: usize = 8;
-
-/// A plan's loads as rows and columns: one key makes the columns, and the others the rows.
-pub struct Grid {
-    /// The key of the columns; empty if there is one only.
-    pub key: &'static str,
-    /// The values of the columns.
-    pub columns: Vec<String>,
-    /// Rows by name: the load of each column.
-    pub rows: Vec<(String, Vec<Option<usize>>)>,
-}
-
-impl Grid {
-    /// Of the loads of a plan. The columns are those of the key with most values, depth before all others.
-    pub fn of(analysis: &Analysis) -> Grid {
-        let loads = &analysis.plan().workloads;
-        let values = |key: &str| {
-            let mut values: Vec<String> = Vec::new();
-            for load in loads
-                .iter()
-                .map(|load| load.get(key))
-                .filter(|value| value != "-" && value != "none")
-            {
-                if !values.contains(&load) {
-                    values.push(load);
-                }
-            }
-            values
-        };
-        let wanted = ["iodepth", "rate", "numjobs", "bs"];
-        let key = wanted
-            .into_iter()
-            .max_by_key(|key| (values(key).len(), *key == "iodepth"))
-            .unwrap_or("iodepth");
-        let mut columns = values(key);
-        columns.sort_by_key(|column| crate::plan::units::size(column).unwrap_or(0));
-        if columns.len() < 2 {
-            let rows = loads
-                .iter()
-                .enumerate()
-                .map(|(index, load)| (load.name.clone(), vec![Some(index)]))
-                .collect();
-            return Grid {
-                key: "",
-                columns: vec![String::new()],
-                rows,
-            };
-        }
-        let mut rows: Vec<(Vec<String>, String, Vec<Option<usize>>)> = Vec::new();
-        let varied: Vec<&str> = KEYS
-            .into_iter()
-            .filter(|other| *other != key && values(other).len() > 1)
-            .collect();
-        for (index, load) in loads.iter().enumerate() {
-            // A load with a name of its own stands alone.
-            let own_name = (load.clone().named().name
-                != crate::plan::Workload {
-                    name: String::new(),
-                    ..load.clone()
-                }
-                .named()
-                .name)
-                .then(|| load.name.clone());
-            let rest: Vec<String> = varied
-                .iter()
-                .map(|key| load.get(key))
-                .chain(own_name.clone())
-                .collect();
-            let column = columns.iter().position(|value| *value == load.get(key));
-            let name = own_name.unwrap_or_else(|| {
-                let words: Vec<String> = varied
-                    .iter()
-                    .map(|key| load.get(key))
-                    .filter(|value| value != "-")
-                    .collect();
-                if words.is_empty() {
-                    format!("{} {}", load.get("rw"), load.get("bs"))
-                } else {
-                    words.join(" ")
-                }
-            });
-            let row = match rows.iter().position(|(key, ..)| *key == rest) {
-                Some(row) => row,
-                None => {
-                    rows.push((rest, name, vec![None; columns.len()]));
-                    rows.len() - 1
-                }
-            };
-            if let Some(column) = column {
-                rows[row].2[column] = Some(index);
-            }
-        }
-        Grid {
-            key,
-            columns,
-            rows: rows
-                .into_iter()
-                .map(|(_, name, loads)| (name, loads))
-                .collect(),
-        }
-    }
-
-    /// What the columns are, for an axis.
-    pub fn title(&self) -> &'static str {
-        match self.key {
-            "iodepth" => "depth",
-            "rate" => "offered requests per second",
-            "numjobs" => "jobs",
-            "bs" => "block size",
-            _ => "",
-        }
-    }
-}
 
 /// A series of a chart: a point for each column, with its interval.
 pub struct Series {
@@ -128,11 +16,85 @@ pub struct Series {
     pub colour: usize,
     /// Its name.
     pub name: String,
-    /// Value, low and high.
-    pub points: Vec<Option<(f64, f64, f64)>>,
+    /// `None` where nothing was measured.
+    pub points: Vec<Option<Point>>,
 }
 
+/// A value with the low and the high end of its interval.
+pub type Point = (f64, f64, f64);
+
+/// The size of the area for points.
 const PLOT: (f64, f64) = (300.0, 170.0);
+/// What is above that area: two titles.
+const ABOVE: f64 = 46.0;
+/// What is below it: the names of the columns, and what they are.
+const BELOW: f64 = 40.0;
+
+/// A chart with columns: titles, a grid, and labels on both axes.
+struct Frame {
+    svg: Svg,
+    /// The left edge of the area for points.
+    left: f64,
+    columns: usize,
+}
+
+impl Frame {
+    /// Heights of grid lines are shares of the area, from the bottom.
+    fn new(
+        title: &str,
+        unit: &str,
+        x_title: &str,
+        columns: &[&str],
+        grid: &[(f64, String)],
+    ) -> Frame {
+        let labels = grid.iter().map(|(_, label)| width(label));
+        let left = 14.0 + labels.fold(0.0, f64::max);
+        let total = (left + PLOT.0 + 20.0).max(width(title) * 1.15 + 10.0);
+        let mut frame = Frame {
+            svg: Svg::new(total, ABOVE + PLOT.1 + BELOW),
+            left,
+            columns: columns.len(),
+        };
+        frame.svg.text((0.0, 13.0), Anchor::Start, "t b", title);
+        frame.svg.text((0.0, 28.0), Anchor::Start, "t s", unit);
+        for (height, label) in grid {
+            let y = Frame::y(*height);
+            frame.svg.line(&[(left, y), (left + PLOT.0, y)], "grid");
+            let at = (left - 6.0, y + 4.0);
+            frame.svg.text(at, Anchor::End, "t s", label);
+        }
+        frame.label_columns(columns);
+        let middle = (left + PLOT.0 / 2.0, ABOVE + PLOT.1 + 33.0);
+        frame.svg.text(middle, Anchor::Middle, "t s", x_title);
+        frame
+    }
+
+    /// Labels every column, or every second, third and so on if they would overlap.
+    fn label_columns(&mut self, columns: &[&str]) {
+        let widths = columns.iter().map(|column| width(column) + 8.0);
+        let widest = widths.fold(1.0, f64::max);
+        let every = (widest / self.step()).ceil().max(1.0) as usize;
+        for (index, column) in columns.iter().enumerate().step_by(every) {
+            let at = (self.x(index), ABOVE + PLOT.1 + 16.0);
+            self.svg.text(at, Anchor::Middle, "t s", column);
+        }
+    }
+
+    /// The distance of two columns.
+    fn step(&self) -> f64 {
+        PLOT.0 / self.columns as f64
+    }
+
+    /// The middle of a column.
+    fn x(&self, column: usize) -> f64 {
+        self.left + self.step() * (column as f64 + 0.5)
+    }
+
+    /// A height as a share of the area.
+    fn y(height: f64) -> f64 {
+        ABOVE + PLOT.1 * (1.0 - height)
+    }
+}
 
 /// Lines over columns, with intervals.
 pub fn lines(
@@ -149,102 +111,90 @@ pub fn lines(
         .fold(0.0, f64::max);
     let ticks = ticks(most);
     let top = ticks.last().copied().unwrap_or(1.0);
-    let labels: Vec<String> = ticks.iter().map(|tick| short(*tick)).collect();
-    let left = 14.0 + labels.iter().map(|label| width(label)).fold(0.0, f64::max);
-    let (plot_width, plot_height) = PLOT;
-    let (upper, lower) = (46.0, 40.0);
-    let total = (left + plot_width + 20.0).max(width(title) * 1.15 + 10.0);
-    let mut svg = Svg::new(total, upper + plot_height + lower);
-    svg.text((0.0, 13.0), Anchor::Start, "t b", title);
-    svg.text((0.0, 28.0), Anchor::Start, "t s", unit);
-    let y = |value: f64| upper + plot_height * (1.0 - value / top);
-    let step = plot_width / columns.len() as f64;
-    let x = |column: usize| left + step * (column as f64 + 0.5);
-    for (tick, label) in ticks.iter().zip(&labels) {
-        svg.line(&[(left, y(*tick)), (left + plot_width, y(*tick))], "grid");
-        svg.text((left - 6.0, y(*tick) + 4.0), Anchor::End, "t s", label);
-    }
-    // As many labels as there is room for.
-    let widest = columns
+    let grid: Vec<_> = ticks
         .iter()
-        .map(|column| width(column) + 8.0)
-        .fold(1.0, f64::max);
-    let every = (widest / step).ceil().max(1.0) as usize;
-    for (index, column) in columns.iter().enumerate().step_by(every) {
-        svg.text(
-            (x(index), upper + plot_height + 16.0),
-            Anchor::Middle,
-            "t s",
-            column,
-        );
-    }
-    svg.text(
-        (left + plot_width / 2.0, upper + plot_height + 33.0),
-        Anchor::Middle,
-        "t s",
-        x_title,
-    );
-    let many = series.len() as f64;
+        .map(|tick| (tick / top, short(*tick)))
+        .collect();
+    let names: Vec<&str> = columns.iter().map(String::as_str).collect();
+    let mut frame = Frame::new(title, unit, x_title, &names, &grid);
     for (index, line) in series.iter().enumerate() {
-        let colour = line.colour % COLOURS;
-        let present: Vec<(usize, (f64, f64, f64))> = line
+        let points: Vec<(usize, Point)> = line
             .points
             .iter()
             .enumerate()
             .filter_map(|(column, point)| Some((column, (*point)?)))
             .collect();
-        let upper_edge = present
-            .iter()
-            .map(|(column, point)| (x(*column), y(point.2)));
-        let lower_edge = present
-            .iter()
-            .rev()
-            .map(|(column, point)| (x(*column), y(point.1.max(0.0))));
-        match present.len() {
-            0 => continue,
-            1 => {
-                // Single points stand side by side, with whiskers.
-                let (column, point) = present[0];
-                let at =
-                    x(column) + (index as f64 - (many - 1.0) / 2.0) * (step * 0.7 / many).min(24.0);
-                svg.line(
-                    &[(at, y(point.1.max(0.0))), (at, y(point.2))],
-                    &format!("l c{colour}"),
-                );
-                svg.dot(
-                    (at, y(point.0)),
-                    &format!("d c{colour}"),
-                    &format!("{}: {}", line.name, short(point.0)),
-                );
+        match points[..] {
+            [] => {}
+            [(column, point)] => {
+                let x = beside_others(&frame, column, index, series.len());
+                whisker(&mut frame, line, x, point, top);
             }
             _ => {
-                svg.area(
-                    &upper_edge.chain(lower_edge).collect::<Vec<_>>(),
-                    &format!("band c{colour}"),
-                );
-                svg.line(
-                    &present
-                        .iter()
-                        .map(|(column, point)| (x(*column), y(point.0)))
-                        .collect::<Vec<_>>(),
-                    &format!("l c{colour}"),
-                );
-                for (column, point) in present {
-                    let told = format!(
-                        "{}, {} {}: {} [{}, {}]",
+                let tooltip = |column: usize, (value, low, high): Point| {
+                    format!(
+                        "{}, {x_title} {}: {} [{}, {}]",
                         line.name,
-                        x_title,
                         columns[column],
-                        short(point.0),
-                        short(point.1),
-                        short(point.2)
-                    );
-                    svg.dot((x(column), y(point.0)), &format!("d c{colour}"), &told);
-                }
+                        short(value),
+                        short(low),
+                        short(high)
+                    )
+                };
+                band(&mut frame, line.colour, &points, top, tooltip);
             }
         }
     }
-    svg.finish(&format!("{title}, {unit}"))
+    frame.svg.finish(&format!("{title}, {unit}"))
+}
+
+/// Where a single point of one series of several stands.
+fn beside_others(frame: &Frame, column: usize, index: usize, series: usize) -> f64 {
+    let from_middle = index as f64 - (series as f64 - 1.0) / 2.0;
+    let distance = (frame.step() * 0.7 / series as f64).min(24.0);
+    frame.x(column) + from_middle * distance
+}
+
+/// A single point with its interval.
+fn whisker(frame: &mut Frame, line: &Series, x: f64, (value, low, high): Point, top: f64) {
+    let y = |value: f64| Frame::y(value / top);
+    let colour = line.colour % COLOURS;
+    let ends = [(x, y(low.max(0.0))), (x, y(high))];
+    frame.svg.line(&ends, &format!("l c{colour}"));
+    let tooltip = format!("{}: {}", line.name, short(value));
+    frame
+        .svg
+        .dot((x, y(value)), &format!("d c{colour}"), &tooltip);
+}
+
+/// Points with a line through them, and a band of their intervals.
+fn band(
+    frame: &mut Frame,
+    colour: usize,
+    points: &[(usize, Point)],
+    top: f64,
+    tooltip: impl Fn(usize, Point) -> String,
+) {
+    let colour = colour % COLOURS;
+    let at = |frame: &Frame, column: usize, value: f64| (frame.x(column), Frame::y(value / top));
+    let upper = points
+        .iter()
+        .map(|(column, (_, _, high))| at(frame, *column, *high));
+    let lower = points
+        .iter()
+        .rev()
+        .map(|(column, (_, low, _))| at(frame, *column, low.max(0.0)));
+    let edge: Vec<_> = upper.chain(lower).collect();
+    let middle: Vec<_> = points
+        .iter()
+        .map(|(column, (value, _, _))| at(frame, *column, *value))
+        .collect();
+    frame.svg.area(&edge, &format!("band c{colour}"));
+    frame.svg.line(&middle, &format!("l c{colour}"));
+    for ((column, point), at) in points.iter().zip(middle) {
+        let tooltip = tooltip(*column, *point);
+        frame.svg.dot(at, &format!("d c{colour}"), &tooltip);
+    }
 }
 
 /// Gains and losses of one comparison, all loads.
@@ -489,39 +439,18 @@ pub fn distribution(title: &str, series: &[(usize, String, &Histogram)]) -> Stri
         .ceil()
         .max(low + 1.0);
     let decades: Vec<f64> = (low as i32..=high as i32).map(f64::from).collect();
-    let labels: Vec<String> = decades
+    let height = |us: f64| (us.log10() - low) / (high - low);
+    let grid: Vec<_> = decades
         .iter()
-        .map(|decade| latency(10_f64.powf(*decade)))
+        .map(|decade| 10_f64.powf(*decade))
+        .map(|us| (height(us), latency(us)))
         .collect();
-    let left = 14.0 + labels.iter().map(|label| width(label)).fold(0.0, f64::max);
-    let (plot_width, plot_height) = PLOT;
-    let (upper, lower) = (46.0, 40.0);
-    let mut svg = Svg::new(
-        (left + plot_width + 20.0).max(width(title) * 1.15 + 10.0),
-        upper + plot_height + lower,
-    );
-    svg.text((0.0, 13.0), Anchor::Start, "t b", title);
-    svg.text((0.0, 28.0), Anchor::Start, "t s", "latency, logarithmic");
-    let y = |us: f64| upper + plot_height * (1.0 - (us.log10() - low) / (high - low));
-    let x = |index: usize| left + plot_width / NINES.len() as f64 * (index as f64 + 0.5);
-    for (decade, label) in decades.iter().zip(&labels) {
-        let at = y(10_f64.powf(*decade));
-        svg.line(&[(left, at), (left + plot_width, at)], "grid");
-        svg.text((left - 6.0, at + 4.0), Anchor::End, "t s", label);
-    }
-    for (index, (_, name)) in NINES.iter().enumerate() {
-        svg.text(
-            (x(index), upper + plot_height + 16.0),
-            Anchor::Middle,
-            "t s",
-            name,
-        );
-    }
-    svg.text(
-        (left + plot_width / 2.0, upper + plot_height + 33.0),
-        Anchor::Middle,
-        "t s",
+    let mut frame = Frame::new(
+        title,
+        "latency, logarithmic",
         "percent of all requests",
+        &NINES.map(|(_, name)| name),
+        &grid,
     );
     for (colour, name, histogram) in series {
         let points: Vec<(usize, f64)> = NINES
@@ -530,23 +459,16 @@ pub fn distribution(title: &str, series: &[(usize, String, &Histogram)]) -> Stri
             .filter(|(_, (share, _))| known(histogram, *share))
             .filter_map(|(index, (share, _))| Some((index, value(histogram, *share)?)))
             .collect();
-        let class = colour % COLOURS;
-        svg.line(
-            &points
-                .iter()
-                .map(|(index, us)| (x(*index), y(*us)))
-                .collect::<Vec<_>>(),
-            &format!("l c{class}"),
-        );
-        for (index, us) in points {
-            svg.dot(
-                (x(index), y(us)),
-                &format!("d c{class}"),
-                &format!("{name}, {} %: {}", NINES[index].1, latency(us)),
-            );
+        let colour = colour % COLOURS;
+        let at = |(index, us): &(usize, f64)| (frame.x(*index), Frame::y(height(*us)));
+        let line: Vec<_> = points.iter().map(at).collect();
+        frame.svg.line(&line, &format!("l c{colour}"));
+        for ((index, us), at) in points.iter().zip(line) {
+            let tooltip = format!("{name}, {} %: {}", NINES[*index].1, latency(*us));
+            frame.svg.dot(at, &format!("d c{colour}"), &tooltip);
         }
     }
-    svg.finish(title)
+    frame.svg.finish(title)
 }
 
 /// Microseconds for people.

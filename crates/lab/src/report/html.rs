@@ -6,7 +6,8 @@ use harness::histogram::Histogram;
 use harness::svg::{escape, short};
 
 use super::advice::advice;
-use super::charts::{self, Grid, Series, latency, percent};
+use super::charts::{self, Series, latency, percent};
+use super::grid::Grid;
 use super::ratios;
 use crate::analysis::{Analysis, Outcome, Question};
 use crate::plan::words::Against;
