@@ -1,16 +1,17 @@
-//! Two results side by side: has anything become better or worse?
+//! Compares two results: what became faster or slower?
 
 use std::fmt::Write as _;
 
 use crate::analysis::Analysis;
 use crate::journal::Journal;
+use crate::plan::Case;
 use crate::stats::Verdict;
 use crate::stats::judge::{ERROR_RATE, discoveries};
 use crate::stats::sequential::Moments;
-use crate::stats::student::{above, quantile};
+use crate::stats::welch::Difference;
 
-/// Facts that must be the same, or the figures are not of the same thing. ringdisk itself may change: that is what
-/// most comparisons are about.
+/// Facts that must be equal, so that the figures are of the same thing. ringdisk itself may differ: most comparisons are
+/// about that.
 const SAME: [&str; 9] = [
     "cpu",
     "cpus",
@@ -25,7 +26,7 @@ const SAME: [&str; 9] = [
 /// Fewest samples on each side.
 const SAMPLES_MIN: usize = 3;
 
-/// What became of a configuration under a load.
+/// How a configuration under a load changed from one result to another.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Change {
     /// The configuration.
@@ -36,114 +37,112 @@ pub struct Change {
     pub change: f64,
     /// Its interval.
     pub interval: (f64, f64),
-    /// In words.
+    /// Whether it is more than chance.
     pub verdict: Verdict,
 }
 
-/// Compares what two results have in common.
+/// Compares the cells that two results have in common.
 ///
 /// # Errors
-/// They are of different machines or programs, and that is not `force`d; or they have nothing in common.
+/// They are from different machines or programs, and `force` is not set; or they have no cell in common.
 pub fn changes(before: &Journal, after: &Journal, force: bool) -> Result<Vec<Change>, String> {
-    let fact = |journal: &Journal, key: &str| {
-        journal
-            .header
-            .facts
-            .get(key)
-            .cloned()
-            .unwrap_or_else(|| "unknown".into())
+    check_comparable(before, after, force)?;
+    let cells = common_cells(before, after);
+    if cells.is_empty() {
+        return Err(format!(
+            "the results have no cell in common with {SAMPLES_MIN} samples on each side"
+        ));
+    }
+    let margin = after.plan.margin.ln_1p();
+    let differ = discoveries(&p_values(&cells, Difference::p_equal));
+    let same = discoveries(&p_values(&cells, |found| found.p_beyond(margin)));
+    let verdict = |index: usize, mean: f64| match (same[index], differ[index]) {
+        (true, _) => Verdict::Equivalent,
+        (_, true) if mean > 0.0 => Verdict::Gain,
+        (_, true) => Verdict::Loss,
+        _ => Verdict::Undecided,
     };
-    let other: Vec<String> = SAME
+    let changes = cells.into_iter().enumerate().map(|(index, cell)| {
+        let (low, high) = cell.difference.interval(ERROR_RATE);
+        Change {
+            case: cell.case,
+            workload: cell.workload,
+            change: cell.difference.mean.exp_m1(),
+            interval: (low.exp_m1(), high.exp_m1()),
+            verdict: verdict(index, cell.difference.mean),
+        }
+    });
+    Ok(changes.collect())
+}
+
+fn check_comparable(before: &Journal, after: &Journal, force: bool) -> Result<(), String> {
+    let fact = |journal: &Journal, key: &str| {
+        let facts = &journal.header.facts;
+        facts.get(key).cloned().unwrap_or_else(|| "unknown".into())
+    };
+    let differences: Vec<String> = SAME
         .iter()
-        .filter(|key| fact(before, key) != fact(after, key))
-        .map(|key| {
-            format!(
-                "{key}: {} before, {} after",
-                fact(before, key),
-                fact(after, key)
-            )
-        })
+        .map(|key| (key, fact(before, key), fact(after, key)))
+        .filter(|(_, before, after)| before != after)
+        .map(|(key, before, after)| format!("{key}: {before} before, {after} after"))
         .collect();
-    if !other.is_empty() && !force {
+    if !differences.is_empty() && !force {
         return Err(format!(
             "these results are not comparable; --force compares them all the same.\n  {}",
-            other.join("\n  ")
+            differences.join("\n  ")
         ));
     }
     if before.plan.runtime != after.plan.runtime || before.plan.size != after.plan.size {
         return Err("the results are of runs of other lengths, or of disks of other sizes".into());
     }
+    Ok(())
+}
+
+/// A configuration under a load that both results have.
+struct CommonCell {
+    case: String,
+    workload: String,
+    /// Of the logarithms of the scores
+    difference: Difference,
+}
+
+fn common_cells(before: &Journal, after: &Journal) -> Vec<CommonCell> {
     let (old, new) = (Analysis::of(before), Analysis::of(after));
-    let margin = after.plan.margin.ln_1p();
-    let mut found = Vec::new();
+    let mut cells = Vec::new();
     for (arm, case) in before.plan.cases.iter().enumerate() {
-        let same =
-            |other: &crate::plan::Case| other.name == case.name && other.settings == case.settings;
-        let Some(arm_after) = after.plan.cases.iter().position(same) else {
+        let is_same = |other: &Case| other.name == case.name && other.settings == case.settings;
+        let Some(arm_after) = after.plan.cases.iter().position(is_same) else {
             continue;
         };
         for (load, workload) in before.plan.workloads.iter().enumerate() {
-            let Some(load_after) = after
-                .plan
-                .workloads
-                .iter()
-                .position(|other| other == workload)
-            else {
+            let mut loads_after = after.plan.workloads.iter();
+            let Some(load_after) = loads_after.position(|other| other == workload) else {
                 continue;
             };
-            let logs = |analysis: &Analysis, arm, load| -> Moments {
-                let scores = analysis.scores(arm, load);
-                Moments::of(
-                    &scores
-                        .into_iter()
-                        .filter(|score| *score > 0.0)
-                        .map(f64::ln)
-                        .collect::<Vec<_>>(),
-                )
-            };
-            let (a, b) = (logs(&old, arm, load), logs(&new, arm_after, load_after));
-            if a.n.min(b.n) < SAMPLES_MIN {
-                continue;
+            let (from, to) = (
+                logarithms(&old, arm, load),
+                logarithms(&new, arm_after, load_after),
+            );
+            if from.n.min(to.n) >= SAMPLES_MIN {
+                cells.push(CommonCell {
+                    case: case.name.clone(),
+                    workload: workload.name.clone(),
+                    difference: Difference::of(&from, &to),
+                });
             }
-            // Welch's test: two sets of boots, which nothing pairs.
-            let (va, vb) = (a.error().powi(2), b.error().powi(2));
-            let error = (va + vb).sqrt();
-            let freedom =
-                (va + vb).powi(2) / (va * va / (a.n - 1) as f64 + vb * vb / (b.n - 1) as f64);
-            let mean = b.mean - a.mean;
-            let reach = quantile(ERROR_RATE / 2.0, freedom) * error;
-            let change = Change {
-                case: case.name.clone(),
-                workload: workload.name.clone(),
-                change: mean.exp_m1(),
-                interval: ((mean - reach).exp_m1(), (mean + reach).exp_m1()),
-                verdict: Verdict::Undecided,
-            };
-            let differ = 2.0 * above(mean.abs() / error, freedom);
-            let same = above((margin - mean.abs()) / error, freedom);
-            found.push((change, differ, same));
         }
     }
-    if found.is_empty() {
-        return Err(format!(
-            "the results have no cell in common with {SAMPLES_MIN} samples on each side"
-        ));
-    }
-    let differ = discoveries(&found.iter().map(|found| found.1).collect::<Vec<_>>());
-    let same = discoveries(&found.iter().map(|found| found.2).collect::<Vec<_>>());
-    let judged = found
-        .into_iter()
-        .enumerate()
-        .map(|(index, (change, ..))| Change {
-            verdict: match (same[index], differ[index]) {
-                (true, _) => Verdict::Equivalent,
-                (_, true) if change.change > 0.0 => Verdict::Gain,
-                (_, true) => Verdict::Loss,
-                _ => Verdict::Undecided,
-            },
-            ..change
-        });
-    Ok(judged.collect())
+    cells
+}
+
+fn logarithms(analysis: &Analysis<'_>, arm: usize, load: usize) -> Moments {
+    let scores = analysis.scores(arm, load);
+    let positive = scores.into_iter().filter(|score| *score > 0.0);
+    Moments::of(&positive.map(f64::ln).collect::<Vec<_>>())
+}
+
+fn p_values(cells: &[CommonCell], p: impl Fn(&Difference) -> f64) -> Vec<f64> {
+    cells.iter().map(|cell| p(&cell.difference)).collect()
 }
 
 /// The changes as a table.

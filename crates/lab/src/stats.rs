@@ -8,6 +8,7 @@ pub mod median;
 pub mod sequential;
 pub mod steady;
 pub mod student;
+pub mod welch;
 
 pub use judge::{Contrast, Judge, Verdict};
 pub use median::{Interval, median, median_interval};
