@@ -10,7 +10,7 @@ use harness::paths::find_program;
 use harness::random::Rng;
 use lab::analysis::Analysis;
 use lab::journal::{BootRecord, Ceiling, Cell, Header, Journal, Record, Sample};
-use lab::plan::Plan;
+use lab::plan::{Plan, Workload};
 use lab::window::Point;
 
 /// What the page is asked when it stands. Every text must lie within its drawing, and apart from all others; every
@@ -46,35 +46,16 @@ window.addEventListener('load', () => {
 /// A result of this plan, as if it had run: each case is a few percent better than the one before.
 fn result(plan: &str, blocks: u32) -> Journal {
     let parsed = Plan::parse(Path::new("plan.toml"), plan).unwrap();
-    let header = Header {
-        version: 1,
-        file: "plan.toml".into(),
-        plan: plan.into(),
-        jobs: BTreeMap::new(),
-        seed: 42,
-        started_ms: 0,
-        facts: [
-            (
-                "cpu",
-                "A processor with <markup> & a long name of many words, 64 cores",
-            ),
-            ("accelerator", "tcg"),
-        ]
-        .map(|(key, value)| (key.to_owned(), value.to_owned()))
-        .into(),
-        only: Vec::new(),
-        left_out: BTreeMap::new(),
-    };
-    let mut rng = Rng::new(7);
-    let mut records = vec![Record::Plan(header)];
-    for load in &parsed.workloads {
-        records.push(Record::Ceiling(Ceiling {
+    let mut records = vec![Record::Plan(header(plan))];
+    records.extend(parsed.workloads.iter().map(|load| {
+        Record::Ceiling(Ceiling {
             workload: load.name.clone(),
             disks: 1,
             iops: 500_000.0,
             mean_ns: 60_000.0,
-        }));
-    }
+        })
+    }));
+    let mut rng = Rng::new(7);
     for block in 0..blocks {
         for (arm, case) in parsed.cases.iter().chain(&parsed.cases[..1]).enumerate() {
             let twin = arm == parsed.cases.len();
@@ -89,39 +70,11 @@ fn result(plan: &str, blocks: u32) -> Journal {
                 effective: effective.into(),
                 boot_s: 2.0,
             }));
+            let better = 1.0 + 0.13 * if twin { 0.0 } else { arm as f64 };
             for load in &parsed.workloads {
-                let better = 1.0 + 0.13 * if twin { 0.0 } else { arm as f64 };
-                let iops = 9000.0
-                    * better
-                    * f64::from(load.iodepth).powf(0.7)
-                    * (0.03 * rng.normal()).exp();
-                let mean_ns = 1e9 * f64::from(load.iodepth) / iops;
-                let mut latencies = Histogram::default();
-                (1..60).for_each(|n| {
-                    latencies.add(
-                        (mean_ns * 1.1_f64.powi(n - 10)) as u64,
-                        9000 / (1 + n as u64 * n as u64 / 9),
-                    )
-                });
-                let point = |second: u32| Point {
-                    at_s: f64::from(second) + 0.5,
-                    iops,
-                    p50_ns: mean_ns as u64,
-                    p99_ns: (mean_ns * (2.0 + rng.unit())) as u64,
-                    max_ns: (mean_ns * 9.0) as u64,
-                };
-                let sample = Sample {
-                    iops,
-                    bytes_per_s: iops * load.bs as f64,
-                    mean_ns,
-                    latencies,
-                    series: (0..20).map(point).collect(),
-                    window_s: 20.0,
-                    cpu_us: Some(9.0 / better),
-                    switches: Some(1.5),
-                    ..Sample::default()
-                };
+                let sample = sample(load, better, &mut rng);
                 let failed = arm == 1 && block == 1;
+                let first_block = block == 0;
                 records.push(Record::Cell(Cell {
                     block,
                     case: case.name.clone(),
@@ -129,11 +82,10 @@ fn result(plan: &str, blocks: u32) -> Journal {
                     workload: load.name.clone(),
                     error: failed
                         .then(|| "QEMU ended (signal: 9)\nqemu.log:\nits last words".into()),
-                    flags: if block == 0 {
-                        vec!["starved: the CPUs had 1 % left".into()]
-                    } else {
-                        Vec::new()
-                    },
+                    flags: first_block
+                        .then(|| "starved: the CPUs had 1 % left".into())
+                        .into_iter()
+                        .collect(),
                     sample: (!failed).then_some(sample),
                     ..Cell::default()
                 }));
@@ -145,6 +97,53 @@ fn result(plan: &str, blocks: u32) -> Journal {
         .map(|record| serde_json::to_string(record).unwrap() + "\n")
         .collect();
     Journal::parse(&lines.concat()).unwrap()
+}
+
+fn header(plan: &str) -> Header {
+    let cpu = "A processor with <markup> & a long name of many words, 64 cores";
+    Header {
+        version: 1,
+        file: "plan.toml".into(),
+        plan: plan.into(),
+        jobs: BTreeMap::new(),
+        seed: 42,
+        started_ms: 0,
+        facts: [("cpu", cpu), ("accelerator", "tcg")]
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .into(),
+        only: Vec::new(),
+        left_out: BTreeMap::new(),
+    }
+}
+
+/// A sample with 3 % of noise; `better` multiplies its IOPS.
+fn sample(load: &Workload, better: f64, rng: &mut Rng) -> Sample {
+    let depth = f64::from(load.iodepth);
+    let iops = 9000.0 * better * depth.powf(0.7) * (0.03 * rng.normal()).exp();
+    let mean_ns = 1e9 * depth / iops;
+    let mut latencies = Histogram::default();
+    for n in 1..60 {
+        let ns = mean_ns * 1.1_f64.powi(n - 10);
+        latencies.add(ns as u64, 9000 / (1 + n as u64 * n as u64 / 9));
+    }
+    let point = |second: u32| Point {
+        at_s: f64::from(second) + 0.5,
+        iops,
+        p50_ns: mean_ns as u64,
+        p99_ns: (mean_ns * (2.0 + rng.unit())) as u64,
+        max_ns: (mean_ns * 9.0) as u64,
+    };
+    Sample {
+        iops,
+        bytes_per_s: iops * load.bs as f64,
+        mean_ns,
+        latencies,
+        series: (0..20).map(point).collect(),
+        window_s: 20.0,
+        cpu_us: Some(9.0 / better),
+        switches: Some(1.5),
+        ..Sample::default()
+    }
 }
 
 fn chromium() -> Option<PathBuf> {
