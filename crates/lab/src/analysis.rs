@@ -157,7 +157,7 @@ impl<'a> Analysis<'a> {
         let mut judge = Judge::with(looks, schedule.questions(), plan.margin);
         let mut samples: BTreeMap<(usize, usize), Vec<(u32, &Cell)>> = BTreeMap::new();
         for cell in journal.cells.iter().filter(|cell| cell.sample.is_some()) {
-            if let Some(key) = place(plan, cell) {
+            if let Some(key) = arm_and_load(plan, cell) {
                 samples.entry(key).or_default().push((cell.block, cell));
             }
         }
@@ -573,14 +573,14 @@ impl Knee {
     }
 }
 
-/// Arm and load of a cell.
-fn place(plan: &Plan, cell: &Cell) -> Option<(usize, usize)> {
-    let case = plan.cases.iter().position(|case| case.name == cell.case)?;
+/// Arm and load of a cell; `None` if the plan has no such configuration or load.
+pub fn arm_and_load(plan: &Plan, cell: &Cell) -> Option<(usize, usize)> {
+    let arm = plan.cases.iter().position(|case| case.name == cell.case)?;
     let load = plan
         .workloads
         .iter()
         .position(|load| load.name == cell.workload)?;
-    Some((if cell.twin { plan.cases.len() } else { case }, load))
+    Some((if cell.twin { plan.cases.len() } else { arm }, load))
 }
 
 #[cfg(test)]

@@ -11,8 +11,7 @@ use harness::histogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use crate::host::Facts;
-use crate::plan::{Filter, Plan};
-use crate::run::search::RATES_MAX;
+use crate::plan::{Filter, Plan, RATES_MAX};
 use crate::storage::Polling;
 use crate::window::Point;
 

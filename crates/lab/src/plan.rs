@@ -25,6 +25,8 @@ use words::{Against, Expect, GuestKind, Interleave, Metric, Until};
 pub const CASES_MAX: usize = 256;
 /// See [`CASES_MAX`].
 pub const WORKLOADS_MAX: usize = 1024;
+/// Most rates that a search finds for a load.
+pub const RATES_MAX: usize = 9;
 
 /// A plan, complete and checked.
 #[derive(Clone, Debug, PartialEq)]

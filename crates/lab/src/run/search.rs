@@ -5,11 +5,9 @@ use anyhow::{Context, Result, anyhow, ensure};
 use super::boot::Bench;
 use super::progress::Progress;
 use crate::analysis::Knee;
-use crate::plan::Workload;
+use crate::plan::{RATES_MAX, Workload};
 use crate::storage::Files;
 
-/// Most rates that are measured for a load.
-pub const RATES_MAX: usize = 9;
 /// Runs of a search in each configuration: one without a rate, one at the lowest, and the halvings between.
 pub const RUNS: u32 = 2 + HALVINGS;
 /// From a span of 13 times to one of 8 %.
