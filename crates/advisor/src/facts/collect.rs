@@ -1,6 +1,9 @@
 //! Collects facts about the host. Facts that cannot be read are left out, and rules report them as unknown.
 
+mod cpus;
 mod lvm;
+mod network;
+mod paths;
 
 use std::fs;
 use std::io::Read;
@@ -22,6 +25,7 @@ pub fn collect(files: &[String]) -> Facts {
     let root = Host { root: "/".into() };
     let mut facts = root.facts();
     root.programs(&mut facts.host);
+    root.add_path_groups(&mut facts);
     let volumes = lvm::volumes();
     for file in files {
         let map = root.file(file, &volumes);
@@ -107,7 +111,9 @@ impl Host {
         });
         put(host, "os", os);
         let cpus = cpuinfo.lines().filter(|line| line.starts_with("processor"));
-        put(host, "cpus", Some(cpus.count()));
+        let cpus = cpus.count();
+        put(host, "cpus", Some(cpus));
+        self.add_running(cpus, host);
         let nodes = self.count("/sys/devices/system/node", "node");
         put(host, "numa-nodes", nodes);
         put(host, "zfs", self.text("/sys/module/zfs/version"));
@@ -279,6 +285,10 @@ impl Host {
                     .ok()
                     .and_then(|n| map.insert("msgr-threads".into(), json!(n))),
                 "filestore_flusher" => map.insert("filestore-flusher".into(), json!(true)),
+                "mon_host" => {
+                    self.add_link(value, &mut map);
+                    None
+                }
                 _ => None,
             };
         }
@@ -294,7 +304,10 @@ impl Host {
         {
             let name = entry.file_name().to_string_lossy().into_owned();
             let empty = self.number(&format!("/sys/block/{name}/size")) == Some(0);
+            // A path of an NVMe namespace, which has a device of its own.
+            let hidden = self.flag(&format!("/sys/block/{name}/hidden")) == Some(true);
             if empty
+                || hidden
                 || ["loop", "ram", "sr", "fd", "zram"]
                     .iter()
                     .any(|prefix| name.starts_with(prefix))
@@ -328,6 +341,7 @@ impl Host {
         if let Some(percent) = self.pcie(&block) {
             map.insert("pcie-speed-percent".into(), json!(percent));
         }
+        self.add_paths(name, &mut map);
         if let Some(table) = partition_table(&self.path(&format!("/dev/{name}"))) {
             map.insert("partition-table".into(), json!(table));
         }
@@ -492,6 +506,9 @@ impl Host {
         map.insert("fs".into(), json!(kind));
         if kind == "nfs" {
             for option in options.split(',') {
+                if let Some(address) = option.strip_prefix("addr=") {
+                    self.add_link(address, map);
+                }
                 let size = |name: &str| {
                     option
                         .strip_prefix(name)?

@@ -278,6 +278,16 @@ pub const PROPERTIES: &[Property] = &[
         YES_NO,
         "whether its thin pool zeroes new chunks",
     ),
+    p(
+        "backing.lvm-data-percent",
+        Kind::Number,
+        "used space of its thin pool, in percent",
+    ),
+    p(
+        "backing.lvm-metadata-percent",
+        Kind::Number,
+        "used metadata of its thin pool, in percent",
+    ),
     p("backing.fs", ANY, "its file system"),
     p(
         "backing.direct",
@@ -313,6 +323,27 @@ pub const PROPERTIES: &[Property] = &[
         "backing.nfs-sync",
         YES_NO,
         "whether its NFS mount writes synchronously",
+    ),
+    p("backing.nic", ANY, "network link to the NFS server"),
+    p(
+        "backing.nic-mbps",
+        Kind::Number,
+        "speed of that link in Mb/s",
+    ),
+    p(
+        "backing.nic-shared",
+        YES_NO,
+        "whether guests are ports of a bridge on that link",
+    ),
+    p(
+        "backing.nic-pcie-mbps",
+        Kind::Number,
+        "bandwidth of the card's PCIe slot in Mb/s",
+    ),
+    p(
+        "backing.nic-ports-mbps",
+        Kind::Number,
+        "speed of all ports of the card in Mb/s",
     ),
     p(
         "backing.qcow2-virtual-size",
@@ -472,6 +503,21 @@ pub const PROPERTIES: &[Property] = &[
         "whether the checked VMs have more memory than the host",
     ),
     p("host.cpus", Kind::Number, "CPUs"),
+    p(
+        "host.running-vcpus",
+        Kind::Number,
+        "vCPUs of all running VMs",
+    ),
+    p(
+        "host.vcpus-percent",
+        Kind::Number,
+        "vCPUs of all running VMs, in percent of the CPUs",
+    ),
+    p(
+        "host.cpu-pressure-percent",
+        Kind::Number,
+        "how long tasks waited for a CPU, in percent of five minutes",
+    ),
     p("host.numa-nodes", Kind::Number, "NUMA nodes"),
     p("host.governor", ANY, "CPU frequency governor"),
     p(
@@ -514,6 +560,23 @@ pub const PROPERTIES: &[Property] = &[
         YES_NO,
         "whether filestore_flusher is in ceph.conf",
     ),
+    p("ceph.nic", ANY, "network link to the monitors"),
+    p("ceph.nic-mbps", Kind::Number, "speed of that link in Mb/s"),
+    p(
+        "ceph.nic-shared",
+        YES_NO,
+        "whether guests are ports of a bridge on that link",
+    ),
+    p(
+        "ceph.nic-pcie-mbps",
+        Kind::Number,
+        "bandwidth of the card's PCIe slot in Mb/s",
+    ),
+    p(
+        "ceph.nic-ports-mbps",
+        Kind::Number,
+        "speed of all ports of the card in Mb/s",
+    ),
     p("ceph.media", Kind::Word(&["hdd", "ssd"]), "the OSDs' media"),
     p("device.name", ANY, "name of a block device of the host"),
     p("device.virtio", YES_NO, "whether it is a virtual disk"),
@@ -535,6 +598,75 @@ pub const PROPERTIES: &[Property] = &[
         "device.hardware-queues",
         Kind::Number,
         "its hardware queues",
+    ),
+    p(
+        "device.transport",
+        Kind::Word(&[
+            "local", "pcie", "tcp", "rdma", "fc", "iscsi", "stacked", "other",
+        ]),
+        "how the host reaches it; stacked devices consist of others",
+    ),
+    p("device.paths", Kind::Number, "paths to it"),
+    p(
+        "device.paths-together",
+        Kind::Number,
+        "paths that share its requests",
+    ),
+    p(
+        "device.path-policy",
+        ANY,
+        "how requests are spread over its paths",
+    ),
+    p(
+        "device.multipath",
+        YES_NO,
+        "whether it is a path of a multipath device",
+    ),
+    p(
+        "device.scsi-queue-depth",
+        Kind::Number,
+        "requests that it accepts at a time",
+    ),
+    p(
+        "device.io-queues",
+        Kind::Number,
+        "queues of its NVMe connection",
+    ),
+    p(
+        "device.queue-size",
+        Kind::Number,
+        "requests that fit into one of these queues",
+    ),
+    p(
+        "device.header-digest",
+        YES_NO,
+        "whether the headers of its packets have checksums",
+    ),
+    p(
+        "device.data-digest",
+        YES_NO,
+        "whether the data of its packets has checksums",
+    ),
+    p("device.nic", ANY, "network link to it"),
+    p(
+        "device.nic-mbps",
+        Kind::Number,
+        "speed of that link in Mb/s",
+    ),
+    p(
+        "device.nic-shared",
+        YES_NO,
+        "whether guests are ports of a bridge on that link",
+    ),
+    p(
+        "device.nic-pcie-mbps",
+        Kind::Number,
+        "bandwidth of the card's PCIe slot in Mb/s",
+    ),
+    p(
+        "device.nic-ports-mbps",
+        Kind::Number,
+        "speed of all ports of the card in Mb/s",
     ),
     p(
         "device.partition-table",

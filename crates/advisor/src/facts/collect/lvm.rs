@@ -15,11 +15,14 @@ pub(super) struct Volume {
     chunk: Option<u64>,
     zero: Option<bool>,
     extent: Option<u64>,
+    /// Used space of its pool, and of the pool's metadata, in percent.
+    used: [Option<u64>; 2],
 }
 
 /// All logical volumes of the host.
 pub(super) fn volumes() -> Vec<Volume> {
-    let fields = "lv_path,segtype,origin,chunk_size,zero,vg_extent_size,pool_lv,vg_name,lv_name";
+    let fields = "lv_path,segtype,origin,chunk_size,zero,vg_extent_size,pool_lv,vg_name,lv_name,\
+                  data_percent,metadata_percent";
     let arguments = [
         "--all",
         "--noheadings",
@@ -31,7 +34,10 @@ pub(super) fn volumes() -> Vec<Volume> {
         "-o",
         fields,
     ];
-    let text = output("lvs", &arguments).unwrap_or_default();
+    parse(&output("lvs", &arguments).unwrap_or_default())
+}
+
+fn parse(text: &str) -> Vec<Volume> {
     let lines: Vec<Vec<&str>> = text
         .lines()
         .map(|line| line.trim().split('|').collect())
@@ -44,7 +50,7 @@ pub(super) fn volumes() -> Vec<Volume> {
         .collect();
     let mut volumes = Vec::new();
     for line in &lines {
-        let &[path, segment, origin, _, _, extent, pool, group, name] = line.as_slice() else {
+        let &[path, segment, origin, _, _, extent, pool, group, name, ..] = line.as_slice() else {
             continue;
         };
         let kind = match segment {
@@ -71,6 +77,12 @@ pub(super) fn volumes() -> Vec<Volume> {
             chunk: of_pool(3).and_then(|text| text.parse().ok()),
             zero: of_pool(4).map(|text| text.contains("zero") || text == "1"),
             extent: extent.parse().ok(),
+            used: [9, 10].map(|field| {
+                let percent: f64 = of_pool(field)?.parse().ok()?;
+                (0.0..=100.0)
+                    .contains(&percent)
+                    .then_some(percent.round() as u64)
+            }),
         });
     }
     volumes
@@ -96,5 +108,41 @@ pub(super) fn add_volume(path: &Path, volumes: &[Volume], map: &mut Map) {
         if let Some(zero) = volume.zero {
             map.insert("lvm-zero".into(), json!(zero));
         }
+        for (key, used) in ["lvm-data-percent", "lvm-metadata-percent"]
+            .into_iter()
+            .zip(volume.used)
+        {
+            if let Some(percent) = used {
+                map.insert(key.into(), json!(percent));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thin_volumes_have_the_properties_of_their_pool() {
+        let text = "  /dev/pve/root|linear||||4194304||pve|root||\n\
+                    \x20 |thin-pool||65536|zero|4194304||pve|data|93.61|12.40\n\
+                    \x20 /dev/pve/vm-1|thin||0||4194304|data|pve|vm-1|40.00|\n\
+                    \x20 /dev/pve/off|thin||0||4194304|gone|pve|off||\n\
+                    \x20 broken|line\n";
+        let volumes = parse(text);
+        let found: Vec<_> = volumes
+            .iter()
+            .map(|volume| (volume.path.as_str(), volume.kind, volume.chunk, volume.used))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("/dev/pve/root", "thick", None, [None, None]),
+                ("", "thick", None, [None, None]),
+                ("/dev/pve/vm-1", "thin", Some(65536), [Some(94), Some(12)]),
+                ("/dev/pve/off", "thin", None, [None, None]),
+            ]
+        );
     }
 }
