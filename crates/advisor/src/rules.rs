@@ -21,6 +21,7 @@ const FILES: &[(&str, &str)] = &[
     ("backing.toml", include_str!("rules/backing.toml")),
     ("memory.toml", include_str!("rules/memory.toml")),
     ("host.toml", include_str!("rules/host.toml")),
+    ("network.toml", include_str!("rules/network.toml")),
     ("vhost-user.toml", include_str!("rules/vhost-user.toml")),
 ];
 const SOURCES: &str = include_str!("rules/sources.toml");

@@ -6,6 +6,7 @@ mod convert;
 mod corpus;
 mod external_tools;
 mod libvirt;
+mod network;
 mod preservation;
 mod scripts;
 mod support;
