@@ -358,12 +358,22 @@ pub fn recipes(name: Option<&str>) -> Result<(), Failed> {
         print!("{text}");
         return Ok(());
     }
-    for (name, text) in recipes::RECIPES {
-        let plan =
-            Plan::parse(Path::new(name), text).map_err(|error| Failed::usage(error.to_string()))?;
-        println!("{name:<16} {}", plan.title);
-    }
+    print!(
+        "{}",
+        recipe_list().map_err(|e| Failed::usage(e.to_string()))?
+    );
     Ok(())
+}
+
+/// The recipes with their titles, which start in the same column.
+fn recipe_list() -> Result<String, PlanError> {
+    let names = recipes::RECIPES.iter().map(|(name, _)| name.len());
+    let width = names.max().unwrap_or(0);
+    let line = |(name, text): (&str, &str)| {
+        let plan = Plan::parse(Path::new(name), text)?;
+        Ok(format!("{name:<width$}  {}\n", plan.title))
+    };
+    recipes::RECIPES.into_iter().map(line).collect()
 }
 
 /// Writes a result's report again.
@@ -423,4 +433,20 @@ pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
 pub fn import(files: &[String], output: &Path) -> Result<(), Failed> {
     import::import(files, output)?;
     report(output, None)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn titles_of_recipes_are_aligned() {
+        let list = super::recipe_list().unwrap();
+        let column = |line: &str| {
+            let name = line.find(' ').unwrap();
+            name + line[name..].find(|c| c != ' ').unwrap()
+        };
+        let first = column(list.lines().next().unwrap());
+        for line in list.lines() {
+            assert_eq!(column(line), first, "{line}");
+        }
+    }
 }
