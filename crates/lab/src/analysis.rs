@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use harness::histogram::Histogram;
+use harness::spread::Spread;
 
 use crate::journal::{Cell, Journal, Sample};
 use crate::plan::words::{Expect, Metric};
@@ -291,14 +292,13 @@ impl<'a> Analysis<'a> {
             let (_, sample) = cells.find(|(cell, _)| cell.block == block)?;
             figure(sample).filter(|value| *value > 0.0)
         };
-        let ratios: Vec<f64> = self
+        let ratios = self
             .samples(to, load)
-            .filter_map(|(cell, _)| Some(of(to, cell.block)? / of(from, cell.block)?))
-            .collect();
-        Some(Ratio {
-            median: median(&ratios)?,
-            least: ratios.iter().copied().reduce(f64::min)?,
-            most: ratios.iter().copied().reduce(f64::max)?,
+            .filter_map(|(cell, _)| Some(of(to, cell.block)? / of(from, cell.block)?));
+        Spread::of(ratios).map(|Spread { median, min, max }| Ratio {
+            median,
+            least: min,
+            most: max,
         })
     }
 

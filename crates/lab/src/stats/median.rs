@@ -1,6 +1,7 @@
 //! Medians and quantiles of few samples, with intervals.
 
 use harness::random::Rng;
+use harness::spread::Spread;
 
 /// An interval, and how often such a one covers the truth.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -13,15 +14,9 @@ pub struct Interval {
     pub level: f64,
 }
 
-/// The median; `None` of nothing.
+/// The median; `None` without values.
 pub fn median(values: &[f64]) -> Option<f64> {
-    let sorted = sorted(values);
-    let middle = sorted.len() / 2;
-    match sorted.len() {
-        0 => None,
-        n if n.is_multiple_of(2) => Some(f64::midpoint(sorted[middle - 1], sorted[middle])),
-        _ => Some(sorted[middle]),
-    }
+    Spread::of(values.iter().copied()).map(|spread| spread.median)
 }
 
 /// The interval of a median, whatever the distribution; `None` of fewer than two samples.
