@@ -1,4 +1,5 @@
-//! From cells to verdicts.
+//! What the cells of a journal say: medians, verdicts on comparisons, published claims and knees. An *arm* is a
+//! configuration's index in the plan; one more is the twin of the first.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -23,13 +24,13 @@ pub struct Analysis<'a> {
     pub journal: &'a Journal,
     /// The order of the plan's runs.
     pub schedule: Schedule,
-    /// What it decides on.
+    /// The pairs of all comparisons.
     pub judge: Judge,
     /// Its verdicts, by question.
     pub verdicts: Vec<Verdict>,
-    /// Samples by arm and load, with their blocks.
+    /// The samples of each arm and load, with their blocks
     samples: BTreeMap<(usize, usize), Vec<(u32, &'a Cell)>>,
-    /// What [`Analysis::summary`] has found: its bootstrap takes a while.
+    /// Cached, because the bootstrap in [`Analysis::summary`] is slow
     summaries: RefCell<BTreeMap<(usize, usize), Option<Summary>>>,
 }
 
@@ -38,21 +39,21 @@ pub struct Analysis<'a> {
 pub struct Summary {
     /// Samples.
     pub samples: usize,
-    /// Requests per second: the median, with its interval.
+    /// Requests per second: the median.
     pub iops: f64,
-    /// See `iops`.
+    /// The interval of `iops`.
     pub iops_interval: Option<Interval>,
     /// Bytes per second, the median.
     pub bytes_per_s: f64,
-    /// Microseconds, of all samples' requests together.
+    /// The median latency of all samples' requests together, in microseconds.
     pub p50_us: f64,
-    /// See `p50_us`.
+    /// Their 99th percentile.
     pub p99_us: f64,
-    /// How far the 99th percentile may lie off.
+    /// The interval of `p99_us`.
     pub p99_interval: Option<Interval>,
-    /// See `p50_us`.
+    /// Their 99.9th percentile.
     pub p999_us: f64,
-    /// Microseconds, the median of the means.
+    /// Mean latency in microseconds: the median of the samples.
     pub mean_us: f64,
     /// CPU microseconds for each request, the median.
     pub cpu_us: Option<f64>,
@@ -69,21 +70,21 @@ pub struct Summary {
 /// A comparison under a load.
 #[derive(Clone, Debug)]
 pub struct Question {
-    /// Arms that are compared.
+    /// The arm that is the base of the comparison.
     pub from: usize,
-    /// See `from`.
+    /// The arm that is compared with it.
     pub to: usize,
     /// The load.
     pub workload: usize,
-    /// What came out.
+    /// The verdict so far.
     pub verdict: Verdict,
-    /// Pairs.
+    /// The number of pairs.
     pub pairs: usize,
-    /// By how much the second is better: a ratio less 1. `None` without a pair.
+    /// The ratio of `to` to `from`, less 1. `None` without a pair.
     pub gain: Option<f64>,
-    /// Its interval, which holds whenever the run was stopped.
+    /// Its interval, which is valid whenever the run was stopped.
     pub interval: Option<(f64, f64)>,
-    /// The least gain that so many pairs find nine times in ten.
+    /// The smallest gain that so many pairs find nine times in ten.
     pub detectable: Option<f64>,
 }
 
@@ -98,29 +99,29 @@ pub struct Ratio {
     pub most: f64,
 }
 
-/// A published figure, looked at again.
+/// Whether a published figure was reproduced.
 #[derive(Clone, Debug)]
 pub struct Replication {
-    /// What became of it.
-    pub outcome: Outcome,
-    /// In words.
+    /// The result.
+    pub outcome: ClaimResult,
+    /// The reason for it.
     pub why: String,
 }
 
-/// What became of a published figure.
+/// How a published figure compares with the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The same direction.
+pub enum ClaimResult {
+    /// The result has the same direction.
     Reproduced,
-    /// Another.
+    /// The result has another direction.
     NotReproduced,
-    /// The runs do not say.
+    /// The comparisons are undecided.
     Undecided,
-    /// Not here.
+    /// This host cannot run the configurations.
     Untestable,
 }
 
-impl std::fmt::Display for Outcome {
+impl std::fmt::Display for ClaimResult {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Self::Reproduced => "direction reproduced",
@@ -131,13 +132,13 @@ impl std::fmt::Display for Outcome {
     }
 }
 
-/// What is compared: the larger the better.
+/// The figure to compare; a larger one is better.
 fn score(metric: Metric, workload: &Workload, sample: &Sample) -> f64 {
     if metric == Metric::Cpu {
         return sample.cpu_us.filter(|us| *us > 0.0).map_or(0.0, f64::recip);
     }
     match workload.rate {
-        // At a fixed rate all have the same IOPS, and the one that answers sooner is better.
+        // At a fixed rate all configurations have the same IOPS; the one with the lower latency is better.
         Some(_) if sample.mean_ns > 0.0 => 1e9 / sample.mean_ns,
         Some(_) => 0.0,
         None => sample.iops,
@@ -147,15 +148,15 @@ fn score(metric: Metric, workload: &Workload, sample: &Sample) -> f64 {
 impl<'a> Analysis<'a> {
     /// Analyses a result.
     pub fn of(journal: &'a Journal) -> Self {
-        let looks = Arc::new(Sequential::new(journal.plan.blocks_max as usize));
-        Self::with(journal, looks)
+        let sequential = Arc::new(Sequential::new(journal.plan.blocks_max as usize));
+        Self::with(journal, sequential)
     }
 
-    /// The same with corrections that are there already.
-    pub fn with(journal: &'a Journal, looks: Arc<Sequential>) -> Self {
+    /// As [`Analysis::of`], with corrections that have been computed before.
+    pub fn with(journal: &'a Journal, sequential: Arc<Sequential>) -> Self {
         let plan = &journal.plan;
         let schedule = Schedule::of(plan, journal.header.seed);
-        let mut judge = Judge::with(looks, schedule.questions(), plan.margin);
+        let mut judge = Judge::with(sequential, schedule.questions(), plan.margin);
         let mut samples: BTreeMap<(usize, usize), Vec<(u32, &Cell)>> = BTreeMap::new();
         for cell in journal.cells.iter().filter(|cell| cell.sample.is_some()) {
             if let Some(key) = arm_and_load(plan, cell) {
@@ -279,7 +280,7 @@ impl<'a> Analysis<'a> {
         })
     }
 
-    /// A figure of one arm over that of another, in the blocks that have both; `None` without such a block.
+    /// The ratio of a figure of arm `to` to that of arm `from`, over the blocks that have both; `None` without such a block.
     pub fn ratio(
         &self,
         from: usize,
@@ -327,7 +328,8 @@ impl<'a> Analysis<'a> {
         }
     }
 
-    /// The noise of this host: the deviation of a pair of the twins, over all loads; `None` with fewer than 3 pairs.
+    /// The noise of this host: the standard deviation of a pair of the twins, as the median over all loads. `None` with
+    /// fewer than 3 pairs.
     pub fn noise(&self) -> Option<f64> {
         let loads = self.plan().workloads.len();
         let deviations: Vec<f64> = (0..loads)
@@ -337,7 +339,7 @@ impl<'a> Analysis<'a> {
         median(&deviations).map(f64::exp_m1)
     }
 
-    /// Which effective settings two arms differ in, read back from QEMU and the guests; empty if either never booted.
+    /// The effective settings, read back from QEMU and the guests, in which two arms differ. Empty if either never booted.
     pub fn effective_differences(&self, from: usize, to: usize) -> Vec<String> {
         let of = |arm: usize| {
             let (name, twin) = (&self.case(arm).name, arm >= self.plan().cases.len());
@@ -360,14 +362,14 @@ impl<'a> Analysis<'a> {
             .collect()
     }
 
-    /// The settings in which a comparison differs, if they are more than one: then nobody knows which of them it was.
+    /// The settings in which a comparison differs, if there are several: the gain then cannot be attributed to one.
     pub fn confounded(&self, from: usize, to: usize) -> Option<Vec<String>> {
         let asked = self
             .case(from)
             .settings
             .differences(&self.case(to).settings);
         let (before, after) = (&self.case(from).settings, &self.case(to).settings);
-        // What only one of two devices, or of two servers, has came with it.
+        // A setting that only one of two devices or servers has belongs to that device or server.
         let other_device = asked.contains(&"device") || asked.contains(&"server");
         let by_device =
             |name: &&str| other_device && (before.get(name) == "-" || after.get(name) == "-");
@@ -379,9 +381,9 @@ impl<'a> Analysis<'a> {
         for difference in self.effective_differences(from, to) {
             let (name, values) = difference.split_once(": ").unwrap_or((&difference, ""));
             let name = name.to_owned();
-            // A disk that another process serves is unknown to QEMU.
+            // QEMU knows no settings of a disk that another process serves.
             let one_sided = values.starts_with("- →") || values.ends_with("→ -");
-            // The driver is the device, and a queue's depth its size.
+            // The driver follows from the device, and the number of requests from the queues.
             let implied = match name.as_str() {
                 _ if other_device && one_sided => true,
                 "driver" => asked.contains(&"device"),
@@ -398,12 +400,12 @@ impl<'a> Analysis<'a> {
                 names.push(name);
             }
         }
-        // Another server is another device as well.
+        // Another device implies another server.
         names.retain(|name| name != "server" || !asked.contains(&"device"));
         (names.len() > 1).then_some(names)
     }
 
-    /// What became of the published figures.
+    /// Compares the published figures with the result.
     pub fn replications(&self) -> Vec<Replication> {
         self.plan()
             .claims
@@ -415,7 +417,7 @@ impl<'a> Analysis<'a> {
     fn replicate(&self, claim: &crate::plan::Claim) -> Replication {
         let outcome = |outcome, why: String| Replication { outcome, why };
         if let Some(why) = &claim.untestable {
-            return outcome(Outcome::Untestable, why.clone());
+            return outcome(ClaimResult::Untestable, why.clone());
         }
         let about: Vec<Question> = self
             .questions()
@@ -437,7 +439,7 @@ impl<'a> Analysis<'a> {
                 .iter()
                 .map(|(case, why)| format!("{case}: {why}"))
                 .collect();
-            return outcome(Outcome::Untestable, missing.join("; "));
+            return outcome(ClaimResult::Untestable, missing.join("; "));
         }
         let gains: Vec<f64> = about
             .iter()
@@ -466,15 +468,15 @@ impl<'a> Analysis<'a> {
             Expect::Equal => (equal, gain + loss),
         };
         match (agree, against) {
-            (0, 0) => outcome(Outcome::Undecided, why),
-            (agree, against) if agree > against => outcome(Outcome::Reproduced, why),
-            (agree, against) if agree < against => outcome(Outcome::NotReproduced, why),
-            _ => outcome(Outcome::Undecided, why),
+            (0, 0) => outcome(ClaimResult::Undecided, why),
+            (agree, against) if agree > against => outcome(ClaimResult::Reproduced, why),
+            (agree, against) if agree < against => outcome(ClaimResult::NotReproduced, why),
+            _ => outcome(ClaimResult::Undecided, why),
         }
     }
 
-    /// The case that is better than the first by most, over all loads in which anything was decided: the geometric mean
-    /// of its gains; `None` if none is.
+    /// The case with the largest gain over the first, as the geometric mean over all loads; `None` if no case is clearly
+    /// better.
     pub fn best(&self) -> Option<(usize, f64)> {
         let loads = self.plan().workloads.len();
         let cases = self.plan().cases.len();
@@ -495,7 +497,7 @@ impl<'a> Analysis<'a> {
             .max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Whether no comparison of this case was decided, or it lost one.
+    /// Whether no comparison decided in favour of this case, or one decided against it.
     fn is_doubtful(&self, case: usize) -> bool {
         let own: Vec<Verdict> = self
             .questions()
@@ -506,15 +508,15 @@ impl<'a> Analysis<'a> {
         !own.is_empty() && (own.contains(&Verdict::Loss) || !own.contains(&Verdict::Gain))
     }
 
-    /// What is compared of an arm under a load: the larger the better.
+    /// The scores of an arm under a load; a larger one is better.
     pub fn scores(&self, arm: usize, load: usize) -> Vec<f64> {
         self.samples(arm, load)
             .map(|(_, sample)| score(self.plan().metric, &self.plan().workloads[load], sample))
             .collect()
     }
 
-    /// The knee of an open loop: for a case, the loads of one kind at rising rates, the rate up to which the disk keeps
-    /// up: what is offered is reached to 97 %, and the 99th percentile is at most five times that of the lowest rate.
+    /// The knees of a configuration: for each kind of load with rising rates, the highest rate that was measured, and the
+    /// highest one with which the disk [keeps up](Knee::keeps_up).
     pub fn knees(&self, arm: usize) -> Vec<(String, u32, Option<u32>)> {
         let mut kinds: BTreeMap<String, Vec<(u32, usize)>> = BTreeMap::new();
         for (index, load) in self.plan().workloads.iter().enumerate() {
@@ -559,7 +561,7 @@ impl<'a> Analysis<'a> {
     }
 }
 
-/// What keeping up with an offered rate is.
+/// The criterion for a disk that keeps up with an offered rate.
 #[derive(Clone, Copy, Debug)]
 pub struct Knee {
     /// The 99th percentile at the lowest rate.
@@ -567,7 +569,8 @@ pub struct Knee {
 }
 
 impl Knee {
-    /// Whether so many of the requests that came were answered, so quickly.
+    /// Whether the disk completes 97 % of the offered requests, with a 99th percentile of at most five times that of the
+    /// lowest rate.
     pub fn keeps_up(self, rate: f64, reached: f64, p99_us: f64) -> bool {
         reached >= 0.97 * rate && p99_us <= 5.0 * self.lowest_p99_us.max(1.0)
     }

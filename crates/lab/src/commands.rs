@@ -1,4 +1,4 @@
-//! What the subcommands of `ringdisk lab` do.
+//! The subcommands of `ringdisk lab`.
 
 use std::fs;
 use std::io::{self, BufRead, IsTerminal, Write};
@@ -19,13 +19,13 @@ use crate::run::{self, Options, available};
 use crate::schedule::{Schedule, estimate};
 use crate::{compare, import, recipes, report};
 
-/// Why a command failed, and its exit code.
+/// The error of a command, with its exit code.
 #[derive(Debug, Error)]
 #[error("{problem}")]
 pub struct Failed {
-    /// Of the process.
+    /// The exit code of the process.
     pub code: u8,
-    /// For people.
+    /// The message.
     pub problem: String,
 }
 
@@ -52,35 +52,35 @@ impl From<anyhow::Error> for Failed {
     }
 }
 
-/// How to run.
+/// The options of `run` and `compare`.
 #[derive(Clone, Debug, Default)]
 pub struct RunOptions {
-    /// Instead of the plan's.
+    /// Replaces the plan's budget.
     pub budget: Option<String>,
     /// The result's folder.
     pub output: Option<PathBuf>,
-    /// Go on with it.
+    /// Continue that result.
     pub resume: bool,
-    /// Only say what would run.
+    /// Only describe what would run.
     pub dry_run: bool,
     /// Do not ask before disks are overwritten.
     pub overwrite: bool,
     /// How guests run.
     pub accel: Option<Accel>,
-    /// What is measured; `None` is this program.
+    /// The ringdisk that is measured; `None` is this program.
     pub ringdisk: Option<PathBuf>,
     /// Another build of ringdisk, as one more case.
     pub baseline: Option<PathBuf>,
     /// Values instead of the plan's, as `TABLE.KEY=VALUE`.
     pub set: Vec<String>,
-    /// What of the plan is measured, as `KEY=VALUE`.
+    /// Selects a part of the plan, as `KEY=VALUE`.
     pub only: Vec<String>,
 }
 
 /// What to compare.
 #[derive(Clone, Debug, Default)]
 pub struct CompareOptions {
-    /// Words of [`recipes::configuration`].
+    /// Names from [`recipes::comparison`].
     pub configurations: Vec<String>,
     /// The user's disk.
     pub disk: Option<PathBuf>,
@@ -122,7 +122,7 @@ pub fn compare(what: &CompareOptions, options: &RunOptions) -> Result<(), Failed
     )
 }
 
-/// The plan's text with what the command line changes of it.
+/// The plan's text with the changes of the command line.
 fn changed(text: &str, options: &RunOptions) -> Result<String, String> {
     let mut text = text.to_owned();
     if !options.set.is_empty() {
@@ -203,7 +203,7 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
     write_report(&analysis, &folder)?;
     if stop.is_wanted() {
         let problem = format!(
-            "interrupted; --resume --output {} goes on with it",
+            "interrupted; --resume --output {} continues it",
             folder.display()
         );
         return Err(Failed { code: 130, problem });
@@ -224,23 +224,20 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
     }
 }
 
-/// Writes all that is made of a result, and says where it is.
+/// Writes the reports of a result, and prints their path.
 fn write_report(analysis: &Analysis, folder: &Path) -> Result<(), Failed> {
-    let kept = report::write(analysis, folder)?;
+    let measured = report::write(analysis, folder)?;
     println!("{}", report::text(analysis));
-    if let Some(kept) = kept {
-        println!(
-            "'ringdisk check' uses what was measured: {}",
-            kept.display()
-        );
+    if let Some(path) = measured {
+        println!("'ringdisk check' uses the measurements: {}", path.display());
     }
     println!("report: {}", folder.join(report::HTML).display());
     Ok(())
 }
 
-/// What a plan comes to.
+/// Prints what a plan measures, and how long it takes.
 fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
-    // A guest under KVM is up in 3 s; a translated one takes 20.
+    // A guest boots in 3 s under KVM, and in 20 s under TCG.
     let boot = match (plan.guest, accel) {
         (GuestKind::None, _) => Duration::from_millis(100),
         (_, Accel::Kvm) => Duration::from_secs(3),
@@ -268,7 +265,7 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     );
     if accel == Accel::Tcg {
         println!(
-            "NOTE: KVM does not work here, so guests are translated: absolute figures mean nothing."
+            "NOTE: KVM does not work here, so guests run under emulation: absolute figures mean nothing."
         );
     }
     println!(
@@ -292,14 +289,14 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
         let each = boot + plan.run_time() * RUNS;
         let searches = plan.cases.len() as u32 * searching.len() as u32;
         println!(
-            "{} rates at most are searched for first, which takes about {}",
+            "before the first block, a search for at most {} rates takes about {}",
             RATES_MAX * searching.len(),
             time_text(each * searches)
         );
     }
     let questions = Schedule::of(&widest, 0).questions();
     println!(
-        "{questions} questions; a block of {} runs takes about {}, and {} allow {} of them",
+        "{questions} questions; a block of {} runs takes about {}, and a budget of {} allows {} blocks",
         estimate.runs,
         time_text(estimate.block),
         time_text(plan.budget),
@@ -307,20 +304,20 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     );
     match estimate.blocks {
         Some(blocks) => println!(
-            "{} % under a noise of {} % would be found in {blocks} blocks, {}; what is clear sooner ends sooner",
+            "an effect of {} % with a noise of {} % would be found in {blocks} blocks, {}; clearer comparisons end sooner",
             plan.effect * 100.0,
             plan.noise * 100.0,
             time_text(estimate.block * blocks as u32)
         ),
         None => println!(
-            "that is too few to find {} % under a noise of {} %: only larger effects will be decided",
+            "these are too few to find an effect of {} % with a noise of {} %: only larger effects will be decided",
             plan.effect * 100.0,
             plan.noise * 100.0
         ),
     }
 }
 
-/// Asks before anything is written to what the lab did not make.
+/// Asks before the lab writes to disks that it did not create.
 fn ask(disks: &[String]) -> Result<(), Failed> {
     if disks.is_empty() {
         return Ok(());
@@ -328,28 +325,28 @@ fn ask(disks: &[String]) -> Result<(), Failed> {
     let list = disks.join(", ");
     if !io::stdin().is_terminal() {
         return Err(Failed::usage(format!(
-            "this plan OVERWRITES {list}; if that is wanted, say --overwrite"
+            "this plan OVERWRITES {list}; to allow that, use --overwrite"
         )));
     }
     print!(
-        "This plan OVERWRITES {list}. All that is there will be lost. Type 'overwrite' to go on: "
+        "This plan OVERWRITES {list}. All data there will be lost. Type 'overwrite' to continue: "
     );
     let _ = io::stdout().flush();
     let mut line = String::new();
     let read = io::stdin().lock().read_line(&mut line);
-    match read.is_ok() && line.trim() == "overwrite" {
-        true => Ok(()),
-        false => Err(Failed {
-            code: 1,
-            problem: "nothing was done".into(),
-        }),
+    if read.is_ok() && line.trim() == "overwrite" {
+        return Ok(());
     }
+    Err(Failed {
+        code: 1,
+        problem: "cancelled; nothing was written".into(),
+    })
 }
 
 /// Lists the recipes, or prints one.
 ///
 /// # Errors
-/// There is no such.
+/// There is no such recipe.
 pub fn recipes(name: Option<&str>) -> Result<(), Failed> {
     if let Some(name) = name {
         let names: Vec<_> = recipes::RECIPES.iter().map(|recipe| recipe.0).collect();
@@ -379,7 +376,7 @@ fn recipe_list() -> Result<String, PlanError> {
 /// Writes a result's report again.
 ///
 /// # Errors
-/// It is no result, or the files cannot be written.
+/// It is not a result, or the files cannot be written.
 pub fn report(result: &Path, output: Option<&Path>) -> Result<(), Failed> {
     let journal = Journal::read(result)?;
     let analysis = Analysis::of(&journal);
@@ -392,7 +389,7 @@ pub fn report(result: &Path, output: Option<&Path>) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Says what changed from one result to another.
+/// Prints what changed from one result to another.
 ///
 /// # Errors
 /// They cannot be compared.
@@ -404,10 +401,10 @@ pub fn diff(before: &Path, after: &Path, force: bool) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Fails with code 3 if a result is worse than another.
+/// Fails with code 3 if any cell of a result is worse than in another.
 ///
 /// # Errors
-/// It is, or they cannot be compared.
+/// It is worse, or the results cannot be compared.
 pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
     let (before, after) = (Journal::read(against)?, Journal::read(result)?);
     let changes =
@@ -426,10 +423,10 @@ pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
     }
 }
 
-/// Makes a result of fio's own JSON.
+/// Makes a result from fio's JSON.
 ///
 /// # Errors
-/// A file is none of fio's.
+/// A file is not JSON of fio.
 pub fn import(files: &[String], output: &Path) -> Result<(), Failed> {
     import::import(files, output)?;
     report(output, None)

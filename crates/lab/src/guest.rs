@@ -1,7 +1,7 @@
-//! Guests that the lab makes and boots itself, as any user: QEMU, a kernel, and an initramfs of busybox and fio.
+//! Guests that the lab makes and boots itself, without root: QEMU, a kernel, and an initramfs with busybox and fio.
 //!
-//! A guest reads shell scripts from a virtio-serial port and answers with what they print. So does the host, and so
-//! does any guest over ssh: whoever measures sees a [`Shell`].
+//! A [`Shell`] runs a script and returns its output: in such a guest over a virtio-serial port, in other guests over ssh, or
+//! on the host.
 
 mod initrd;
 mod qemu;

@@ -1,4 +1,4 @@
-//! Results of fio that others have run: the same statistics and charts for them.
+//! Imports results of fio that was run by hand, for the same statistics and charts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -12,14 +12,14 @@ use crate::fio::Run;
 use crate::host::{Facts, now_ms};
 use crate::journal::{Cell, Header, Record, Sample, Writer};
 
-/// Largest file that is read.
+/// The largest file that is read.
 const BYTES_MAX: u64 = 1 << 30;
 
-/// Makes a result from `NAME=FILE` pairs: files of one name are repeats of one configuration, in the order in which
-/// they are named, and the first name is what the others are compared with.
+/// Makes a result from `NAME=FILE` arguments. Files with the same name are repeats of one configuration, in this order. The
+/// other configurations are compared with the first.
 ///
 /// # Errors
-/// A file is not fio's, or the files are of several versions of fio.
+/// A file is not JSON of fio, or the files are from several versions of fio.
 pub fn import(files: &[String], output: &Path) -> Result<()> {
     let mut cells = Vec::new();
     let mut names: Vec<String> = Vec::new();
@@ -58,7 +58,7 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
                 latencies: run.latencies.coarse(),
                 ..Sample::default()
             };
-            let flags = vec!["imported: nothing is known of how it was measured".into()];
+            let flags = vec!["imported: the conditions of the measurement are unknown".into()];
             cells.push(Cell {
                 block: *block,
                 case: name.into(),
@@ -72,7 +72,7 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
     }
     ensure!(
         versions.len() == 1,
-        "these are results of several versions of fio, which are not comparable: {versions:?}"
+        "the results are from several versions of fio, and so are not comparable: {versions:?}"
     );
     let quoted = |text: &String| json!(text).to_string();
     let mut plan = String::from(
@@ -104,7 +104,7 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
         .try_for_each(|cell| writer.write(&Record::Cell(cell)))
 }
 
-/// The runs of a file: one for each name of a job.
+/// The runs of a file, one for each job name.
 fn read(path: &Path) -> Result<Vec<(String, Run)>> {
     let mut text = String::new();
     let file = File::open(path).with_context(|| path.display().to_string())?;
@@ -113,16 +113,16 @@ fn read(path: &Path) -> Result<Vec<(String, Run)>> {
         .with_context(|| format!("reading {}", path.display()))?;
     let start = text
         .find('{')
-        .with_context(|| format!("{}: no JSON of fio", path.display()))?;
+        .with_context(|| format!("{}: has no JSON of fio", path.display()))?;
     let mut values = serde_json::Deserializer::from_str(&text[start..]).into_iter::<Value>();
     let all = values
         .next()
         .context("it is empty")?
-        .with_context(|| format!("{}: no JSON", path.display()))?;
+        .with_context(|| format!("{}: is not JSON", path.display()))?;
     let mut by_name: BTreeMap<String, Vec<Value>> = BTreeMap::new();
     for job in all["jobs"]
         .as_array()
-        .with_context(|| format!("{}: no jobs of fio", path.display()))?
+        .with_context(|| format!("{}: has no jobs of fio", path.display()))?
     {
         let name = job["jobname"]
             .as_str()

@@ -1,5 +1,5 @@
-//! What was measured, as it was measured: a line of JSON for each thing that is done. A lab that was killed goes on
-//! from here, and every report is made from here.
+//! The journal of a result: one line of JSON for each boot, cell and so on, written when it is done. A run that was killed
+//! continues from it, and all reports are made from it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -17,11 +17,11 @@ use crate::window::Point;
 
 /// The journal's name in a result's folder.
 pub const JOURNAL: &str = "journal.jsonl";
-/// Format of the lines.
+/// The format of the lines.
 const VERSION: u32 = 1;
-/// Most points of a sample over time.
+/// The maximum number of points in a sample's series.
 const SERIES_MAX: usize = 100_000;
-/// Largest journal that is read: hundreds of thousands of cells.
+/// The largest journal that is read: hundreds of thousands of cells.
 const BYTES_MAX: u64 = 4 << 30;
 
 /// A line of the journal.
@@ -30,30 +30,30 @@ const BYTES_MAX: u64 = 4 << 30;
 pub enum Record {
     /// The first line.
     Plan(Header),
-    /// A guest came up with these effective settings, or the host ran these loads.
+    /// A configuration came up.
     Boot(BootRecord),
     /// A load ran.
     Cell(Cell),
-    /// What fio reaches on the host's own disk.
+    /// fio ran on the host's own disk.
     Ceiling(Ceiling),
     /// The rates of an open loop were found.
     Rates(Rates),
 }
 
 impl Record {
-    /// Whether its figures are such as can be measured: what reads them counts on it.
+    /// Whether its figures are possible. Code that reads them relies on it.
     fn is_sound(&self) -> bool {
-        let usual = |value: f64| (0.0..1e15).contains(&value);
+        let is_possible = |value: f64| (0.0..1e15).contains(&value);
         match self {
             Record::Plan(_) => true,
-            Record::Boot(boot) => usual(boot.boot_s),
+            Record::Boot(boot) => is_possible(boot.boot_s),
             Record::Cell(cell) => {
-                usual(cell.took_s) && cell.sample.as_ref().is_none_or(Sample::is_sound)
+                is_possible(cell.took_s) && cell.sample.as_ref().is_none_or(Sample::is_sound)
             }
-            Record::Ceiling(ceiling) => usual(ceiling.iops) && usual(ceiling.mean_ns),
+            Record::Ceiling(ceiling) => is_possible(ceiling.iops) && is_possible(ceiling.mean_ns),
             Record::Rates(found) => {
                 let rate = |rate: &u32| (1..=100_000_000).contains(rate);
-                usual(found.took_s)
+                is_possible(found.took_s)
                     && found.rates.len() <= RATES_MAX
                     && found.rates.is_sorted_by(|a, b| a < b)
                     && found.rates.iter().all(rate)
@@ -62,7 +62,7 @@ impl Record {
     }
 }
 
-/// What all of a result has in common.
+/// The first line: the plan and the host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Header {
     /// Format of the journal.
@@ -74,20 +74,20 @@ pub struct Header {
     /// The job files that it names, with their texts.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub jobs: BTreeMap<String, String>,
-    /// Of the order of runs.
+    /// The seed for the order of the runs.
     pub seed: u64,
-    /// Milliseconds since 1970.
+    /// When the run was started, in milliseconds since 1970.
     pub started_ms: u64,
     /// The host, and the versions of all programs.
     pub facts: Facts,
-    /// What was selected of the plan.
+    /// The filters that selected a part of the plan.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub only: Vec<Filter>,
-    /// Cases that cannot be measured here, and why.
+    /// Cases that this host cannot run, with the reasons.
     pub left_out: BTreeMap<String, String>,
 }
 
-/// A boot.
+/// A configuration that came up.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct BootRecord {
     /// Which block, from 0.
@@ -97,7 +97,7 @@ pub struct BootRecord {
     /// Whether this is the twin of the first configuration.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub twin: bool,
-    /// What QEMU and the guest say of the configuration.
+    /// The effective settings that QEMU and the guest report.
     pub effective: BTreeMap<String, String>,
     /// Seconds until the guest was up.
     pub boot_s: f64,
@@ -117,20 +117,20 @@ pub struct Cell {
     pub workload: String,
     /// When it ended, in milliseconds since 1970.
     pub at_ms: u64,
-    /// Seconds that it took, with the share of the boot that belongs to it.
+    /// Seconds that it took, including its share of the boot.
     pub took_s: f64,
     /// Why there is no sample.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// What speaks against the sample.
+    /// Reasons to doubt the sample.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub flags: Vec<String>,
-    /// What was measured.
+    /// The figures, unless the cell failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sample: Option<Sample>,
 }
 
-/// What was measured.
+/// The figures of one run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// Requests per second, of all guests and volumes.
@@ -141,56 +141,56 @@ pub struct Sample {
     pub mean_ns: f64,
     /// Latencies of all requests.
     pub latencies: Histogram,
-    /// Over time.
+    /// The same over time.
     pub series: Vec<Point>,
     /// Seconds that all jobs ran together.
     pub window_s: f64,
-    /// CPU time of QEMU and the servers, in microseconds for each request.
+    /// CPU time of QEMU and the servers, in microseconds per request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_us: Option<f64>,
-    /// Their context switches for each request.
+    /// Their context switches per request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub switches: Option<f64>,
-    /// Exits of KVM for each request.
+    /// KVM's exits per request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exits: Option<f64>,
-    /// CPU time per second of the client that made the load without a guest.
+    /// CPU time per second of the client, if it drove the server without a guest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client_cpu: Option<f64>,
-    /// Requests that were due at a rate, but could not be sent.
+    /// Requests of a rate that were due but could not be sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unsent: Option<u64>,
-    /// How ringdisk's I/O threads waited, the time before the window included.
+    /// How ringdisk's I/O threads waited, including the time before the window.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub polling: Option<Polling>,
 }
 
 impl Sample {
     fn is_sound(&self) -> bool {
-        let usual = |value: f64| (0.0..1e15).contains(&value);
+        let is_possible = |value: f64| (0.0..1e15).contains(&value);
         let own = [self.iops, self.bytes_per_s, self.mean_ns, self.window_s];
         let costs = [self.cpu_us, self.switches, self.exits, self.client_cpu];
-        own.into_iter().all(usual)
-            && costs.into_iter().flatten().all(usual)
+        own.into_iter().all(is_possible)
+            && costs.into_iter().flatten().all(is_possible)
             && self.series.len() <= SERIES_MAX
             && self
                 .series
                 .iter()
-                .all(|point| usual(point.at_s) && usual(point.iops))
+                .all(|point| is_possible(point.at_s) && is_possible(point.iops))
     }
 
-    /// A latency in microseconds that `share` of the requests do not exceed.
+    /// The latency in microseconds that this share of the requests does not exceed.
     pub fn percentile_us(&self, share: f64) -> f64 {
         self.latencies.percentile(share).unwrap_or(0) as f64 / 1000.0
     }
 }
 
-/// What fio reaches without a guest.
+/// A result of fio on the host's own disk.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Ceiling {
     /// The load.
     pub workload: String,
-    /// Guests times volumes.
+    /// The number of disks: guests times volumes.
     pub disks: u32,
     /// Requests per second.
     pub iops: f64,
@@ -198,7 +198,7 @@ pub struct Ceiling {
     pub mean_ns: f64,
 }
 
-/// The rates of an open loop that the plan leaves open.
+/// The rates that a search found for a load.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Rates {
     /// The load.
@@ -209,30 +209,30 @@ pub struct Rates {
     pub took_s: f64,
 }
 
-/// All of a journal.
+/// A journal that has been read.
 #[derive(Clone, Debug)]
 pub struct Journal {
     /// The first line.
     pub header: Header,
-    /// The plan that it holds.
+    /// The plan in the first line, with the rates that were found, and without the cases that cannot run here.
     pub plan: Plan,
     /// The boots.
     pub boots: Vec<BootRecord>,
     /// The samples.
     pub cells: Vec<Cell>,
-    /// What the host reaches.
+    /// What the host's own disk reaches.
     pub ceilings: Vec<Ceiling>,
-    /// Seconds that were spent on searches for rates.
+    /// Seconds that searches for rates took.
     pub searched_s: f64,
-    /// Whether the last line is cut off: the lab was killed while it wrote.
-    pub cut: bool,
+    /// Whether the last line is truncated: the lab was killed while it wrote the line.
+    pub truncated: bool,
 }
 
 impl Journal {
-    /// Reads a result: its folder, or the journal itself.
+    /// Reads a result; `result` is its folder, or the journal itself.
     ///
     /// # Errors
-    /// It is none, or a line other than the last is broken.
+    /// It is not a result, or a line other than the last is invalid.
     pub fn read(result: &Path) -> Result<Journal> {
         let path = journal_path(result);
         let file = File::open(&path)
@@ -252,11 +252,11 @@ impl Journal {
         let mut lines = text.lines().enumerate();
         let first = lines.next().map_or("", |(_, line)| line);
         let Ok(Record::Plan(header)) = serde_json::from_str(first) else {
-            bail!("line 1: a journal begins with its plan");
+            bail!("line 1: the first line of a journal must be its plan");
         };
         ensure!(
             header.version == VERSION,
-            "this is a journal of version {}; this program knows {VERSION}",
+            "the journal has format version {}, and this program reads version {VERSION}",
             header.version
         );
         let plan = Plan::recorded(Path::new(&header.file), &header.plan, &header.jobs)
@@ -270,12 +270,12 @@ impl Journal {
             cells: Vec::new(),
             ceilings: Vec::new(),
             searched_s: 0.0,
-            cut: false,
+            truncated: false,
         };
         for (number, line) in lines {
             match serde_json::from_str(line) {
                 Ok(record) if !record.is_sound() => {
-                    bail!("line {}: nothing that can be measured", number + 1)
+                    bail!("line {}: impossible figures", number + 1)
                 }
                 Ok(Record::Boot(boot)) => journal.boots.push(boot),
                 Ok(Record::Cell(cell)) => journal.cells.push(cell),
@@ -286,7 +286,7 @@ impl Journal {
                 }
                 Ok(Record::Plan(_)) => bail!("line {}: a second plan", number + 1),
                 Err(_) if !text.ends_with('\n') && text.lines().count() == number + 1 => {
-                    journal.cut = true
+                    journal.truncated = true
                 }
                 Err(e) => bail!("line {}: {e}", number + 1),
             }
@@ -297,7 +297,7 @@ impl Journal {
     }
 }
 
-/// The journal in a folder, or what was named itself.
+/// The journal in a folder, or `result` itself if it is a file.
 pub fn journal_path(result: &Path) -> PathBuf {
     if result.is_dir() {
         result.join(JOURNAL)
@@ -306,7 +306,7 @@ pub fn journal_path(result: &Path) -> PathBuf {
     }
 }
 
-/// Writes a journal, a line at a time. What was written survives a crash of the host.
+/// Writes a journal line by line. Each line survives a crash of the host.
 #[derive(Debug)]
 pub struct Writer {
     file: File,
@@ -317,13 +317,13 @@ impl Writer {
     /// Begins a journal in a new folder.
     ///
     /// # Errors
-    /// The folder has one, or cannot be written.
+    /// The folder already has one, or cannot be written.
     pub fn create(folder: &Path, header: Header) -> Result<Writer> {
         fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
         let path = folder.join(JOURNAL);
         let file = OpenOptions::new().append(true).create_new(true).open(&path);
         let file =
-            file.with_context(|| format!("{}; to go on with it, use --resume", path.display()))?;
+            file.with_context(|| format!("{}; to continue it, use --resume", path.display()))?;
         let mut writer = Writer { file, path };
         writer.write(&Record::Plan(Header {
             version: VERSION,
@@ -332,20 +332,20 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Goes on with one; a line that was cut off is removed.
+    /// Continues a journal. If its last line is `truncated`, removes that line.
     ///
     /// # Errors
     /// It cannot be written.
-    pub fn resume(folder: &Path, cut: bool) -> Result<Writer> {
+    pub fn resume(folder: &Path, truncated: bool) -> Result<Writer> {
         let path = folder.join(JOURNAL);
-        let what = || format!("going on with {}", path.display());
-        if cut {
+        let what = || format!("continuing {}", path.display());
+        if truncated {
             let text = fs::read_to_string(&path).with_context(what)?;
-            let whole = text.rfind('\n').map_or(0, |end| end + 1);
+            let complete = text.rfind('\n').map_or(0, |end| end + 1);
             OpenOptions::new()
                 .write(true)
                 .open(&path)
-                .and_then(|file| file.set_len(whole as u64))
+                .and_then(|file| file.set_len(complete as u64))
                 .with_context(what)?;
         }
         let file = OpenOptions::new()
@@ -368,7 +368,7 @@ impl Writer {
             .and_then(|()| self.file.sync_data());
         written.with_context(|| {
             format!(
-                "writing {}; what is in it is kept, go on with --resume",
+                "writing {}; --resume continues after its last complete line",
                 self.path.display()
             )
         })
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_that_was_cut_off_goes_on() {
+    fn a_truncated_journal_is_continued() {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = Writer::create(folder.path(), header()).unwrap();
         let mut latencies = Histogram::default();
@@ -426,15 +426,15 @@ mod tests {
         let whole = fs::read_to_string(&path).unwrap();
         fs::write(&path, whole.clone() + &whole.lines().nth(1).unwrap()[..20]).unwrap();
         let journal = Journal::read(folder.path()).unwrap();
-        assert!(journal.cut && journal.cells.len() == 1);
+        assert!(journal.truncated && journal.cells.len() == 1);
         assert_eq!(
             journal.cells[0].sample.as_ref().unwrap().latencies,
             latencies
         );
-        let mut writer = Writer::resume(folder.path(), journal.cut).unwrap();
+        let mut writer = Writer::resume(folder.path(), journal.truncated).unwrap();
         writer.write(&cell("two")).unwrap();
         let journal = Journal::read(folder.path()).unwrap();
-        assert!(!journal.cut);
+        assert!(!journal.truncated);
         let names: Vec<_> = journal
             .cells
             .iter()
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_line_in_the_middle_is_an_error_with_its_number() {
+    fn an_invalid_line_in_the_middle_is_an_error_with_its_number() {
         let first = serde_json::to_string(&Record::Plan(header())).unwrap();
         let error = |text: &str| format!("{:#}", Journal::parse(text).unwrap_err());
         assert!(error(&format!("{first}\nnonsense\n{first}\n")).contains("line 2"));
@@ -452,15 +452,15 @@ mod tests {
         assert!(error("").contains("line 1"));
         assert!(error(&first.replace("\"version\":1", "\"version\":9")).contains("version 9"));
         let cell = serde_json::to_string(&cell("load")).unwrap();
-        let odd = cell.replace("\"took_s\":0.0", "\"took_s\":-1.0");
-        assert!(error(&format!("{first}\n{odd}\n")).contains("line 2: nothing"));
+        let impossible = cell.replace("\"took_s\":0.0", "\"took_s\":-1.0");
+        assert!(error(&format!("{first}\n{impossible}\n")).contains("line 2: impossible"));
         let rates = "{\"what\":\"rates\",\"workload\":\"x\",\"rates\":[2,1],\"took_s\":1}";
-        assert!(error(&format!("{first}\n{rates}\n")).contains("line 2: nothing"));
+        assert!(error(&format!("{first}\n{rates}\n")).contains("line 2: impossible"));
         assert!(error(&first.replace("queues", "quues")).contains("queues"));
     }
 
     #[test]
-    fn cases_that_could_not_be_measured_are_no_part_of_the_plan() {
+    fn cases_that_could_not_run_are_removed_from_the_plan() {
         let mut header = header();
         header.left_out.insert("queues=1".into(), "why".into());
         let journal =

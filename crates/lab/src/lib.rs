@@ -1,9 +1,15 @@
-//! `ringdisk lab`: what a storage configuration of a VM gains, with evidence.
+//! `ringdisk lab` measures how much a storage configuration of a VM gains.
 //!
-//! It looks at disks from outside: nothing here knows the data path. A [plan](plan::Plan) names configurations and
-//! loads; a [schedule](schedule::Schedule) brings them into blocks; a [run](run::run) boots [guests](guest) and writes
-//! what it measures into a [journal](journal::Journal), from which an [analysis](analysis::Analysis) with its
-//! [statistics](stats) and a [report](report) are made, at any time.
+//! It measures from outside: nothing here depends on the data path. The way of a plan:
+//!
+//! 1. [`commands::run`] reads a [recipe](recipes) or a file, and [`plan::Plan::parse`] checks it.
+//! 2. [`run::run`] begins a [journal](journal::Journal) and runs the plan [block by block](schedule::Schedule).
+//! 3. Each block boots each configuration: [servers](storage), [guests](guest), and then a load. [fio](fio) runs in the
+//!    guests or on the host; without a guest, the lab [drives the server's socket](drive), or starts a
+//!    [client process](client) for it. Only the time [in which all jobs ran](window) counts.
+//! 4. An [analysis](analysis::Analysis) of the journal judges each comparison with [statistics](stats), and tells the
+//!    next block which are still undecided.
+//! 5. [Reports](report) are made from an analysis alone, so `ringdisk lab report` can make them again at any time.
 
 pub mod analysis;
 pub mod client;

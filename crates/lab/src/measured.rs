@@ -1,4 +1,4 @@
-//! What `ringdisk check` reads of a result, and where it looks for it.
+//! The part of a result that `ringdisk check` reads, and the folders in which it looks for it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,11 +12,12 @@ use crate::stats::Verdict;
 /// The file's name in a result's folder.
 pub const FILE: &str = "measured.json";
 
-/// For all of the host.
+/// The folder for all users of the host.
 const SHARED: &str = "/var/lib/ringdisk/measured";
 
-/// Where what was measured on this host is kept, and looked for without being named: `$XDG_STATE_HOME` if it is set;
-/// else for root a folder of the host, for others one of their own. The first is written to, all are read.
+/// The folders with results of this host. A result is written to the first, and `ringdisk check` reads all. Below
+/// `$XDG_STATE_HOME` if that is set; otherwise, root's first folder is the one for all users, and other users' first is
+/// their own.
 pub fn folders() -> Vec<PathBuf> {
     let own = |state: PathBuf| state.join("ringdisk/measured");
     let set = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from);
@@ -34,11 +35,11 @@ pub fn folders() -> Vec<PathBuf> {
     }
 }
 
-/// Files of results in a folder, in the order of their names; none if it cannot be read.
+/// The results in a folder, sorted by name; none if the folder cannot be read.
 pub fn files(folder: &Path) -> Vec<PathBuf> {
     let is_one = |path: &PathBuf| {
         path.extension().is_some_and(|suffix| suffix == "json")
-            // What else a result's folder holds.
+            // A result's own folder has this file too.
             && path.file_name().is_some_and(|name| name != "result.json")
     };
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
@@ -47,39 +48,40 @@ pub fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Writes it into the result's folder; and where `ringdisk check` looks, if there is anything in it. That place.
+/// Writes the measurements into the result's folder and, unless there are none, into the first of [`folders`]. Returns the
+/// path there.
 ///
 /// # Errors
-/// The result's folder cannot be written. The other place may be missing: not everybody has a home.
+/// The result's folder cannot be written. A missing second folder is no error: some users have no home directory.
 pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
     let value = json(analysis);
     let text = serde_json::to_string_pretty(&value)? + "\n";
     let path = folder.join(FILE);
     fs::write(&path, &text).with_context(|| format!("writing {}", path.display()))?;
     let empty = value["results"].as_array().is_none_or(Vec::is_empty);
-    let kept = folders().into_iter().next().filter(|_| !empty);
+    let folder = folders().into_iter().next().filter(|_| !empty);
     let header = &analysis.journal.header;
     let name = format!("{}-{}.json", analysis.plan().name, header.started_ms);
-    Ok(kept.and_then(|kept| {
-        fs::create_dir_all(&kept).ok()?;
-        let (path, new) = (kept.join(&name), kept.join(format!("{name}.new")));
+    Ok(folder.and_then(|folder| {
+        fs::create_dir_all(&folder).ok()?;
+        let (path, new) = (folder.join(&name), folder.join(format!("{name}.new")));
         fs::write(&new, &text).ok()?;
         fs::rename(&new, &path).ok()?;
         Some(path)
     }))
 }
 
-/// What `ringdisk check --measured` reads: comparisons of one setting, and of guests with the host. Figures of
-/// translated guests are none of this host's, and are not in it.
+/// The content for `ringdisk check --measured`: comparisons of one setting, and of guests with the host. Figures of guests
+/// under TCG say nothing about this host, and are left out.
 fn json(analysis: &Analysis) -> Value {
     let plan = analysis.plan();
     let facts = &analysis.journal.header.facts;
-    let real = facts.get("accelerator").is_some_and(|accel| accel == "kvm");
+    let under_kvm = facts.get("accelerator").is_some_and(|accel| accel == "kvm");
     let mut results: Vec<Value> = Vec::new();
     for question in analysis
         .questions()
         .iter()
-        .filter(|question| real && question.to < plan.cases.len())
+        .filter(|question| under_kvm && question.to < plan.cases.len())
     {
         let (from, to) = (
             &analysis.case(question.from).settings,
@@ -99,7 +101,7 @@ fn json(analysis: &Analysis) -> Value {
             }));
         }
     }
-    for ceiling in analysis.journal.ceilings.iter().filter(|_| real) {
+    for ceiling in analysis.journal.ceilings.iter().filter(|_| under_kvm) {
         let Some(load) = plan
             .workloads
             .iter()

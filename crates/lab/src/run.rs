@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-use crate::analysis::Outcome;
+use crate::analysis::ClaimResult;
 use crate::guest::{Accel, Kernel, Stop, accel, version, write_initramfs};
 use crate::host::{Facts, facts, now_ms};
 use crate::journal::{Header, Journal, Rates, Record, Writer};
@@ -34,23 +34,23 @@ use runtime_folder::RuntimeFolder;
 /// What the command line adds to a plan.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where the result goes.
+    /// The folder of the result.
     pub folder: PathBuf,
     /// The ringdisk that is measured.
     pub ringdisk: PathBuf,
-    /// How guests run; `None` finds out.
+    /// How guests run; `None` uses KVM if it works.
     pub accel: Option<Accel>,
-    /// Goes on with the result in `folder`.
+    /// Whether to continue the result in `folder`.
     pub resume: bool,
     /// The plan's file, for messages.
     pub file: PathBuf,
-    /// Another budget than the plan's.
+    /// Replaces the plan's budget.
     pub budget: Option<Duration>,
-    /// What of the plan is measured.
+    /// Selects a part of the plan.
     pub only: Vec<Filter>,
 }
 
-/// Runs a plan, from its text. What was measured when it ended, for whatever reason.
+/// Runs a plan from its text. Returns the journal when all is decided, the budget is used up, or the user stops the run.
 ///
 /// # Errors
 /// Nothing could be measured, or the journal cannot be written.
@@ -128,11 +128,11 @@ fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(J
             journal.header.plan == text
                 && journal.header.jobs == plan.jobs
                 && journal.header.only == options.only,
-            "{} was made by another plan; run that one, or make a new result",
+            "{} is the result of another plan; run that plan, or write to another folder",
             options.folder.display()
         );
-        let cut = std::mem::take(&mut journal.cut);
-        return Ok((journal, Writer::resume(&options.folder, cut)?));
+        let truncated = std::mem::take(&mut journal.truncated);
+        return Ok((journal, Writer::resume(&options.folder, truncated)?));
     }
     let seed = plan.seed.unwrap_or_else(|| now_ms() % 1_000_000);
     let left_out = left_out(plan, &options.ringdisk);
@@ -146,7 +146,7 @@ fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(J
                 "  published ({}): {}: {} ({})",
                 claim.source,
                 claim.figure,
-                Outcome::Untestable,
+                ClaimResult::Untestable,
                 claim.untestable.as_deref().unwrap_or("see above")
             )))
             .collect::<Vec<_>>()

@@ -1,8 +1,8 @@
-//! What runs when: blocks, in which every configuration that still matters is booted once, in random order.
+//! The order of the runs: in each block, every configuration with an undecided comparison boots once, in random order.
 //!
-//! What drifts (temperature, a neighbour, the wear of an SSD) then meets all configurations alike, and pairs within a
-//! block do not see it. The first configuration runs twice in each block, as if it were two: what the report finds
-//! between these, it knows to be noise.
+//! Drift (temperature, a neighbour, the wear of an SSD) therefore affects all configurations alike, and cancels in pairs
+//! of one block. The first configuration runs twice in each block, as if it were two: any difference between these twins
+//! is noise.
 
 use std::time::Duration;
 
@@ -13,16 +13,16 @@ use crate::plan::words::Interleave;
 use crate::stats::judge::pairs_needed;
 use crate::stats::{Judge, Verdict};
 
-/// One guest's life: a configuration is booted, and loads run in it one after the other.
+/// One boot of a configuration, with the loads that run in it one after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boot {
-    /// Which arm: an index of the plan's cases, or one more for the first case's twin.
+    /// The arm: an index of the plan's cases, or one more for the twin of the first case.
     pub arm: usize,
     /// Indexes of the plan's loads, in the order in which they run.
     pub workloads: Vec<usize>,
 }
 
-/// The shape of a plan: all that the order of its runs depends on.
+/// The parts of a plan on which the order of its runs depends.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     arms: usize,
@@ -33,7 +33,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// For a plan.
+    /// The schedule of a plan.
     pub fn of(plan: &Plan, seed: u64) -> Self {
         let schedule = Self::new(
             plan.cases.len(),
@@ -47,7 +47,7 @@ impl Schedule {
         }
     }
 
-    /// For so many cases and loads. The comparison of the first case with its twin is put in front.
+    /// A schedule for this number of cases and loads. The comparison of the first case with its twin comes first.
     pub fn new(cases: usize, workloads: usize, contrasts: &[(usize, usize)], seed: u64) -> Self {
         let twins = (0, cases);
         let contrasts = std::iter::once(twins)
@@ -62,21 +62,21 @@ impl Schedule {
         }
     }
 
-    /// Which arms are compared; the first pair are the twins.
+    /// The arms that are compared, as pairs; the first pair are the twins.
     pub fn contrasts(&self) -> &[(usize, usize)] {
         &self.contrasts
     }
 
-    /// Comparisons under each load: what a [`Judge`] has to decide on. A comparison's number is
+    /// The number of questions for a [`Judge`]: each comparison under each load. The index of a question is
     /// `contrast * workloads + workload`.
     pub fn questions(&self) -> usize {
         self.contrasts.len() * self.workloads
     }
 
-    /// The runs of a block. Of `open` questions only; all of them are open in the first.
+    /// The boots of a block, with the loads that `open` questions need.
     pub fn block(&self, number: u32, open: impl Fn(usize) -> bool) -> Vec<Boot> {
         let mut rng = Rng::new(self.seed ^ (u64::from(number) << 40));
-        let matters = |arm: usize, load: usize| {
+        let is_needed = |arm: usize, load: usize| {
             let mut pairs = self.contrasts.iter().enumerate();
             pairs.any(|(index, (from, to))| {
                 (*from == arm || *to == arm) && open(index * self.workloads + load)
@@ -86,13 +86,13 @@ impl Schedule {
             .map(|arm| Boot {
                 arm,
                 workloads: (0..self.workloads)
-                    .filter(|load| matters(arm, *load))
+                    .filter(|load| is_needed(arm, *load))
                     .collect(),
             })
             .filter(|boot| !boot.workloads.is_empty())
             .collect();
         rng.shuffle(&mut boots);
-        // The same order of loads for all, or a pair's sides would differ in what ran before them.
+        // All configurations run the loads in the same order, so that both sides of a pair have the same predecessors.
         let mut order: Vec<usize> = (0..self.workloads).collect();
         rng.shuffle(&mut order);
         for boot in &mut boots {
@@ -105,8 +105,8 @@ impl Schedule {
                 let mut turns = Vec::new();
                 for load in order {
                     rng.shuffle(&mut boots);
-                    let under = boots.iter().filter(|boot| boot.workloads.contains(&load));
-                    turns.extend(under.map(|boot| Boot {
+                    let with_load = boots.iter().filter(|boot| boot.workloads.contains(&load));
+                    turns.extend(with_load.map(|boot| Boot {
                         arm: boot.arm,
                         workloads: vec![load],
                     }));
@@ -116,7 +116,7 @@ impl Schedule {
         }
     }
 
-    /// Questions that the judge has not answered.
+    /// Whether each question is undecided.
     pub fn open(verdicts: &[Verdict]) -> Vec<bool> {
         verdicts
             .iter()
@@ -124,7 +124,7 @@ impl Schedule {
             .collect()
     }
 
-    /// Gives a judge the pairs of a block: `sample(arm, load)` is what was measured, better if larger.
+    /// Gives a judge the pairs of a block. `sample(arm, load)` is the score, of which a larger one is better.
     pub fn judge(&self, judge: &mut Judge, sample: impl Fn(usize, usize) -> Option<f64>) {
         for (index, (from, to)) in self.contrasts.iter().enumerate() {
             for load in 0..self.workloads {
@@ -139,20 +139,20 @@ impl Schedule {
     }
 }
 
-/// What a plan will take, before anything is known.
+/// The time that a plan is expected to take.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
-    /// Runs of a block that leaves nothing out.
+    /// The runs of a complete block.
     pub runs: usize,
-    /// How long such a block takes.
+    /// The time of a complete block.
     pub block: Duration,
-    /// Blocks that find the plan's effect under the plan's noise; `None` if its budget is too small for it.
+    /// The blocks that find the plan's effect under the plan's noise; `None` if the budget allows fewer.
     pub blocks: Option<usize>,
     /// Blocks that the budget allows.
     pub affordable: usize,
 }
 
-/// Estimates a plan's time, with guests that take `boot` to come up and go.
+/// Estimates a plan's time, if starting and stopping a guest takes `boot`.
 pub fn estimate(plan: &Plan, boot: Duration) -> Estimate {
     let schedule = Schedule::of(plan, 0);
     let runs = schedule.arms * schedule.workloads;
@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_block_holds_every_arm_once_in_an_order_that_the_seed_gives_again() {
+    fn a_block_has_every_arm_once_in_an_order_that_depends_only_on_the_seed() {
         let schedule = Schedule::new(3, 4, &[(0, 1), (0, 2)], 9);
         let block = schedule.block(0, |_| true);
         let mut arms: Vec<_> = block.iter().map(|boot| boot.arm).collect();
@@ -203,7 +203,7 @@ mod tests {
                     .collect()
             })
             .collect();
-        assert_eq!(orders.len(), 24, "all orders come up");
+        assert_eq!(orders.len(), 24, "all orders occur");
     }
 
     #[test]
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_decided_runs_no_more() {
+    fn decided_comparisons_do_not_run_again() {
         let schedule = Schedule::new(3, 2, &[(0, 1), (0, 2)], 9);
         // Question 5: case 0 against case 2 under load 1.
         let block = schedule.block(3, |question| question == 5);

@@ -1,7 +1,7 @@
-//! Statistics that hold, and nothing else: no clock, no files.
+//! The statistics, without clocks and files.
 //!
-//! One boot and one run in it are one sample. Samples of two configurations from the same block are a pair, and a gain
-//! is the logarithm of a pair's ratio. Pairs of the same two are what a [`Judge`] decides on, after each block.
+//! One boot with one run in it is one sample. Two samples of different configurations from the same block are a pair, and
+//! the logarithm of their ratio is a gain. After each block, a [`Judge`] decides on each comparison from its pairs.
 
 pub mod judge;
 pub mod median;

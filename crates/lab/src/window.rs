@@ -1,11 +1,11 @@
-//! What counts: the time in which all jobs of all guests ran, and nothing before or after.
+//! The time that counts: the time in which all jobs of all guests ran.
 
 use harness::histogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use crate::fio::{Interval, Run};
 
-/// A stretch of the host's time, in milliseconds since 1970.
+/// A time span on the host's clock, in milliseconds since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     /// When the last job began.
@@ -21,11 +21,11 @@ pub struct Point {
     pub at_s: f64,
     /// Requests per second.
     pub iops: f64,
-    /// Latencies in nanoseconds.
+    /// The median latency in nanoseconds.
     pub p50_ns: u64,
-    /// See `p50_ns`.
+    /// The 99th percentile.
     pub p99_ns: u64,
-    /// See `p50_ns`.
+    /// The longest latency.
     pub max_ns: u64,
 }
 
@@ -44,11 +44,11 @@ pub struct Counted {
     pub window: Window,
 }
 
-/// Brings the runs of all guests onto the host's clock and counts what they did while all of them ran.
-/// `ahead_ms` says how far each guest's clock is ahead of the host's.
+/// Counts the requests of all guests while all of their jobs ran. The number with each run is the time in ms by which the
+/// guest's clock is ahead of the host's.
 ///
 /// # Errors
-/// There is no such time.
+/// The jobs never ran at the same time.
 pub fn count(runs: &[(Run, i64)]) -> Result<Counted, String> {
     let jobs: Vec<Vec<Interval>> = runs
         .iter()
@@ -85,7 +85,7 @@ pub fn count(runs: &[(Run, i64)]) -> Result<Counted, String> {
     for interval in jobs.iter().flatten() {
         let count = interval.latencies.requests() as f64;
         let begin_ms = interval.end_ms.saturating_sub(interval.length_ms);
-        // Requests of an interval that lies across an edge are taken to be spread evenly.
+        // Assume that the requests of an interval are spread evenly when the window contains only a part of it.
         let share = |from: f64, to: f64| {
             let inside = to.min(interval.end_ms as f64) - from.max(begin_ms as f64);
             (inside / interval.length_ms.max(1) as f64).clamp(0.0, 1.0)
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn clocks_that_differ_are_brought_together() {
+    fn differences_of_clocks_are_subtracted() {
         let counted = count(&[(run(10_000, &[5, 5]), 0), (run(70_000, &[7, 7]), 60_000)]).unwrap();
         assert_eq!(
             counted.window,
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_that_never_ran_together_are_a_mistake() {
+    fn jobs_that_never_ran_together_are_an_error() {
         assert!(
             count(&[(run(0, &[1]), 0), (run(5000, &[1]), 0)])
                 .unwrap_err()

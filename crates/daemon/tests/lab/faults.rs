@@ -192,7 +192,7 @@ fn full_disk_fails_one_cell_and_full_journal_is_resumed() {
     let ended = lab.wait_with_output().unwrap();
     let said_full = output_text(&ended);
     assert_eq!(ended.status.code(), Some(1), "{said_full}");
-    assert!(said_full.contains("go on with --resume"), "{said_full}");
+    assert!(said_full.contains("--resume continues"), "{said_full}");
     fs::remove_file(&filler).unwrap();
     succeed(&mut run(true));
     let whole = lab::journal::Journal::read(&output).unwrap();

@@ -210,7 +210,7 @@ fn knee_of_a_throttled_disk_is_found() {
     );
     fs::write(bench.path("plan.toml"), plan).unwrap();
     let dry = succeed(bench.run().arg("--dry-run"));
-    assert!(dry.contains("searched for first"), "{dry}");
+    assert!(dry.contains("a search for at most"), "{dry}");
     let said = succeed(&mut bench.run());
     assert!(said.contains("keeps up with about"), "{said}");
     let journal = bench.journal();

@@ -1,11 +1,11 @@
-//! The guest's file system: busybox, fio with its libraries, modules, and `/init`, which does what the host says.
+//! The guest's file system: busybox, fio with its libraries, modules, and `/init`, which runs the host's scripts.
 
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use harness::initramfs::{Kernel, Tree};
 
-/// Modules for every device of a plan, and the schedulers. Those that a kernel has built in have no file.
+/// Modules for every device of a plan, and the schedulers. Built-in modules have no file.
 const MODULES: [&str; 10] = [
     "virtio_pci",
     "virtio_console",
@@ -19,8 +19,8 @@ const MODULES: [&str; 10] = [
     "mq-deadline",
 ];
 
-/// `/init`. One command is one line: a script in base64. The answer is a line `answer STATUS BYTES` and then what the
-/// script printed. busybox runs its applets by itself, so that none needs a link.
+/// `/init`. Each line from the host is a script in base64. The answer is a line `answer STATUS BYTES`, followed by the
+/// script's output. busybox's shell runs its applets without links.
 const INIT: &str = r#"#!/bin/busybox sh
 export PATH=/bin
 /bin/busybox mount -t proc proc /proc

@@ -347,8 +347,11 @@ impl Guest {
             Session::Port(port) => {
                 let ready = port.line(deadline, stop, &mut || alive(qemu, folder));
                 let ready = ready
-                    .with_context(|| format!("the guest did not boot{}", last_words(folder)))?;
-                ensure!(ready == "ready", "the guest greeted with {ready:?}");
+                    .with_context(|| format!("the guest did not boot{}", log_tails(folder)))?;
+                ensure!(
+                    ready == "ready",
+                    "the guest sent {ready:?} instead of 'ready'"
+                );
             }
             Session::Ssh(ssh) => loop {
                 alive(qemu, folder)?;
@@ -356,7 +359,7 @@ impl Guest {
                     Ok(_) => break,
                     Err(e) if Instant::now() > deadline || stop.is_wanted() => {
                         return Err(
-                            e.context(format!("the guest did not boot{}", last_words(folder)))
+                            e.context(format!("the guest did not boot{}", log_tails(folder)))
                         );
                     }
                     Err(_) => sleep(Duration::from_secs(1)),
@@ -402,7 +405,10 @@ impl Shell for Guest {
             Err(e) if !stop.is_wanted() => {
                 sleep(Duration::from_millis(200));
                 alive(qemu, folder)?;
-                Err(e.context(format!("the guest is lost{}", last_words(folder))))
+                Err(e.context(format!(
+                    "the connection to the guest is lost{}",
+                    log_tails(folder)
+                )))
             }
             other => other,
         }
@@ -412,11 +418,12 @@ impl Shell for Guest {
 fn alive(qemu: &mut Process, folder: &Path) -> Result<()> {
     match qemu.ended()? {
         None => Ok(()),
-        Some(status) => bail!("QEMU ended ({status}){}", last_words(folder)),
+        Some(status) => bail!("QEMU ended ({status}){}", log_tails(folder)),
     }
 }
 
-fn last_words(folder: &Path) -> String {
+/// The last lines of QEMU's log and of the guest's console.
+fn log_tails(folder: &Path) -> String {
     let log = |name: &str, lines| {
         let text = tail(&folder.join(name), lines);
         if text.is_empty() {
@@ -426,7 +433,7 @@ fn last_words(folder: &Path) -> String {
         }
     };
     let console = log("console.log", 12);
-    // The reason for a panic is above the trace that ends it.
+    // The reason for a panic is above the trace at the end.
     let panic = tail(&folder.join("console.log"), 200)
         .lines()
         .rfind(|line| line.contains("Kernel panic"))

@@ -1,4 +1,4 @@
-//! Something that runs shell scripts: a guest, a guest of one's own, or the host.
+//! Runs shell scripts: in a guest, or on the host.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,34 +10,34 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::Stop;
 
-/// Longest answer. Histograms of 64 jobs over an hour take a few hundred MB; more is a guest that went mad.
+/// The longest answer. Histograms of 64 jobs over an hour take a few hundred MB.
 const ANSWER_MAX: usize = 1 << 30;
-/// Longest line before an answer.
+/// The longest line before an answer.
 const LINE_MAX: usize = 4096;
 const TICK: Duration = Duration::from_millis(100);
 
-/// What a script did.
+/// The result of a script.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// Its exit status.
     pub status: i32,
-    /// What it printed.
+    /// Its output.
     pub bytes: Vec<u8>,
 }
 
 impl Answer {
-    /// What it printed, as text.
+    /// Its output as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.bytes).into_owned()
     }
 }
 
-/// Something that runs shell scripts, one at a time.
+/// Runs shell scripts, one at a time.
 pub trait Shell: Send {
     /// Runs a script, and waits for its end.
     ///
     /// # Errors
-    /// Nobody answers in time, whoever answers is gone, or an end is wanted.
+    /// The script takes too long, the guest ends, or the user stops the run.
     fn run(&mut self, script: &str, limit: Duration, stop: &Stop) -> Result<Answer>;
 }
 
@@ -52,7 +52,7 @@ impl Shell for Host {
     }
 }
 
-/// Runs a program as a shell, in a process group of its own, so that Ctrl-C reaches only us.
+/// Runs a program as a shell. It has its own process group, so that Ctrl-C reaches only the lab.
 pub(super) fn answer_of(
     mut command: Command,
     input: Option<&str>,
@@ -73,7 +73,7 @@ pub(super) fn answer_of(
         .spawn()
         .with_context(|| format!("starting {}", command.get_program().display()))?;
     if let (Some(input), Some(mut stdin)) = (input, child.stdin.take()) {
-        // One that ends without reading it all says why by its status.
+        // A program that ends without reading all input reports the reason with its status.
         let _ = stdin.write_all(input.as_bytes());
     }
     let output = collect(child.stdout.take());
@@ -98,7 +98,7 @@ fn collect(stream: Option<impl Read + Send + 'static>) -> std::thread::JoinHandl
     })
 }
 
-/// Waits for a child; kills it with all that it started if that takes too long or is not wanted any more.
+/// Waits for a child. If it takes too long, or the user stops the run, kills it and the processes that it started.
 fn wait(child: &mut Child, limit: Duration, stop: &Stop) -> Result<std::process::ExitStatus> {
     let deadline = Instant::now() + limit;
     loop {
@@ -110,7 +110,7 @@ fn wait(child: &mut Child, limit: Duration, stop: &Stop) -> Result<std::process:
             let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
             let _ = child.wait();
             ensure!(!stop.is_wanted(), "stopped");
-            bail!("not done after {} s, and killed", limit.as_secs());
+            bail!("killed because it took longer than {} s", limit.as_secs());
         }
         sleep(Duration::from_millis(20));
     }
@@ -133,7 +133,7 @@ impl Port {
         })
     }
 
-    /// Waits for the next line. `alive` says why there will be none.
+    /// Waits for the next line. `alive` returns an error if the guest has ended.
     pub(super) fn line(
         &mut self,
         deadline: Instant,
@@ -147,7 +147,7 @@ impl Port {
             }
             ensure!(
                 self.received.len() <= LINE_MAX,
-                "the guest talks without end"
+                "the guest sent a line of more than {LINE_MAX} bytes"
             );
             self.receive(deadline, stop, alive)?;
         }
@@ -164,7 +164,7 @@ impl Port {
         let line = base64(script.as_bytes()) + "\n";
         self.stream
             .write_all(line.as_bytes())
-            .context("talking to the guest")?;
+            .context("sending a script to the guest")?;
         let deadline = Instant::now() + limit;
         let head = self.line(deadline, stop, alive)?;
         let mut words = head.split_whitespace();
@@ -173,7 +173,7 @@ impl Port {
             words.next().and_then(|word| word.parse().ok()),
             words.next().and_then(|word| word.parse::<usize>().ok()),
         ) else {
-            bail!("the guest said {head:?} instead of an answer");
+            bail!("the guest sent {head:?} instead of an answer");
         };
         ensure!(size <= ANSWER_MAX, "the guest's answer has {size} bytes");
         while self.received.len() < size {
@@ -210,7 +210,7 @@ impl Port {
             }
             Err(e) => {
                 alive()?;
-                return Err(e).context("listening to the guest");
+                return Err(e).context("reading from the guest");
             }
         }
         Ok(())
@@ -225,12 +225,12 @@ fn base64(bytes: &[u8]) -> String {
         let word = chunk.iter().enumerate().fold(0_u32, |word, (i, byte)| {
             word | u32::from(*byte) << (16 - 8 * i)
         });
-        for place in 0..4 {
-            match place <= chunk.len() {
-                true => text.push(char::from(
-                    ALPHABET[(word >> (18 - 6 * place)) as usize & 63],
-                )),
-                false => text.push('='),
+        for digit in 0..4 {
+            if digit <= chunk.len() {
+                let index = (word >> (18 - 6 * digit)) as usize & 63;
+                text.push(char::from(ALPHABET[index]));
+            } else {
+                text.push('=');
             }
         }
     }
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_shell_answers_is_limited_and_stops() {
+    fn the_hosts_shell_answers_times_out_and_stops() {
         let stop = Stop::default();
         let answer = Host
             .run(
@@ -270,7 +270,7 @@ mod tests {
         let late = Host
             .run("sleep 1000 | sleep 1000", Duration::from_millis(50), &stop)
             .unwrap_err();
-        assert!(late.to_string().contains("not done"), "{late}");
+        assert!(late.to_string().contains("took longer"), "{late}");
         stop.flag()
             .store(true, std::sync::atomic::Ordering::Relaxed);
         let stopped = Host
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_takes_any_answer_and_no_nonsense() {
+    fn a_port_accepts_any_output_and_no_invalid_answer() {
         let (ours, mut guests) = UnixStream::pair().unwrap();
         let mut port = Port::new(ours).unwrap();
         let (stop, limit) = (Stop::default(), Duration::from_secs(60));
@@ -290,16 +290,16 @@ mod tests {
             (answer.status, answer.bytes.as_slice()),
             (0, b"ab\ncd".as_slice())
         );
-        for nonsense in [
+        for invalid in [
             "nonsense\n",
             "answer 0\n",
             "answer 0 -1\n",
             "answer 0 99999999999999\n",
         ] {
-            guests.write_all(nonsense.as_bytes()).unwrap();
+            guests.write_all(invalid.as_bytes()).unwrap();
             assert!(
                 port.run("x", limit, &stop, &mut || Ok(())).is_err(),
-                "{nonsense}"
+                "{invalid}"
             );
         }
         guests.write_all(&[b'x'; 3 * LINE_MAX]).unwrap();

@@ -1,4 +1,4 @@
-//! A guest of one's own, over ssh.
+//! A guest of the user's, over ssh.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,14 +9,14 @@ use anyhow::{Result, ensure};
 use super::shell::answer_of;
 use super::{Answer, Shell, Stop};
 
-/// Where and how to log in.
+/// A login.
 #[derive(Clone, Debug)]
 pub struct Ssh {
     /// `USER@HOST`.
     pub target: String,
     /// TCP port.
     pub port: u16,
-    /// A private key; `None` is ssh's own choice.
+    /// A private key; `None` leaves the choice to ssh.
     pub key: Option<PathBuf>,
 }
 
@@ -31,7 +31,7 @@ impl Shell for Ssh {
             "-o",
             "LogLevel=ERROR",
         ]);
-        // Guests that are booted afresh have new host keys each time, and are reached over loopback only.
+        // A guest that the lab boots may have new host keys each time, and is reached over loopback.
         if self.target.ends_with("@127.0.0.1") {
             command.args([
                 "-o",

@@ -9,7 +9,7 @@ use super::advice::advice;
 use super::charts::{self, Series, latency, percent};
 use super::grid::Grid;
 use super::ratios;
-use crate::analysis::{Analysis, Outcome, Question};
+use crate::analysis::{Analysis, ClaimResult, Question};
 use crate::plan::words::Against;
 
 const STYLE: &str = include_str!("style.css");
@@ -387,9 +387,9 @@ fn claims(page: &mut String, analysis: &Analysis) {
     page.push_str("<h2>What others have published</h2>\n<div class=\"wide\"><table><tr><th>source</th><th>figure</th><th>here</th><th>why</th></tr>\n");
     for (claim, found) in analysis.plan().claims.iter().zip(analysis.replications()) {
         let class = match found.outcome {
-            Outcome::Reproduced => "good",
-            Outcome::NotReproduced => "bad",
-            Outcome::Undecided | Outcome::Untestable => "",
+            ClaimResult::Reproduced => "good",
+            ClaimResult::NotReproduced => "bad",
+            ClaimResult::Undecided | ClaimResult::Untestable => "",
         };
         let _ = writeln!(
             page,

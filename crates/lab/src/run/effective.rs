@@ -1,5 +1,5 @@
-//! What a configuration came to: read back from QEMU's monitor and from the guest's `/sys`, since what was asked for
-//! and what is in force are not always the same.
+//! The effective settings of a configuration, read back from QEMU's monitor and from the guest's `/sys`. They may differ
+//! from the plan's.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::plan::words::{Device, Scheduler};
 /// Settings by their names.
 pub type Effective = BTreeMap<String, String>;
 
-/// Sets the guest's scheduler and asks the guest for what is in force on its first disk. `disks` as for fio.
+/// Sets the guest's scheduler, and reads the settings of the guest's first disk. `disks` are as for fio.
 ///
 /// # Errors
-/// A disk is not there, or has no such scheduler.
+/// A disk is missing, or does not have that scheduler.
 pub fn of_guest(
     shell: &mut dyn Shell,
     settings: &Settings,
@@ -39,7 +39,7 @@ pub fn of_guest(
         "d=$(disk '{}')\nb=${{d##*/}}\n",
         disks.first().map_or_else(String::new, quoted)
     );
-    script += ASK;
+    script += QUERY;
     let answer = shell.run(&script, Duration::from_secs(120), stop)?;
     ensure!(
         answer.status == 0,
@@ -64,7 +64,7 @@ pub fn of_guest(
     Ok(effective)
 }
 
-const ASK: &str = r#"
+const QUERY: &str = r#"
 b=/sys/block/"$b"
 q=$b/queue
 read_one() { [ -f "$2" ] && echo "$1=$(cat "$2")"; }
@@ -82,10 +82,10 @@ echo "guest fio=$(fio --version 2>/dev/null)"
 true
 "#;
 
-/// Asks QEMU.
+/// Reads the settings from QEMU.
 ///
 /// # Errors
-/// It does not answer.
+/// QEMU does not answer.
 pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
     let mut qmp = guest.qmp()?;
     let mut effective = Effective::new();
@@ -99,7 +99,7 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
         };
     };
     let machine = qmp.property("/machine", "type");
-    // Without its version, which is QEMU's.
+    // Without the version, which is that of QEMU.
     add(
         "machine",
         machine.and_then(|machine| Some(machine.as_str()?.split("-machine").next()?.into())),
@@ -137,7 +137,7 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
     Ok(effective)
 }
 
-/// Nodes of a `-drive` have made-up names, and the lab makes no others.
+/// The node of a `-drive`: QEMU generates its name.
 fn qmp_drive(nodes: &Value) -> Option<&Value> {
     nodes.as_array()?.iter().find(|node| {
         node["node-name"]

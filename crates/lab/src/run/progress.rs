@@ -1,4 +1,4 @@
-//! What a person sees while a plan runs.
+//! The display while a plan runs.
 
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
@@ -12,9 +12,9 @@ use crate::plan::units::time_text;
 use crate::schedule::Boot;
 use crate::stats::Verdict;
 
-/// Somebody who is told how a run goes.
+/// Receives the progress of a run.
 pub trait Progress {
-    /// Something that is worth a line.
+    /// A message for the user.
     fn say(&mut self, line: &str);
     /// A block begins.
     fn block(&mut self, number: u32, boots: &[Boot], open: &[bool]);

@@ -1,4 +1,4 @@
-//! Which rates of an open loop are worth measuring on this host: those around the knees of the configurations.
+//! Finds the rates of an open loop that are worth measuring on this host: those around the knees of the configurations.
 
 use anyhow::{Context, Result, anyhow, ensure};
 
@@ -8,18 +8,18 @@ use crate::analysis::Knee;
 use crate::plan::{RATES_MAX, Workload};
 use crate::storage::Files;
 
-/// Runs of a search in each configuration: one without a rate, one at the lowest, and the halvings between.
+/// The runs of a search in each configuration: one without a rate, one at the lowest rate, and the halvings.
 pub const RUNS: u32 = 2 + HALVINGS;
-/// From a span of 13 times to one of 8 %.
+/// They narrow a factor of 13 to 8 %.
 const HALVINGS: u32 = 5;
-/// The search is between these shares of what a closed loop reaches.
+/// The search is between these shares of the rate that a closed loop reaches.
 const LOWEST: f64 = 0.1;
 const HIGHEST: f64 = 1.3;
 
-/// Boots each configuration of the plan once, and looks for its knee. From these, the rates for all.
+/// Boots each configuration of the plan once, finds its knee, and returns rates around all knees.
 ///
 /// # Errors
-/// No configuration could be measured, or an end is wanted.
+/// No configuration could be measured, or the user stops the run.
 pub fn rates(
     bench: &Bench,
     files: &mut Files,
@@ -41,7 +41,7 @@ pub fn rates(
             }
         };
         let mut at = |rate: Option<u32>| {
-            let asked = Workload {
+            let load_at_rate = Workload {
                 search: false,
                 rate,
                 ..load.clone()
@@ -50,7 +50,7 @@ pub fn rates(
                 Some(rate) => format!("{}: searching, {rate} a second", load.name),
                 None => format!("{}: searching, a closed loop", load.name),
             });
-            let (sample, _) = bench.measure(&mut up, settings, &asked, 0)?;
+            let (sample, _) = bench.measure(&mut up, settings, &load_at_rate, 0)?;
             Ok::<_, anyhow::Error>((sample.iops / disks, sample.percentile_us(0.99)))
         };
         let found = at(None).and_then(|(capacity, _)| {
@@ -74,16 +74,16 @@ pub fn rates(
     }
     match failure {
         Some(error) if knees.is_empty() => Err(error.context(format!(
-            "{}: no configuration could be asked for its rate",
+            "{}: the search for rates failed in every configuration",
             load.name
         ))),
-        None if knees.is_empty() => Err(anyhow!("{}: there is no configuration", load.name)),
+        None if knees.is_empty() => Err(anyhow!("{}: the plan has no configuration", load.name)),
         _ => Ok(around(lowest, &knees)),
     }
 }
 
-/// The lowest rate that was asked, and the highest that is kept up with. `at` says what is reached at a rate, and the
-/// 99th percentile in microseconds.
+/// Returns the lowest rate that was measured, and the highest rate with which the configuration keeps up. `at` measures at a
+/// rate, and returns the IOPS and the 99th percentile in microseconds.
 fn knee(capacity: f64, mut at: impl FnMut(u32) -> Result<(f64, f64)>) -> Result<(u32, u32)> {
     ensure!(capacity >= 1.0, "a closed loop reached {capacity} a second");
     let rate = |rate: f64| rate.round().clamp(1.0, 1e8) as u32;
@@ -96,16 +96,17 @@ fn knee(capacity: f64, mut at: impl FnMut(u32) -> Result<(f64, f64)>) -> Result<
     for _ in 0..HALVINGS {
         let middle = (good * bad).sqrt();
         let (reached, p99_us) = at(rate(middle))?;
-        match knee.keeps_up(f64::from(rate(middle)), reached, p99_us) {
-            true => good = middle,
-            false => bad = middle,
+        if knee.keeps_up(f64::from(rate(middle)), reached, p99_us) {
+            good = middle;
+        } else {
+            bad = middle;
         }
     }
     Ok((lowest, rate(good)))
 }
 
-/// The lowest rate, and for each knee a rate on each side of it, to three digits. Rates of 5 % apart are one; of more
-/// than there is time for, some are left out, but not the ends.
+/// The lowest rate, and for each knee rates on both sides, rounded to three digits. Rates closer than 5 % are merged. If
+/// there are more than [`RATES_MAX`], keeps the lowest and the highest, and leaves out some between.
 fn around(lowest: u32, knees: &[u32]) -> Vec<u32> {
     let mut wanted: Vec<f64> = knees
         .iter()
@@ -145,9 +146,10 @@ mod tests {
             let (lowest, knee) = knee(capacity, |rate| {
                 asked += 1;
                 let load = f64::from(rate) / capacity;
-                Ok(match load < 1.0 {
-                    true => (f64::from(rate), 4.6e6 / capacity / (1.0 - load)),
-                    false => (capacity, 1e9),
+                Ok(if load < 1.0 {
+                    (f64::from(rate), 4.6e6 / capacity / (1.0 - load))
+                } else {
+                    (capacity, 1e9)
                 })
             })
             .unwrap();

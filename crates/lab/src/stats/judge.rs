@@ -1,4 +1,4 @@
-//! What was decided, and where more runs are worth their time.
+//! Verdicts on all comparisons of a plan.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::Interval;
 use super::sequential::{Moments, PAIRS_MIN, Sequential};
 use super::student::{above, quantile};
 
-/// Share of wrong verdicts that is put up with, among those that are given.
+/// The expected share of wrong verdicts among those that are given.
 pub const ERROR_RATE: f64 = 0.05;
 
 /// How a comparison ended.
@@ -22,7 +22,7 @@ pub enum Verdict {
     Loss,
     /// They differ by less than the margin.
     Equivalent,
-    /// Nothing can be said yet.
+    /// The pairs so far show neither.
     Undecided,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for Verdict {
 #[derive(Clone, Debug, Default)]
 pub struct Contrast {
     pairs: Moments,
-    /// The least p values of all looks.
+    /// The smallest p values after any pair so far
     difference_p: Option<f64>,
     equivalence_p: Option<f64>,
 }
@@ -56,12 +56,12 @@ pub struct Judge {
 }
 
 impl Judge {
-    /// For `contrasts` comparisons of at most `pairs_max` pairs. Gains within `margin` (0.03: 3 %) are none.
+    /// A judge for `contrasts` comparisons of at most `pairs_max` pairs. Gains within `margin` (0.03: 3 %) count as none.
     pub fn new(contrasts: usize, pairs_max: usize, margin: f64) -> Self {
         Self::with(Arc::new(Sequential::new(pairs_max)), contrasts, margin)
     }
 
-    /// The same, with corrections that are there already.
+    /// As [`Judge::new`], with corrections that have been computed before.
     pub fn with(sequential: Arc<Sequential>, contrasts: usize, margin: f64) -> Self {
         Self {
             nominal: sequential.nominal(ERROR_RATE),
@@ -71,7 +71,7 @@ impl Judge {
         }
     }
 
-    /// A pair: the logarithm of better by worse, as `ln(after / before)`.
+    /// Adds a pair, as the logarithm `ln(to / from)`.
     pub fn pair(&mut self, contrast: usize, log_ratio: f64) {
         let margin = self.margin;
         let contrast = &mut self.contrasts[contrast];
@@ -82,30 +82,30 @@ impl Judge {
         }
         let (error, freedom) = (contrast.pairs.error(), (n - 1) as f64);
         let difference = 2.0 * above(mean.abs() / error, freedom);
-        // Two one-sided tests: it is not above the margin, and not below it.
+        // Two one-sided tests: the gain is below the margin, and above its negative.
         let equivalence = above((margin - mean.abs()) / error, freedom);
         let least = |so_far: Option<f64>, p: f64| Some(so_far.map_or(p, |least| least.min(p)));
         contrast.difference_p = least(contrast.difference_p, difference);
         contrast.equivalence_p = least(contrast.equivalence_p, equivalence);
     }
 
-    /// The verdicts on all comparisons, corrected for how many there are: of those that are decided, at most
-    /// [`ERROR_RATE`] are wrong in expectation (Benjamini and Hochberg 1995, with p values that hold at any stop).
+    /// The verdicts on all comparisons, corrected for their number: of the decided ones, at most [`ERROR_RATE`] are wrong in
+    /// expectation (Benjamini and Hochberg 1995, with p values that are valid whenever the run stops).
     pub fn verdicts(&self) -> Vec<Verdict> {
-        let worth = |p: Option<f64>, worth: &dyn Fn(f64) -> f64| p.map_or(1.0, worth);
+        let corrected = |p: Option<f64>, correct: &dyn Fn(f64) -> f64| p.map_or(1.0, correct);
         let differ: Vec<f64> = self
             .contrasts
             .iter()
-            .map(|c| worth(c.difference_p, &|p| self.sequential.two_sided(p)))
+            .map(|c| corrected(c.difference_p, &|p| self.sequential.two_sided(p)))
             .collect();
         let same: Vec<f64> = self
             .contrasts
             .iter()
-            .map(|c| worth(c.equivalence_p, &|p| self.sequential.one_sided(p)))
+            .map(|c| corrected(c.equivalence_p, &|p| self.sequential.one_sided(p)))
             .collect();
         let (differ, same) = (discoveries(&differ), discoveries(&same));
         let verdict = |(index, contrast): (usize, &Contrast)| match (same[index], differ[index]) {
-            // What is within the margin is no gain, however certain it is that it is not nought.
+            // A gain within the margin counts as none, even if it is certainly not zero.
             (true, _) => Verdict::Equivalent,
             (false, true) if contrast.pairs.mean > 0.0 => Verdict::Gain,
             (false, true) => Verdict::Loss,
@@ -114,7 +114,7 @@ impl Judge {
         self.contrasts.iter().enumerate().map(verdict).collect()
     }
 
-    /// Pairs so far.
+    /// The number of pairs so far.
     pub fn pairs(&self, contrast: usize) -> usize {
         self.contrasts[contrast].pairs.n
     }
@@ -125,13 +125,13 @@ impl Judge {
         (pairs.n > 0).then_some(pairs.mean)
     }
 
-    /// Noise of a pair: the deviation of its logarithm.
+    /// The noise of a pair: the standard deviation of its logarithm.
     pub fn deviation(&self, contrast: usize) -> f64 {
         self.contrasts[contrast].pairs.deviation()
     }
 
-    /// The gain's interval, as logarithms: it covers the truth at *all* looks together at its rate of 95 %, so that
-    /// it does not matter when the run was stopped.
+    /// The gain's interval, as logarithms. In 95 % of the runs, it covers the truth after *every* pair, so that it does not
+    /// matter when the run was stopped.
     pub fn interval(&self, contrast: usize) -> Option<Interval> {
         let pairs = self.contrasts[contrast].pairs;
         if pairs.n < PAIRS_MIN {
@@ -144,7 +144,7 @@ impl Judge {
         })
     }
 
-    /// The least effect that `pairs` more or less find nine times in ten, with noise as it is now; as a logarithm.
+    /// The smallest effect that the present number of pairs finds nine times in ten, with the present noise, as a logarithm.
     pub fn detectable(&self, contrast: usize) -> Option<f64> {
         let pairs = self.contrasts[contrast].pairs;
         if pairs.n < PAIRS_MIN {
@@ -155,7 +155,7 @@ impl Judge {
     }
 }
 
-/// Which of these p values are discoveries.
+/// Which of these p values are discoveries (Benjamini and Hochberg).
 pub fn discoveries(p_values: &[f64]) -> Vec<bool> {
     let mut sorted = p_values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -170,8 +170,8 @@ pub fn discoveries(p_values: &[f64]) -> Vec<bool> {
         .collect()
 }
 
-/// Pairs that find `effect` (0.05: 5 %) nine times in ten where a run's noise is `noise` (0.05: 5 %), even if it is the
-/// only one among `contrasts`; `None` if `pairs_max` are too few.
+/// The pairs that find `effect` (0.05: 5 %) nine times in ten if a run's noise is `noise` (0.05: 5 %), even if only one of
+/// the `contrasts` has an effect; `None` if `pairs_max` are too few.
 pub fn pairs_needed(effect: f64, noise: f64, contrasts: usize, pairs_max: usize) -> Option<usize> {
     let sequential = Sequential::new(pairs_max);
     let nominal = sequential.nominal(ERROR_RATE / contrasts.max(1) as f64);
@@ -180,7 +180,7 @@ pub fn pairs_needed(effect: f64, noise: f64, contrasts: usize, pairs_max: usize)
     (PAIRS_MIN..=pairs_max).find(|&n| {
         let (count, freedom) = (n as f64, (n - 1) as f64);
         let critical = quantile(nominal / 2.0, freedom);
-        // The noncentral t, near enough normal (Abramowitz and Stegun 26.7.10).
+        // The normal approximation of the noncentral t (Abramowitz and Stegun 26.7.10).
         let z = (signal * count.sqrt() - critical * (1.0 - 0.25 / freedom))
             / (1.0 + critical * critical / (2.0 * freedom)).sqrt();
         z >= 1.2816
@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_clear_is_decided_and_what_is_not_is_not() {
+    fn clear_comparisons_are_decided_and_noisy_ones_are_not() {
         let mut judge = Judge::new(4, 30, 0.03);
         for n in 0..12 {
             let wobble = if n % 2 == 0 { 0.004 } else { -0.004 };

@@ -1,16 +1,16 @@
-//! Medians and quantiles of few samples, with intervals.
+//! Medians of few samples, with intervals; and the bootstrap for other statistics.
 
 use harness::random::Rng;
 use harness::spread::Spread;
 
-/// An interval, and how often such a one covers the truth.
+/// An interval with its confidence level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interval {
     /// Lower end.
     pub low: f64,
     /// Upper end.
     pub high: f64,
-    /// What it covers the truth with: what was asked for, or less if there are too few samples.
+    /// The probability that it covers the truth: the requested one, or less if there are too few samples.
     pub level: f64,
 }
 
@@ -19,17 +19,17 @@ pub fn median(values: &[f64]) -> Option<f64> {
     Spread::of(values.iter().copied()).map(|spread| spread.median)
 }
 
-/// The interval of a median, whatever the distribution; `None` of fewer than two samples.
+/// The interval of a median for any distribution; `None` with fewer than two samples.
 ///
-/// Order statistics cover with rates that jump (10 samples: 89 % or 98 %), and so does the bootstrap of a median, which
-/// knows nothing else. Hettmansperger and Sheather (1986) interpolate between two of them so that the rate is met.
+/// Intervals between order statistics have only a few levels (10 samples: 89 % or 98 %). So has the bootstrap of a median,
+/// which selects order statistics. Hettmansperger and Sheather (1986) interpolate between two such intervals.
 pub fn median_interval(values: &[f64], level: f64) -> Option<Interval> {
     let sorted = sorted(values);
     let n = sorted.len();
     if n < 2 {
         return None;
     }
-    // rates[d]: how often the median lies between the (d+1)-th from below and the (d+1)-th from above.
+    // rates[d]: the probability that the median is between the (d+1)-th smallest and the (d+1)-th largest sample
     let mut rates = Vec::new();
     let (mut probability, mut below) = (0.5_f64.powi(n as i32), 0.0);
     for d in 0..n / 2 {
@@ -57,8 +57,8 @@ pub fn median_interval(values: &[f64], level: f64) -> Option<Interval> {
     })
 }
 
-/// The bootstrap interval of any statistic of samples of any kind; `None` of fewer than two. It is for what no exact
-/// interval is known for, such as a percentile of merged histograms, and tends to be short for few samples.
+/// The bootstrap interval of a statistic of samples of any type; `None` with fewer than two samples. It is for statistics
+/// without an exact interval, such as a percentile of merged histograms. With few samples, it tends to be too short.
 pub fn bootstrap<T>(
     samples: &[T],
     level: f64,
@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(median(&[5.0]), Some(5.0));
         assert_eq!(median(&[]), None);
         assert_eq!(median_interval(&[1.0], 0.95), None);
-        // Three samples say little, and that is said.
+        // Three samples are too few for 95 %.
         let few = median_interval(&[3.0, 1.0, 2.0], 0.95);
         assert_eq!(
             few,

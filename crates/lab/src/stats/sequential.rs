@@ -1,33 +1,32 @@
-//! Looking at results after every block without being fooled by it.
+//! Corrections for tests that are repeated after every block.
 //!
-//! Whoever looks after each pair and stops at the first p below 5 % is wrong in far more than 5 % of all cases. Here a p
-//! value is replaced by the probability that *any* look up to the last has one as small, if there is no difference.
-//! That probability is known: the path of t statistics does not depend on the noise, so it is simulated, once, with a
-//! fixed seed.
+//! A test after each pair that stops at the first p below 5 % is wrong in far more than 5 % of all cases. Here, a p value
+//! is replaced by the probability that *any* of the tests has one as small if there is no difference. That probability does
+//! not depend on the noise, because the path of t statistics does not. It is simulated once, with a fixed seed.
 
 use harness::random::Rng;
 
 use super::student::{above, quantile};
 
-/// Fewest pairs that anything is decided on.
+/// The fewest pairs for a verdict.
 pub const PAIRS_MIN: usize = 3;
 
 const PATHS: usize = 10_000;
-/// Smallest p value that the simulation speaks of: 30 paths of the 10,000. Below it, p values add up over the looks,
-/// which is never too small.
+/// The smallest p value that the simulation covers: 30 paths of the 10,000. Below it, the p value is multiplied by the
+/// number of tests, an upper bound.
 const P_MIN: f64 = 0.003;
 
-/// Corrections for looks after each pair from [`PAIRS_MIN`] to the last.
+/// Corrections for tests after each pair from [`PAIRS_MIN`] to the last.
 #[derive(Clone, Debug)]
 pub struct Sequential {
-    looks: usize,
-    /// Sorted: the least p value of each path, of both sides and of one.
+    tests: usize,
+    /// The smallest p value of each path, sorted; of two-sided and of one-sided tests
     two_sided: Vec<f64>,
     one_sided: Vec<f64>,
 }
 
 impl Sequential {
-    /// For at most `pairs_max` pairs.
+    /// Corrections for at most `pairs_max` pairs.
     pub fn new(pairs_max: usize) -> Self {
         let pairs_max = pairs_max.max(PAIRS_MIN);
         let mut rng = Rng::new(0x5eed);
@@ -49,25 +48,25 @@ impl Sequential {
         two_sided.sort_by(f64::total_cmp);
         one_sided.sort_by(f64::total_cmp);
         Self {
-            looks: pairs_max - PAIRS_MIN + 1,
+            tests: pairs_max - PAIRS_MIN + 1,
             two_sided,
             one_sided,
         }
     }
 
-    /// What a p value of both sides is worth, if it is the least of all looks so far.
+    /// The corrected p value of a two-sided test; `p` is the smallest so far.
     pub fn two_sided(&self, p: f64) -> f64 {
-        self.worth(p, &self.two_sided)
+        self.corrected(p, &self.two_sided)
     }
 
-    /// The same for a test of one side.
+    /// The corrected p value of a one-sided test; `p` is the smallest so far.
     pub fn one_sided(&self, p: f64) -> f64 {
-        self.worth(p, &self.one_sided)
+        self.corrected(p, &self.one_sided)
     }
 
-    /// The p value of a single look that is worth `level`, for both sides.
+    /// The p value of a single two-sided test whose corrected value is `level`.
     pub fn nominal(&self, level: f64) -> f64 {
-        let (mut low, mut high) = (level / self.looks as f64 / 2.0, level);
+        let (mut low, mut high) = (level / self.tests as f64 / 2.0, level);
         for _ in 0..60 {
             let middle = f64::midpoint(low, high);
             match self.two_sided(middle) > level {
@@ -78,32 +77,32 @@ impl Sequential {
         low
     }
 
-    fn worth(&self, p: f64, least: &[f64]) -> f64 {
+    fn corrected(&self, p: f64, least: &[f64]) -> f64 {
         let simulated =
             |p: f64| (least.partition_point(|x| *x <= p) + 1) as f64 / (PATHS + 1) as f64;
         match p < P_MIN {
-            true => (p * self.looks as f64).min(simulated(P_MIN)),
+            true => (p * self.tests as f64).min(simulated(P_MIN)),
             false => simulated(p).clamp(p, 1.0),
         }
     }
 }
 
-/// Mean and deviation, as samples come (Welford).
+/// Mean and standard deviation, updated with each sample (Welford).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Moments {
-    /// Samples.
+    /// The number of samples.
     pub n: usize,
     /// Their mean.
     pub mean: f64,
     squares: f64,
 }
 
-/// Differences below this are those of counting, not of what is counted: without it, two pairs that happen to be equal
-/// to the last digit would be proof of anything.
+/// The smallest standard deviation that is believed. Without it, two pairs that happen to be equal to the last digit would
+/// prove any difference.
 const RESOLUTION: f64 = 1e-4;
 
 impl Moments {
-    /// One more.
+    /// Adds a sample.
     pub fn add(&mut self, x: f64) {
         self.n += 1;
         let step = x - self.mean;
@@ -111,14 +110,14 @@ impl Moments {
         self.squares += step * (x - self.mean);
     }
 
-    /// Of all of them.
+    /// The moments of all these samples.
     pub fn of(values: &[f64]) -> Self {
         let mut moments = Self::default();
         values.iter().for_each(|x| moments.add(*x));
         moments
     }
 
-    /// The standard deviation; 0 of fewer than two.
+    /// The standard deviation; 0 with fewer than two samples.
     pub fn deviation(&self) -> f64 {
         match self.n {
             0 | 1 => 0.0,
