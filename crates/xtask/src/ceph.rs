@@ -57,8 +57,8 @@ pub fn run(args: &Args) -> Result<()> {
             let (conf, options) = (ceph.conf(), ceph.options());
             ceph.keep()?;
             println!(
-                "Ceph runs, after {:.1} s. An image, and ringdisk on it:\n    rbd --conf {conf} create --size 10G \
-                 rbd/vm1\n    ringdisk serve file=rbd:rbd/vm1{options}\n`cargo xtask ceph down` ends it.",
+                "Ceph runs after {:.1} s. To create an image and serve it:\n    rbd --conf {conf} create --size 10G \
+                 rbd/vm1\n    ringdisk serve file=rbd:rbd/vm1{options}\n`cargo xtask ceph down` stops the cluster.",
                 start.elapsed().as_secs_f64(),
                 conf = conf.display()
             );

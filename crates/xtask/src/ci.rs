@@ -143,11 +143,12 @@ fn borders() -> Result<()> {
     none(wrong)
 }
 
-/// The crates that touch what a compiler can't check: guest memory, rings, the libraries of Ceph, the driver of the lab and the tests.
+/// The crates with code that a compiler can't check: guest memory, rings, Ceph's libraries, and the driver of the lab and
+/// the tests.
 const UNSAFE_CRATES: &[&str] = &["driver", "guest", "engine", "rbd", "testkit"];
 
-/// Single blocks elsewhere: the contracts of `Engine` and the two places that call it under them, and the lab, which reads
-/// the completions of the blkio crate: they come uninitialised.
+/// Single blocks in other crates: the contract of `Engine`, the two places that call it, and the lab, which takes
+/// uninitialised completions from the blkio crate.
 const UNSAFE_FILES: &[&str] = &[
     "crates/block/src/engine.rs",
     "crates/datapath/src/path/submit.rs",
@@ -216,7 +217,7 @@ fn clocks() -> Result<()> {
         ];
         if let Some(word) = words.iter().find(|word| source.contains(**word)) {
             wrong.push(format!(
-                "{} uses {word}; on the path of an I/O only the monotonic clock counts",
+                "{} uses {word}; on the path of an I/O, only the monotonic clock is allowed",
                 file.display()
             ));
         }

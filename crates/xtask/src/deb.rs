@@ -23,8 +23,7 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Packages the program in `built`, the directory of cargo's builds with `profile`. Returns the path of the package, which
-/// is in `output`.
+/// Packages the program in `built`, the target directory of `profile`, into `output`. Returns the path of the package.
 fn pack(built: &Path, profile: &str, output: &Path, options: &[&str]) -> Result<PathBuf> {
     let manual = built.join("package");
     fs::create_dir_all(&manual).with_context(|| format!("making {}", manual.display()))?;

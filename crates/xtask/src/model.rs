@@ -12,9 +12,9 @@ use crate::{cargo, packages, root};
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   cargo xtask model --minutes 60 --jobs 4
-  cargo xtask model --only 4711      the case of one seed again
+  cargo xtask model --only 4711      repeat the case of one seed
 
-What goes wrong is printed with its seed and the shortest list of steps that still fails; the exit code is 1 then.")]
+A failure is printed with its seed and the shortest list of steps that still fails. The exit code is then 1.")]
 pub struct Args {
     /// Duration in minutes
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100_000))]

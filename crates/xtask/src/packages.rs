@@ -61,10 +61,10 @@ pub const ALL: [(Ensure, &str); 10] = [
         debian::ensure,
         "the test of the service in a real systemd is skipped",
     ),
-    (qemu::ensure, "the matrix leaves out"),
+    (qemu::ensure, "the matrix of tests lacks"),
     (
         libvirt::ensure,
-        "libvirt's own domains are not fixed and moved",
+        "the tests with libvirt's own domains are skipped",
     ),
     (ceph::ensure, "tests on a Ceph cluster are skipped"),
     (
@@ -73,12 +73,12 @@ pub const ALL: [(Ensure, &str); 10] = [
     ),
     (
         browser::ensure,
-        "the tests that look at reports are skipped",
+        "the tests of reports in a browser are skipped",
     ),
     (tcmalloc::ensure, "ringdisk is tested without tcmalloc"),
 ];
 
-/// Installs what is missing. If nothing is, it is quick and does not run apt.
+/// Installs what is missing. If nothing is missing, this is quick and does not run apt.
 pub fn ensure() -> Result<()> {
     let mut packages: Vec<&str> = PROGRAMS
         .iter()
@@ -95,7 +95,7 @@ pub fn ensure() -> Result<()> {
     }
     ensure!(
         cfg!(target_arch = "x86_64") && find_program("apt-get").is_some(),
-        "missing: {} and a guest kernel ({KERNEL}, unpacked in {}); they can be installed by themselves only on \
+        "missing: {} and a guest kernel ({KERNEL}, unpacked in {}); this command can install them only on \
          Debian or Ubuntu on x86-64",
         packages.join(" "),
         kernel_cache().display()
@@ -136,9 +136,9 @@ fn qemu_is_old() -> bool {
 fn install(packages: &[&str]) -> Result<()> {
     ensure!(
         is_root()? || sudo_works(),
-        "root is needed, and sudo is missing or asks for a password; run this by hand, then the same again:\n    \
+        "installing packages needs root, and sudo is missing or asks for a password; run this, and then the command again:\n    \
          sudo apt-get update && sudo apt-get install --no-install-recommends {}\nOn Debian 12, take QEMU from \
-         bookworm-backports; its own is too old to compare with.",
+         bookworm-backports: its own is too old for a comparison.",
         packages.join(" ")
     );
     println!("installing {}", packages.join(" "));
@@ -184,7 +184,7 @@ const SOURCE_FILE: &str = "/etc/apt/sources.list.d/ringdisk-backports.sources";
 fn backports() -> Result<Option<Backports>> {
     let os = fs::read_to_string("/etc/os-release").context("reading /etc/os-release")?;
     if !os.lines().any(|line| line == "VERSION_CODENAME=bookworm") {
-        return Ok(None); // later releases have a QEMU that is new enough
+        return Ok(None); // the QEMU of later releases is new enough
     }
     let release = "bookworm-backports".to_owned();
     if mirror(&release)?.is_some() || Path::new(SOURCE_FILE).exists() {
@@ -240,8 +240,8 @@ fn add_source(text: &str) -> Result<()> {
     as_root("install", &["--mode=644", &path, SOURCE_FILE])
 }
 
-/// Fetches the kernel package that `linux-image-cloud-amd64` depends on, and unpacks it in the cache. Installing it would
-/// change the host's /boot and need root.
+/// Fetches the kernel package on which `linux-image-cloud-amd64` depends, and unpacks it in the cache. Installing it
+/// would need root and change the host's /boot.
 fn fetch_kernel() -> Result<()> {
     let depends = || output("apt-cache", &["depends", KERNEL]);
     let package_in = |text: &str| {

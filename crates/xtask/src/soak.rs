@@ -8,11 +8,11 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   cargo xtask soak --minutes 60
-  cargo xtask soak --seed 4711       the same random choices again
-  cargo xtask soak --only 4711       one case of the random operations again
+  cargo xtask soak --seed 4711       repeat the same random choices
+  cargo xtask soak --only 4711       repeat one case of the random operations
 
-Two tests share the time: everything at once, and random sequences of operations against a model of what is to be served,
-listed and kept. What goes wrong is printed with the seed; the exit code is 1 then.")]
+Two tests share the time: one does everything at once; the other compares random sequences of operations with a model of
+the disks that are served, listed and stored in the state. A failure is printed with the seed. The exit code is then 1.")]
 pub struct Args {
     /// Duration in minutes
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=100_000))]
@@ -40,10 +40,10 @@ pub struct Args {
 /// Installs what the tests need, and runs them.
 pub fn run(args: &Args) -> Result<()> {
     packages::ensure()?;
-    let alone = args.operations || args.only.is_some();
-    let (tests, seconds) = match alone {
-        true => ("soak::operations", args.minutes * 60),
-        false => ("soak::", args.minutes * 30),
+    let (tests, seconds) = if args.operations || args.only.is_some() {
+        ("soak::operations", args.minutes * 60)
+    } else {
+        ("soak::", args.minutes * 30)
     };
     let mut test = cargo();
     test.args(["test", "--locked", "-p", "ringdisk", "--test", "all", tests]);

@@ -130,7 +130,7 @@ struct Program {
     path: PathBuf,
     /// The working directory of its tests, as in cargo.
     folder: PathBuf,
-    /// Its tests, each with the index of its group.
+    /// The names of its tests, each with the index of the group.
     tests: Vec<(String, usize)>,
 }
 
@@ -139,7 +139,7 @@ fn build() -> Result<Vec<Program>> {
     let mut tests = cargo();
     tests.args(["test", "--workspace", "--locked", "--no-run"]);
     tests.arg("--message-format=json-render-diagnostics");
-    if packages::tcmalloc::is_there()? {
+    if packages::tcmalloc::is_installed()? {
         tests.arg(packages::tcmalloc::FEATURE);
     }
     let output = tests.stderr(Stdio::inherit()).output();
@@ -170,16 +170,16 @@ fn build() -> Result<Vec<Program>> {
     Ok(programs)
 }
 
-/// The package that a message of cargo's is about: `path+file:///…/crates/daemon#ringdisk@0.1.0`, or with the folder's
-/// name only.
+/// The name of the package in a message of cargo, such as `path+file:///…/crates/daemon#ringdisk@0.1.0`. If the package
+/// is called as its folder, only the version follows `#`.
 fn metadata_name(message: &Value) -> Result<String> {
     let id = message["package_id"]
         .as_str()
         .context("no package in cargo's message")?;
-    let (place, name) = id.rsplit_once('#').context("a package without a name")?;
+    let (path, name) = id.rsplit_once('#').context("a package without a name")?;
     let name = match name.split_once('@') {
         Some((name, _)) => name,
-        None => place.rsplit('/').next().unwrap_or(place),
+        None => path.rsplit('/').next().unwrap_or(path),
     };
     Ok(name.to_owned())
 }
@@ -212,7 +212,7 @@ impl Program {
         let tests: Vec<&String> = self
             .tests
             .iter()
-            .filter_map(|(test, its)| (*its == group).then_some(test))
+            .filter_map(|(test, index)| (*index == group).then_some(test))
             .collect();
         if tests.is_empty() {
             return Ok(());
@@ -226,7 +226,7 @@ impl Program {
             .current_dir(&self.folder)
             .env("CARGO_MANIFEST_DIR", &self.folder)
             .env("CARGO", std::env::var_os("CARGO").unwrap_or("cargo".into()))
-            .env("RUST_LIB_BACKTRACE", "0") // a failed check names its cause; the frames under it are noise
+            .env("RUST_LIB_BACKTRACE", "0") // a failed check names its cause; the stack frames are noise
             .stdout(Stdio::piped())
             .spawn()
             .with_context(|| format!("starting {path}"))?;

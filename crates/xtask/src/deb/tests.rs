@@ -5,11 +5,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::Output;
 use testkit::vm::find_program;
 
-/// The package of the program as the tests have built it has in it what belongs there, and its service is what the unit
-/// says.
+/// Packages the program that was built for the tests, checks the package's contents, and installs it in a guest.
 #[test]
-fn the_package_serves_when_it_is_installed() {
-    const TEST: &str = "the_package_serves_when_it_is_installed";
+fn the_installed_package_serves_disks() {
+    const TEST: &str = "the_installed_package_serves_disks";
     // <target>/debug/deps/xtask-...
     let test = std::env::current_exe().unwrap();
     let built = test.parent().and_then(Path::parent).unwrap();
@@ -33,7 +32,7 @@ fn the_package_serves_when_it_is_installed() {
     let folder = tempfile::tempdir().unwrap();
     let version = |number: &str, output: &str| {
         let number = format!("--deb-version={number}");
-        // Quick to pack, and quick to unpack where a processor is slow.
+        // Fast to pack, and fast to unpack in an emulated guest.
         let gzip = ["--compress-type=gz", "--compress-system", "--fast"];
         let options = [&gzip[..], &["--strip", &number]].concat();
         pack(built, profile, &folder.path().join(output), &options).unwrap()
@@ -46,13 +45,13 @@ fn the_package_serves_when_it_is_installed() {
     };
     deb("--extract", &root);
     deb("--control", &control);
-    has_what_belongs_in_it(&root);
-    leaves_the_configuration_and_running_disks_alone(&control);
-    needs_the_allocator_that_it_is_linked_with(&root, &control);
-    service::is_what_the_unit_says(built, &package, &newer, folder.path());
+    check_files(&root);
+    check_scripts(&control);
+    check_allocator(&root, &control);
+    service::install_and_use(built, &package, &newer, folder.path());
 }
 
-fn has_what_belongs_in_it(root: &Path) {
+fn check_files(root: &Path) {
     for (path, mode) in [
         ("usr/bin/ringdisk", 0o755),
         ("usr/lib/systemd/system/ringdisk.service", 0o644),
@@ -67,12 +66,13 @@ fn has_what_belongs_in_it(root: &Path) {
         ("usr/share/fish/vendor_completions.d/ringdisk.fish", 0o644),
         ("usr/share/zsh/vendor-completions/_ringdisk", 0o644),
     ] {
-        let there = fs::metadata(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
-        assert_eq!(there.permissions().mode() & 0o7777, mode, "{path}");
+        let file = fs::metadata(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+        assert_eq!(file.permissions().mode() & 0o7777, mode, "{path}");
     }
 }
 
-fn leaves_the_configuration_and_running_disks_alone(control: &Path) {
+/// The scripts keep the user's configuration, and an upgrade does not stop running disks.
+fn check_scripts(control: &Path) {
     let read = |name: &str| fs::read_to_string(control.join(name)).unwrap();
     assert_eq!(read("conffiles").trim(), "/etc/ringdisk/ringdisk.toml");
     let (postinst, prerm) = (read("postinst"), read("prerm"));
@@ -86,8 +86,9 @@ fn leaves_the_configuration_and_running_disks_alone(control: &Path) {
     }
 }
 
-/// `cargo xtask test` tests a program with tcmalloc, `cargo test` one without.
-fn needs_the_allocator_that_it_is_linked_with(root: &Path, control: &Path) {
+/// The package depends on tcmalloc if the program is linked with it: `cargo xtask test` builds it with tcmalloc, and
+/// `cargo test` without.
+fn check_allocator(root: &Path, control: &Path) {
     let linked = checked(Command::new("ldd").arg(root.join("usr/bin/ringdisk")));
     let linked = String::from_utf8_lossy(&linked.stdout).into_owned();
     let control = fs::read_to_string(control.join("control")).unwrap();
@@ -104,7 +105,7 @@ fn checked(command: &mut Command) -> Output {
     let output = command
         .output()
         .unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{command:?}: {said}");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {errors}");
     output
 }

@@ -1,4 +1,4 @@
-//! A browser for the tests that look at reports, and for the demo's picture of one.
+//! A browser for the tests of reports, and for the demo's picture of a report.
 
 use anyhow::{Context, Result};
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use testkit::vm::find_program;
 
 use super::install;
 
-/// Installs Chromium with a font if there is no browser of its kind, and what reads the paper that it prints.
+/// Installs Chromium and a font if no such browser is installed, and pdftotext, which reads what it prints.
 pub fn ensure() -> Result<()> {
     let mut packages = Vec::new();
     if find().is_none() {
@@ -24,7 +24,7 @@ pub fn ensure() -> Result<()> {
         .context("apt has installed chromium, but it can't be found")
 }
 
-/// The browser.
+/// The path of the browser.
 pub fn find() -> Option<PathBuf> {
     ["chromium", "chromium-browser", "google-chrome"]
         .into_iter()

@@ -1,4 +1,4 @@
-//! Ceph itself, for a cluster on the loopback interface: the system's own, and a newer one beside it.
+//! Ceph, for a cluster on the loopback interface: the system's packages, and a newer release in the cache.
 
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, Permissions};
@@ -30,7 +30,7 @@ const SOURCE: Source = Source {
     suites: &["sid"],
 };
 
-/// The newer one.
+/// Fetches the newer release.
 pub fn ensure_newer() -> Result<()> {
     ensure_unpacked(&CEPH, &SOURCE)
 }
@@ -60,14 +60,14 @@ fn write_programs(folder: &Path) -> Result<String> {
         };
         write(name, python, &program)?;
     }
-    let said = output(&programs.join("rbd").to_string_lossy(), &["--version"])?;
-    let version = said.split_whitespace().nth(2);
+    let printed = output(&programs.join("rbd").to_string_lossy(), &["--version"])?;
+    let version = printed.split_whitespace().nth(2);
     Ok(version
-        .with_context(|| format!("no version in {said}"))?
+        .with_context(|| format!("no version in {printed}"))?
         .to_owned())
 }
 
-/// Installs what is missing; quick, and without apt, when nothing is.
+/// Installs what is missing. If nothing is missing, this is quick and does not run apt.
 pub fn ensure() -> Result<()> {
     let mut packages: Vec<&str> = PROGRAMS
         .iter()

@@ -1,4 +1,4 @@
-//! cargo-deb, which makes the Debian package: in the cache, so that the user's own stays as it is.
+//! cargo-deb, which makes the Debian package. It is installed in the cache, and does not replace the user's own.
 
 use anyhow::{Context, Result, ensure};
 use std::path::PathBuf;
@@ -7,17 +7,17 @@ use testkit::vm::cache_dir;
 use super::run;
 use crate::cargo;
 
-/// The version that makes the package as it was looked at.
+/// The version with which the package was tested.
 const VERSION: &str = "3.8.0";
 
 fn folder() -> PathBuf {
     cache_dir().join(format!("cargo-deb-{VERSION}"))
 }
 
-/// The program.
+/// The path of the program.
 ///
 /// # Errors
-/// It is not there; [`ensure`] builds it.
+/// It is missing; [`ensure`] builds it.
 pub fn program() -> Result<PathBuf> {
     let program = folder().join("bin/cargo-deb");
     ensure!(
@@ -28,7 +28,7 @@ pub fn program() -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Builds it if it is missing; quick, and without network, when it is there.
+/// Builds it if it is missing. Otherwise this is quick and needs no network.
 pub fn ensure() -> Result<()> {
     if program().is_ok() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! A small Debian with systemd on a disk of its own: where the package is installed as it would be by a user.
+//! A disk with a small Debian and systemd, on which a test installs the package as a user would.
 
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -7,18 +7,20 @@ use testkit::vm::{cache_dir, find_program};
 
 use super::{as_root, codename, install, mirror, output, tcmalloc};
 
-/// Changes whenever what is made does.
+/// Increase it when the contents of the disk change.
 const VERSION: u32 = 1;
 
-/// Besides those that no Debian is without.
+/// In addition to those that every Debian has.
 const PACKAGES: [&str; 3] = ["systemd", "udev", tcmalloc::PACKAGE];
 
-/// The disk, a raw file with an ext4 file system, of this host's release: programs that were built here run there. When it
-/// has booted, it unpacks the archive that the disk with the serial `script` is, and runs its `script.sh` with `sh -eu`;
-/// as in [`testkit::vm`], what that prints goes to the second serial port, and `vm-exit: STATUS` in the end.
+/// The disk: a raw file with an ext4 file system. It has the same release as this host, so that it runs programs that
+/// were built here.
+///
+/// After booting, the system unpacks the archive on the disk with the serial `script`, and runs the archive's `script.sh`
+/// with `sh -eu`. As in [`testkit::vm`], the output goes to the second serial port and ends with `vm-exit: STATUS`.
 ///
 /// # Errors
-/// It is not there; [`ensure`] makes it.
+/// It is missing; [`ensure`] makes it.
 pub fn disk() -> Result<PathBuf> {
     let disk = path()?;
     ensure!(
@@ -34,7 +36,7 @@ fn path() -> Result<PathBuf> {
     Ok(cache_dir().join("debian").join(name))
 }
 
-/// Makes it if it is missing; quick, and without network, when it is there.
+/// Makes it if it is missing. Otherwise this is quick and needs no network.
 pub fn ensure() -> Result<()> {
     if disk().is_ok() {
         return Ok(());

@@ -1,4 +1,4 @@
-# Makes a disk with a small Debian, whose PID 1 is systemd. As root; see debian.rs.
+# Makes a disk with a small Debian whose PID 1 is systemd. Runs as root; see debian.rs.
 codename=$1 mirror=$2 packages=$3 target=$4 owner=$5
 folder=$(mktemp -d "$target.XXXXXX")
 trap 'rm -rf "$folder"' EXIT
@@ -8,16 +8,16 @@ debootstrap --variant=minbase --include="$packages" "$codename" "$root" "$mirror
     exit 1
 }
 
-# Nobody reads it.
+# To save space.
 rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/* "$root"/usr/share/doc/* \
     "$root"/usr/share/man/* "$root"/usr/share/locale/* "$root"/usr/share/zoneinfo
-# There is no terminal and no network, and nothing to tend.
+# The guest has no terminal and no network, and needs no maintenance.
 systemctl --quiet --root="$root" mask serial-getty@ttyS0.service getty@tty1.service apt-daily.timer \
     apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service fstrim.timer systemd-logind.service
 echo guest >"$root/etc/hostname"
 ln -s /lib/systemd/systemd "$root/init"
 
-# Once all is up, what is on the disk with the serial `script`, an archive, is unpacked and run.
+# After booting, unpack the archive on the disk with the serial `script`, and run its script.
 cat >"$root/etc/systemd/system/script.service" <<'END'
 [Unit]
 After=multi-user.target

@@ -1,5 +1,5 @@
-//! libvirt's own test domains, from Debian's source packages: those of the libvirt that is installed, and those of a newer
-//! one, which has more of them. They are in the cache, and never in the repository.
+//! The domains of libvirt's own tests, from Debian's source packages: those of the installed libvirt, and those of a newer
+//! release, which has more. They are stored in the cache, never in the repository.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -11,13 +11,13 @@ use testkit::vm::cache_dir;
 use super::unpacked::Apt;
 use super::{codename, output, run};
 
-/// What tests/ is called from release to release.
+/// The name of the folder in tests/, which differs between releases.
 const FOLDERS: [&str; 2] = ["qemuxml2argvdata", "qemuxmlconfdata"];
 
-/// The newer release: its name in the cache, and its suite.
+/// The newer release: its name in the cache, and its suite in the archive.
 const NEWER: (&str, &str) = ("debian-13", "trixie");
 
-/// Fetches them if they are missing; quick, and without network, when they are there.
+/// Fetches the missing ones. If none is missing, this is quick and needs no network.
 pub fn ensure() -> Result<()> {
     let query = ["--show", "--showformat=${Version}", "libvirt-clients"];
     let version = output("dpkg-query", &query).context("libvirt is not installed")?;
@@ -28,7 +28,7 @@ pub fn ensure() -> Result<()> {
     fetch(name, "libvirt", &[suite.to_owned()])
 }
 
-/// Fetches those of a source package of these suites.
+/// Fetches the domains of a source package from the first of these suites that has it.
 fn fetch(name: &str, package: &str, suites: &[String]) -> Result<()> {
     let folder = cache_dir().join("libvirt").join(name);
     if folder.is_dir() {
@@ -38,10 +38,10 @@ fn fetch(name: &str, package: &str, suites: &[String]) -> Result<()> {
     let apt = Apt::open()?;
     let sources = apt.source_packages(suites)?;
     apt.get(&sources, &["update"])?;
-    let cache = folder.parent().context("the cache is no folder")?;
+    let cache = folder.parent().context("the cache has no parent folder")?;
     fs::create_dir_all(cache).with_context(|| format!("making {}", cache.display()))?;
-    let made = tempfile::tempdir_in(cache).context("making a folder for libvirt")?;
-    // apt checks the signature of the archive, and with it the file.
+    let temporary = tempfile::tempdir_in(cache).context("making a folder for libvirt")?;
+    // apt checks the archive's signature, and with it the file.
     let mut source = apt.command("apt-get", &sources);
     source.args([
         "--quiet=2",
@@ -50,15 +50,17 @@ fn fetch(name: &str, package: &str, suites: &[String]) -> Result<()> {
         "--tar-only",
         package,
     ]);
-    run(source.current_dir(made.path()))?;
-    let files = fs::read_dir(made.path())?.flatten().map(|file| file.path());
+    run(source.current_dir(temporary.path()))?;
+    let files = fs::read_dir(temporary.path())?
+        .flatten()
+        .map(|file| file.path());
     let archive = files
         .filter(|path| path.to_string_lossy().contains(".orig.tar."))
         .find(|path| path.extension().is_some_and(|suffix| suffix != "asc"));
     let archive = archive.context("the source package has no archive")?;
-    let unpacked = made.path().join("unpacked");
+    let unpacked = temporary.path().join("unpacked");
     fs::create_dir(&unpacked)?;
-    // A release has one of the two folders, and tar fails for want of the other: what counts is what is there.
+    // A release has one of the two folders, and tar fails because the other is missing. So check the result instead.
     let mut tar = Command::new("tar");
     tar.arg("--extract").arg("--file").arg(&archive);
     tar.arg("--directory").arg(&unpacked);
@@ -68,8 +70,11 @@ fn fetch(name: &str, package: &str, suites: &[String]) -> Result<()> {
     let found = FOLDERS
         .iter()
         .any(|name| unpacked.join("tests").join(name).is_dir());
-    ensure!(found, "libvirt {name} has no test domains where they were");
+    ensure!(
+        found,
+        "the source of libvirt {name} has none of the known folders of test domains"
+    );
     fs::set_permissions(&unpacked, Permissions::from_mode(0o755))?;
-    // Renamed in one go: what is in the cache is whole.
+    // Renamed when complete: the cache never has a partial folder.
     fs::rename(&unpacked, &folder).with_context(|| format!("making {}", folder.display()))
 }

@@ -99,9 +99,9 @@ fn ensure_release(name: &str) -> Result<Release> {
 fn write_programs(folder: &Path) -> Result<String> {
     let programs = folder.join("bin");
     fs::create_dir(&programs).context("making the folder of programs")?;
-    let mut said = String::new();
+    let mut printed = String::new();
     for name in PROGRAMS {
-        // Firmware is looked for beside the program that runs, which is the loader: so the folders are named.
+        // QEMU would look for firmware next to the running program, which is the loader here.
         let firmware = match name {
             "qemu-system-x86_64" => "-L \"$root/usr/share/qemu\" -L \"$root/usr/share/seabios\"",
             _ => "",
@@ -120,11 +120,11 @@ fn write_programs(folder: &Path) -> Result<String> {
         let program = programs.join(name);
         fs::write(&program, script)?;
         fs::set_permissions(&program, Permissions::from_mode(0o755))?;
-        said = output(&program.to_string_lossy(), &["--version"])?;
+        printed = output(&program.to_string_lossy(), &["--version"])?;
     }
-    let version = said.split_once("version ").map(|(_, rest)| rest);
+    let version = printed.split_once("version ").map(|(_, rest)| rest);
     let version = version.and_then(|rest| rest.split_whitespace().next());
     Ok(version
-        .with_context(|| format!("no version in {said}"))?
+        .with_context(|| format!("no version in {printed}"))?
         .to_owned())
 }

@@ -1,8 +1,8 @@
-//! Packages of other Debian releases, unpacked in the cache beside the system (see [`testkit::unpacked`]).
+//! Packages of other Debian releases, unpacked in the cache without being installed (see [`testkit::unpacked`]).
 //!
-//! They come from the mirror that the system's own apt sources name. apt works on a private folder of the cache, with an
-//! empty list of installed packages: it finds all libraries that they depend on, checks signatures and hashes, and
-//! neither the system's packages nor its sources change. No root is needed.
+//! They come from the mirror in the system's own apt sources. apt works on a private folder of the cache, with an empty
+//! list of installed packages: it finds all libraries on which the packages depend, and checks signatures and hashes. It
+//! changes neither the system's packages nor its sources, and does not need root.
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -17,60 +17,57 @@ use testkit::vm::cache_dir;
 
 use super::{codename, mirror, run};
 
-/// How old the archives' lists may be before they are fetched again.
+/// The archives' lists are fetched again after this time.
 const LISTS_AGE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// What is fetched of each release.
+/// The packages to fetch from each release.
 pub struct Product {
-    /// What it is called in the cache.
+    /// Its name in the cache.
     pub name: &'static str,
-    /// Unpacked with what they depend on. The first one's version is what is looked at for a newer one.
+    /// Unpacked together with their dependencies. The version of the first tells whether the archive has newer ones.
     pub packages: &'static [&'static str],
-    /// Makes the folder `bin` of programs that tests start, in the folder in which `root` is unpacked. Returns their
-    /// version.
+    /// Makes the folder `bin` with the programs that tests start, next to `root`, which has the unpacked packages. Returns
+    /// their version.
     pub write_programs: fn(&Path) -> Result<String>,
 }
 
-/// Where packages come from.
+/// A release of Debian to fetch from.
 pub struct Source {
-    /// What it is called in the cache.
+    /// Its name in the cache.
     pub name: &'static str,
-    /// Of the release, as in /etc/os-release.
+    /// The release's name, as in /etc/os-release.
     pub codename: &'static str,
-    /// The suites that they are taken from. The last one is preferred, whatever the versions are.
+    /// The suites to take packages from. The last one is preferred, whatever the versions are.
     pub suites: &'static [&'static str],
 }
 
 /// Fetches a product if it is missing or, once a day, if the archives have a newer one.
 ///
 /// # Errors
-/// It is missing still.
+/// It is missing, and cannot be fetched.
 pub fn ensure_unpacked(product: &Product, source: &Source) -> Result<()> {
     let (what, name) = (product.name, source.name);
-    let there = Unpacked::find(what, name);
+    let found = Unpacked::find(what, name);
     let stamp = apt_folder().join(format!("{what}-{name}.checked"));
     let age = fs::metadata(&stamp).and_then(|stamp| stamp.modified());
     let age = age.ok().and_then(|checked| checked.elapsed().ok());
-    if there.is_ok() && age.is_some_and(|age| age < LISTS_AGE_MAX) {
+    if found.is_ok() && age.is_some_and(|age| age < LISTS_AGE_MAX) {
         return Ok(());
     }
-    match (there, refresh(product, source)) {
+    match (found, refresh(product, source)) {
         (_, Ok(())) => {
             File::create(&stamp).with_context(|| format!("making {}", stamp.display()))?;
             Ok(())
         }
         (Ok(release), Err(error)) => {
-            println!(
-                "using {what} {} of {name} as it is: {error:#}",
-                release.package
-            );
+            println!("keeping {what} {} of {name}: {error:#}", release.package);
             Ok(())
         }
         (Err(_), Err(error)) => Err(error),
     }
 }
 
-/// Where apt keeps what it knows of the archives.
+/// The folder for apt's lists of the archives.
 fn apt_folder() -> PathBuf {
     cache_dir().join("apt")
 }
@@ -79,7 +76,7 @@ fn apt_folder() -> PathBuf {
 fn refresh(product: &Product, source: &Source) -> Result<()> {
     ensure!(
         cfg!(target_arch = "x86_64"),
-        "only packages for x86-64 are known"
+        "only packages for x86-64 are supported"
     );
     let apt = Apt::open()?;
     let sources = apt.sources(source)?;
@@ -90,8 +87,8 @@ fn refresh(product: &Product, source: &Source) -> Result<()> {
         .find(|suite| suite.ends_with("-backports"));
     let target = target.map(|suite| format!("--target-release={suite}"));
     let candidate = apt.candidate(&sources, target.as_deref(), product.packages[0])?;
-    let there = Unpacked::find(product.name, source.name);
-    if there.is_ok_and(|release| release.package == candidate) {
+    let found = Unpacked::find(product.name, source.name);
+    if found.is_ok_and(|release| release.package == candidate) {
         return Ok(());
     }
 
@@ -100,16 +97,16 @@ fn refresh(product: &Product, source: &Source) -> Result<()> {
         product.name, source.name
     );
     let folder = folder(product.name, source.name);
-    let cache = folder.parent().context("the cache is no folder")?;
+    let cache = folder.parent().context("the cache has no parent folder")?;
     fs::create_dir_all(cache).with_context(|| format!("making {}", cache.display()))?;
-    let made = tempfile::tempdir_in(cache).context("making a folder for packages")?;
-    let archives = made.path().join("archives");
+    let temporary = tempfile::tempdir_in(cache).context("making a folder for packages")?;
+    let archives = temporary.path().join("archives");
     fs::create_dir_all(archives.join("partial"))?;
     let into = format!("Dir::Cache::archives={}", archives.display());
     let options = ["-o", &into, "install", "--download-only", "--yes"];
     let all: Vec<&str> = options.into_iter().chain(target.as_deref()).collect();
     apt.get(&sources, &[&all[..], product.packages].concat())?;
-    let root = made.path().join("root");
+    let root = temporary.path().join("root");
     for package in fs::read_dir(&archives)?.flatten() {
         if package.path().extension().is_some_and(|e| e == "deb") {
             let mut extract = Command::new("dpkg-deb");
@@ -118,40 +115,44 @@ fn refresh(product: &Product, source: &Source) -> Result<()> {
                 .args([package.path(), root.clone()]))?;
         }
     }
-    for unread in [
+    for unused in [
         "usr/share/doc",
         "usr/share/man",
         "usr/share/locale",
         "var",
         "etc",
     ] {
-        fs::remove_dir_all(root.join(unread)).ok(); // to save space; not all releases have all of them
+        fs::remove_dir_all(root.join(unused)).ok(); // to save space; not all releases have all of them
     }
     fs::remove_dir_all(&archives).context("removing the packages")?;
-    let version = (product.write_programs)(made.path())?;
-    fs::write(made.path().join(VERSIONS), format!("{version} {candidate}"))?;
+    let version = (product.write_programs)(temporary.path())?;
+    fs::write(
+        temporary.path().join(VERSIONS),
+        format!("{version} {candidate}"),
+    )?;
 
-    // An old one is replaced as a whole.
-    fs::set_permissions(made.path(), Permissions::from_mode(0o755))?;
-    let old = tempfile::tempdir_in(cache).context("making a folder for the old one")?;
+    // Replace an old one as a whole.
+    fs::set_permissions(temporary.path(), Permissions::from_mode(0o755))?;
+    let old = tempfile::tempdir_in(cache).context("making a folder for the old packages")?;
     if folder.exists() {
-        fs::rename(&folder, old.path().join("old")).context("moving the old one away")?;
+        fs::rename(&folder, old.path().join("old")).context("moving the old packages away")?;
     }
-    fs::rename(made.keep(), &folder).with_context(|| format!("making {}", folder.display()))
+    fs::rename(temporary.keep(), &folder).with_context(|| format!("making {}", folder.display()))
 }
 
-/// apt on a folder of its own.
+/// apt with a private folder for its state.
 pub struct Apt {
     folder: PathBuf,
-    /// The mirror of the system's release, and the one of its security updates if there is one.
+    /// The mirror of the system's release.
     mirror: String,
+    /// The mirror of its security updates, if the system has one.
     security: Option<String>,
     keyring: PathBuf,
-    /// Held as long as apt is used.
+    /// Held while apt is used
     _lock: File,
 }
 
-/// Read after the system's own configuration of apt, of which proxies are kept.
+/// apt reads this after the system's own configuration, whose proxies still apply.
 const CONFIGURATION: &str = r#"
 #clear APT::Update::Pre-Invoke;
 #clear APT::Update::Post-Invoke;
@@ -176,17 +177,17 @@ Dpkg::Use-Pty "false";
 impl Apt {
     pub fn open() -> Result<Self> {
         let folder = apt_folder();
-        for made in ["lists/partial", "archives/partial"] {
-            let made = folder.join(made);
-            fs::create_dir_all(&made).with_context(|| format!("making {}", made.display()))?;
+        for name in ["lists/partial", "archives/partial"] {
+            let path = folder.join(name);
+            fs::create_dir_all(&path).with_context(|| format!("making {}", path.display()))?;
         }
         let lock = File::create(folder.join("lock")).context("making a lock")?;
         flock(&lock, FlockOperation::LockExclusive).context("waiting for the lock")?;
         fs::write(folder.join("status"), "").context("writing an empty list of packages")?;
-        let place = folder.display();
+        let path = folder.display();
         let folders = format!(
-            "Dir::State \"{place}\";\nDir::State::Lists \"{place}/lists\";\nDir::State::status \"{place}/status\";\n\
-             Dir::Cache \"{place}\";\n"
+            "Dir::State \"{path}\";\nDir::State::Lists \"{path}/lists\";\nDir::State::status \"{path}/status\";\n\
+             Dir::Cache \"{path}\";\n"
         );
         fs::write(
             folder.join("configuration"),
@@ -196,7 +197,7 @@ impl Apt {
         let release = codename()?;
         let main = match mirror(&release)? {
             None => {
-                super::apt(&["update"])?; // of a system on which nothing has been installed yet
+                super::apt(&["update"])?; // apt has no lists before the first update
                 mirror(&release)?
             }
             main => main,
@@ -212,17 +213,17 @@ impl Apt {
         Ok(apt)
     }
 
-    /// Takes the keys from the newest package of the system's own release, signed by those that the system trusts: it has
-    /// keys of later releases, which an old installation lacks.
+    /// Takes the keys of later releases, which an old installation lacks, from the newest keyring package of the system's
+    /// own release. That package is signed with keys that the system trusts.
     fn newer_keyring(&mut self, release: &str) -> Result<()> {
         let sources = self.folder.join("keyring.list");
         fs::write(&sources, self.line("deb", release)?)?;
         self.get(&sources, &["update"])?;
-        let place = tempfile::tempdir_in(&self.folder).context("making a folder for keys")?;
+        let temporary = tempfile::tempdir_in(&self.folder).context("making a folder for keys")?;
         let mut download = self.command("apt-get", &sources);
         download.args(["--quiet=2", "download", "debian-archive-keyring"]);
-        run(download.current_dir(place.path()))?;
-        let package = fs::read_dir(place.path())?.flatten().next();
+        run(download.current_dir(temporary.path()))?;
+        let package = fs::read_dir(temporary.path())?.flatten().next();
         let package = package.context("apt-get has downloaded no keyring")?.path();
         let keys = self.folder.join("keys");
         run(Command::new("dpkg-deb")
@@ -232,7 +233,7 @@ impl Apt {
         Ok(())
     }
 
-    /// The line of a list of sources for a suite.
+    /// The line for a suite in a list of sources.
     fn line(&self, kind: &str, suite: &str) -> Result<String> {
         let mirror = match (suite.ends_with("-security"), &self.security) {
             (false, _) => &self.mirror,
@@ -257,7 +258,7 @@ impl Apt {
         Ok(path)
     }
 
-    /// The list of sources for the source packages of those suites that the system has a mirror of.
+    /// The list of sources for the source packages of these suites, without suites for which the system has no mirror.
     pub fn source_packages(&self, suites: &[String]) -> Result<PathBuf> {
         let lines = suites.iter().flat_map(|suite| self.line("deb-src", suite));
         let path = self.folder.join("source-packages.list");
@@ -279,27 +280,27 @@ impl Apt {
         let mut apt = self.command("apt-get", sources);
         apt.arg("--quiet=2").args(arguments);
         let output = apt.output().context("starting apt-get")?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        // An update that fetched nothing is a warning for apt.
+        let errors = String::from_utf8_lossy(&output.stderr);
+        // For apt, an update that fetched nothing is only a warning.
         ensure!(
-            output.status.success() && !said.contains("Failed to fetch"),
+            output.status.success() && !errors.contains("Failed to fetch"),
             "apt-get {}: {}",
             arguments.join(" "),
-            said.trim()
+            errors.trim()
         );
         Ok(())
     }
 
-    /// The version of a package that would be installed.
+    /// The version that apt would install.
     fn candidate(&self, sources: &Path, target: Option<&str>, package: &str) -> Result<String> {
         let mut policy = self.command("apt-cache", sources);
         policy.args(target).args(["policy", package]);
         let output = policy.output().context("starting apt-cache")?;
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        let candidate = said
+        let policy = String::from_utf8_lossy(&output.stdout).into_owned();
+        let candidate = policy
             .lines()
             .find_map(|l| l.trim().strip_prefix("Candidate: "));
-        let candidate = candidate.with_context(|| format!("apt knows no {package}: {said}"))?;
+        let candidate = candidate.with_context(|| format!("apt knows no {package}: {policy}"))?;
         Ok(candidate.to_owned())
     }
 }

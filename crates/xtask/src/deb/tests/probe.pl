@@ -1,4 +1,4 @@
-# Tries what the unit forbids, as a program of the service would: a line for each, with what came of it. x86-64's numbers.
+# Tries what the unit forbids, and writes a line with the result of each attempt. System call numbers are those of x86-64.
 use strict;
 use Socket qw(AF_UNIX AF_INET AF_INET6 SOCK_STREAM SOCK_RAW);
 my ($result, $folder) = @ARGV;
@@ -17,7 +17,7 @@ tried('inet6', socket(my $inet6, AF_INET6, SOCK_STREAM, 0));
 tried('a namespace', in_child(sub { call(272, 0x10000000) }));
 # personality: ADDR_NO_RANDOMIZE
 tried('another personality', in_child(sub { call(135, 0x0040000) }));
-# ptrace: PTRACE_TRACEME. Not of @system-service.
+# ptrace: PTRACE_TRACEME, which is not in @system-service
 tried('to be traced', in_child(sub { call(101, 0, 0, 0, 0) }));
 tried('set-user-ID', (open(my $file, '>', "$folder/set-user-id") and chmod(04755, "$folder/set-user-id")));
 unlink "$folder/set-user-id";

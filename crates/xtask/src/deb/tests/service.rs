@@ -1,4 +1,4 @@
-//! The package in a real Debian, with a real systemd: installed, hardened, reloaded, upgraded, killed, stopped and removed.
+//! Installs the package in a guest with Debian and systemd, and there reloads, upgrades, kills, stops and removes it.
 
 use super::checked;
 use crate::packages;
@@ -11,13 +11,13 @@ use testkit::qemu_img as qemu;
 use testkit::server::Server;
 use testkit::vm::{self, Disk, Vm};
 
-/// Without KVM on two busy processors, it takes some minutes.
+/// It takes some minutes on two busy CPUs without KVM.
 const LIMIT: Duration = Duration::from_secs(1200);
 
-/// Boots it from a disk that the same program serves. `old` and `new` are packages of two versions of the program, and
-/// `built` is where cargo has put that.
-pub fn is_what_the_unit_says(built: &Path, old: &Path, new: &Path, folder: &Path) {
-    const TEST: &str = "service::is_what_the_unit_says";
+/// Boots the guest from a disk that the same program serves, and runs service.sh in it. `old` and `new` are packages of
+/// two versions of the program; `built` is the target directory with that program.
+pub fn install_and_use(built: &Path, old: &Path, new: &Path, folder: &Path) {
+    const TEST: &str = "service::install_and_use";
     let system = match system() {
         Ok(system) => system,
         Err(why) => return println!("skipped: {TEST}: {why:#}"),
@@ -28,18 +28,18 @@ pub fn is_what_the_unit_says(built: &Path, old: &Path, new: &Path, folder: &Path
         return println!("skipped: {TEST}: {client} is not built; --workspace builds it");
     }
 
-    let inside = folder.join("inside");
-    fs::create_dir(&inside).unwrap();
-    fs::write(inside.join("script.sh"), include_str!("service.sh")).unwrap();
-    fs::write(inside.join("probe.pl"), include_str!("probe.pl")).unwrap();
-    fs::copy(old, inside.join("old.deb")).unwrap();
-    fs::copy(new, inside.join("new.deb")).unwrap();
+    let contents = folder.join("contents");
+    fs::create_dir(&contents).unwrap();
+    fs::write(contents.join("script.sh"), include_str!("service.sh")).unwrap();
+    fs::write(contents.join("probe.pl"), include_str!("probe.pl")).unwrap();
+    fs::copy(old, contents.join("old.deb")).unwrap();
+    fs::copy(new, contents.join("new.deb")).unwrap();
     checked(
         Command::new("strip")
             .arg("-o")
-            .args([&inside.join("disk_io"), &client]),
+            .args([&contents.join("disk_io"), &client]),
     );
-    qemu::img(&inside, "create -q -f qcow2 image.qcow2 64M");
+    qemu::img(&contents, "create -q -f qcow2 image.qcow2 64M");
     let archive = folder.join("script.raw");
     checked(
         Command::new("tar")
@@ -47,7 +47,7 @@ pub fn is_what_the_unit_says(built: &Path, old: &Path, new: &Path, folder: &Path
             .arg("--file")
             .arg(&archive)
             .arg("--directory")
-            .args([&inside, Path::new(".")]),
+            .args([&contents, Path::new(".")]),
     );
     fs::File::create(folder.join("device.raw"))
         .and_then(|file| file.set_len(64 << 20))
@@ -88,13 +88,13 @@ pub fn is_what_the_unit_says(built: &Path, old: &Path, new: &Path, folder: &Path
         guest = guest.disk(Disk::Printed(arguments.collect()));
     }
     let output = guest.run("", LIMIT).unwrap().checked().unwrap();
-    println!("it took {:.0} s", output.elapsed.as_secs_f64());
+    println!("the guest ran for {:.0} s", output.elapsed.as_secs_f64());
     let steps: Vec<_> = include_str!("service.sh")
         .lines()
         .filter_map(|line| Some(line.strip_prefix("ok '")?.trim_end_matches('\'')))
         .collect();
-    let said = output.lines.iter();
-    let done: Vec<_> = said.filter_map(|line| line.strip_prefix("ok: ")).collect();
+    let lines = output.lines.iter();
+    let done: Vec<_> = lines.filter_map(|line| line.strip_prefix("ok: ")).collect();
     assert_eq!(done, steps);
     assert!(server.terminate().unwrap().success(), "{}", server.log());
 }
@@ -106,5 +106,5 @@ fn system() -> Result<std::path::PathBuf> {
     for program in ["qemu-img", "strip", "tar"] {
         ensure!(vm::find_program(program).is_some(), "{program} is missing");
     }
-    packages::debian::disk().context("no system to install the package in")
+    packages::debian::disk().context("there is no disk with a Debian to install the package in")
 }

@@ -1,5 +1,5 @@
-# Runs in a Debian with systemd, as root, with `sh -eu`. Beside it lie old.deb and new.deb, image.qcow2, disk_io and
-# probe.pl; the disk with the serial `device` is for the service. Each step ends with a line that the host waits for.
+# Runs as root in a Debian with systemd, with `sh -eu`. Its folder has old.deb, new.deb, image.qcow2, disk_io and probe.pl.
+# The service uses the disk with the serial `device`. The host checks that each step has printed its line.
 cd /script
 exec 2>/run/trace
 set -x
@@ -13,12 +13,12 @@ report() {
 seconds() { echo "at $(cut -d . -f 1 /proc/uptime) s: $1"; }
 ok() { seconds 'done'; echo "ok: $1"; }
 
-# ---- what is asked
+# ---- functions
 
 is() { systemctl show ringdisk --value --property "$1"; }
 disks() { echo $(ringdisk list --json | grep -o '"name":"[^"]*"' | cut -d '"' -f 4 | sort); }
 processes() { for exe in /proc/[0-9]*/exe; do readlink "$exe" || true; done | grep -c '^/usr/bin/ringdisk' || true; }
-# Journald is a little behind. What is looked for is in what came since the last time.
+# Waits, because journald writes later. Ignores messages from before $since.
 since=$(date '+%F %T')
 says() { wait_for "journalctl -b -u ringdisk -o cat --no-pager --since '$since' | grep -qF -e '$1'"; }
 wait_for() {
@@ -37,17 +37,17 @@ serves() {
         [ "$(stat -c '%F %U:%G %A' $socket)" = 'socket ringdisk:kvm srwxrwx---' ]
     done
 }
-# As QEMU runs.
+# Runs a command with the rights of QEMU.
 in_kvm() { setpriv --reuid=nobody --regid=kvm --clear-groups "$@"; }
 disk_io() { in_kvm ./disk_io "$1" "/run/ringdisk/$2.sock" "$3"; }
 config() { cat >/etc/ringdisk/ringdisk.toml; }
 disk() { printf '[[disk]]\nname = "%s"\nfile = "%s"\n' "$1" "$2"; }
 new_file() { truncate -s 64M "/var/lib/ringdisk/$1"; chown ringdisk "/var/lib/ringdisk/$1"; }
 
-# ---- installing
+# ---- installation
 
 seconds 'the system is up'
-mkdir -p /usr/lib/modules # has something to hide elsewhere
+mkdir -p /usr/lib/modules # so that the unit has something to hide
 
 dpkg -i old.deb >/run/dpkg
 [ "$(systemctl is-enabled ringdisk)" = enabled ]
@@ -55,11 +55,11 @@ serves ''
 [ "$(stat -c '%U:%G %a' /run/ringdisk)" = 'ringdisk:kvm 750' ]
 [ "$(stat -c '%U:%G %a' /var/lib/ringdisk)" = 'ringdisk:kvm 750' ]
 [ "$(getent passwd ringdisk | cut -d : -f 6,7)" = /var/lib/ringdisk:/usr/sbin/nologin ]
-# What systemd does not know, it ignores, and says so.
+# systemd ignores settings that it does not know, with a warning.
 [ -z "$(systemd-analyze verify --man=no ringdisk.service 2>&1 | grep -F ringdisk.service)" ]
 ok 'the package is installed, and its service runs'
 
-# ---- disks, which are there as soon as systemctl returns
+# ---- disks, which exist when systemctl returns
 
 device=$(readlink -f /dev/disk/by-id/virtio-device)
 new_file file.raw
@@ -78,9 +78,9 @@ if setpriv --reuid=nobody --regid=nogroup --clear-groups ./disk_io verify /run/r
     exit 1
 fi
 grep -q 'Permission denied' /run/refused
-ok 'who is in group kvm can use disks in a file, an image and a block device, with io_uring'
+ok 'members of group kvm can use disks in a file, an image and a block device, with io_uring'
 
-# ---- what the unit forbids
+# ---- restrictions of the unit
 
 confined() {
     pid=$1
@@ -90,16 +90,15 @@ confined() {
     case " $(status Groups) " in *" $(getent group disk | cut -d : -f 3) "*) ;; *) return 1 ;; esac
     for set in CapInh CapPrm CapEff CapBnd CapAmb; do [ "$(status $set)" = 0000000000000000 ]; done
     [ "$(status NoNewPrivs) $(status Seccomp) $(status Umask)" = '1 2 0007' ]
-    # Its own sandbox besides.
-    journalctl -b _PID=$pid -o cat --no-pager >/run/said
-    # The journal has the time itself.
-    grep -q "^sandbox: files: disks in $device, /var/lib/ringdisk" /run/said
-    grep -q '^sandbox: [0-9]* system calls; capabilities: none' /run/said
+    # ringdisk's own sandbox applies as well. Its log lines have no time, because the journal has one.
+    journalctl -b _PID=$pid -o cat --no-pager >/run/logged
+    grep -q "^sandbox: files: disks in $device, /var/lib/ringdisk" /run/logged
+    grep -q '^sandbox: [0-9]* system calls; capabilities: none' /run/logged
     grep -q '^Max open files  *1048576  *1048576 ' /proc/$pid/limits
     grep -q '^Max locked memory  *unlimited ' /proc/$pid/limits
     [ "$(cat /proc/$pid/oom_score_adj)" = -900 ]
     [ "$(readlink /proc/$pid/ns/uts)" != "$(readlink /proc/1/ns/uts)" ]
-    # Even to root.
+    # Read-only even for root.
     for place in /usr /boot /etc /proc/sys /sys /sys/fs/cgroup; do
         nsenter --target $pid --mount findmnt --noheadings --output OPTIONS --target $place | tail -n 1 | grep -q '^ro\b'
     done
@@ -110,7 +109,7 @@ confined() {
 }
 confined "$(is MainPID)"
 
-# The same program finds nothing forbidden where the unit is not.
+# Outside the unit, nothing is forbidden.
 setpriv --reuid=ringdisk --regid=kvm --clear-groups perl probe.pl /var/lib/ringdisk/free /var/lib/ringdisk
 [ -z "$(grep -v ': works$' /var/lib/ringdisk/free)" ]
 mkdir -p /run/systemd/system/ringdisk.service.d
@@ -137,9 +136,9 @@ CPU affinity: works
 END
 diff /run/expected /var/lib/ringdisk/probed
 serves 'device file image'
-ok 'what the unit forbids is forbidden'
+ok 'the restrictions of the unit apply'
 
-# ---- reloading, while a guest reads and writes
+# ---- reload, while a guest reads and writes
 
 pid=$(is MainPID)
 mkfifo /run/end
@@ -163,12 +162,12 @@ systemctl status ringdisk --no-pager | grep -qF '/etc/ringdisk/ringdisk.toml, li
 journalctl -b -u ringdisk -p err -o cat --no-pager | grep -qF '/etc/ringdisk/ringdisk.toml, line 10: queues'
 serves 'added device file image kept'
 [ "$(is MainPID)" = "$pid" ]
-ok 'a mistake changes nothing'
+ok 'a reload with an error changes nothing'
 
-# ---- another version
+# ---- upgrade
 
 dpkg -i new.deb >/run/dpkg
-seconds 'it is replaced'
+seconds 'the program is replaced'
 [ "$(is MainPID)" = "$pid" ]
 if systemctl reload ringdisk; then exit 1; fi
 serves 'added device file image kept'
@@ -177,21 +176,22 @@ three | config
 systemctl reload ringdisk
 wait_for '[ "$(is MainPID)" != "$pid" ]'
 wait_for '[ "$(processes)" = 1 ]'
-# What is no longer written down goes once the other process serves.
+# The new process removes the disk that is no longer configured.
 wait_for '[ "$(disks)" = "device file image kept" ]'
 serves 'device file image kept'
 [ ! -e /run/ringdisk/added.sock ]
 confined "$(is MainPID)"
 [ "$(is NRestarts) $(is Result)" = '0 success' ]
-# It is reloaded as the one before.
+# Another reload keeps the process, as before the upgrade.
 pid=$(is MainPID)
 systemctl reload ringdisk
 [ "$(is MainPID)" = "$pid" ]
 exec 3>&-
 wait $load
-ok 'another version takes over'
+ok 'a reload starts the new version'
 
-# What runs elsewhere is no process of the service, which would be at an end when the one that serves is.
+# An upgrade from outside would start a process that does not belong to the service. The service would end with the old
+# process.
 elsewhere() {
     if "$@" ringdisk upgrade --control=/run/ringdisk/control.qmp 2>/run/refused; then exit 1; fi
     grep -q 'systemctl reload' /run/refused
@@ -218,15 +218,15 @@ disk_io verify image 4
 exec 3>&-
 wait $writes
 confined "$(is MainPID)"
-ok 'a kill ends nothing for good'
+ok 'the service restarts after a kill, with all data'
 
-# ---- the end
+# ---- stop and removal
 
 systemctl stop ringdisk
 [ "$(is ActiveState) $(is Result) $(is ExecMainStatus)" = 'inactive success 0' ]
 [ ! -e /run/ringdisk ]
 [ "$(processes)" = 0 ]
-ok 'it stops'
+ok 'the service stops'
 
 { three; echo 'queues = "two"'; } | config
 since=$(date '+%F %T')
@@ -237,7 +237,7 @@ three | config
 systemctl start ringdisk
 serves 'device file image kept'
 disk_io verify image 4
-ok 'a mistake at the start is not tried again'
+ok 'systemd does not restart it after a configuration error'
 
 dpkg -r ringdisk >/run/dpkg
 [ "$(processes)" = 0 ]
@@ -247,4 +247,4 @@ dpkg -P ringdisk >/run/dpkg
 [ ! -e /etc/ringdisk ]
 [ "$(is LoadState)" = not-found ]
 [ -e /var/lib/ringdisk/file.raw ]
-ok 'nothing is left but disks'
+ok 'removing the package leaves only the disks'
