@@ -119,6 +119,8 @@ struct Tick {
     stolen: u64,
     /// Of the processes that are watched.
     watched: Usage,
+    /// How many of them there are.
+    processes: usize,
     /// Of this program and all that it started, in clock ticks.
     ours: u64,
     /// Exits of KVM of theirs.
@@ -191,10 +193,16 @@ impl Watch {
             .iter()
             .rfind(|tick| tick.at_ms <= window.start_ms)
             .or(ticks.first())?;
+        let inside = ticks
+            .iter()
+            .filter(|tick| (from.at_ms..=window.end_ms).contains(&tick.at_ms));
+        let processes = inside.map(|tick| tick.processes).max()?;
+        // fio may have ended by the first look after the window, and has no CPU time then: the look before it counts.
         let to = ticks
             .iter()
             .find(|tick| tick.at_ms >= window.end_ms)
-            .or(ticks.last())?;
+            .filter(|tick| tick.processes >= processes)
+            .or_else(|| ticks.iter().rfind(|tick| tick.processes >= processes))?;
         let seconds = to.at_ms.saturating_sub(from.at_ms) as f64 / 1000.0;
         if seconds < 0.3 {
             return None;
@@ -236,6 +244,7 @@ fn tick(watched: &Watched, cpu: Option<usize>) -> Tick {
         // One that has just ended needs no pin.
         pids.iter().for_each(|pid| drop(cpu::pin(*pid, &[cpu])));
     }
+    let usages: Vec<Usage> = pids.iter().filter_map(|pid| Usage::of(*pid).ok()).collect();
     let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
     let fields: Vec<u64> = stat
         .lines()
@@ -252,10 +261,10 @@ fn tick(watched: &Watched, cpu: Option<usize>) -> Tick {
         all: fields.iter().take(8).sum(),
         idle: field(3) + field(4),
         stolen: field(7),
-        watched: pids
+        watched: usages
             .iter()
-            .filter_map(|pid| Usage::of(*pid).ok())
-            .fold(Usage::default(), |sum, usage| sum.plus(&usage)),
+            .fold(Usage::default(), |sum, usage| sum.plus(usage)),
+        processes: usages.len(),
         ours: family_ticks(std::process::id()),
         exits: pids.iter().map(|pid| exits(*pid)).sum::<Option<u64>>(),
     }
@@ -339,6 +348,25 @@ mod tests {
         let cost = watch.cost(Window { start_ms, end_ms }).unwrap();
         assert!(cost.cpus_used > 0.05, "{cost:?}");
         assert!((0.0..=1.0).contains(&cost.idle) && cost.switches_per_s >= 0.0);
+    }
+
+    #[test]
+    fn a_process_that_ends_before_the_next_look_has_cost_what_it_did() {
+        let mut process = std::process::Command::new("sh")
+            .args(["-c", "while :; do :; done"])
+            .spawn()
+            .unwrap();
+        let watch = Watch::start(Watched::Processes(vec![process.id()]), None);
+        let start_ms = now_ms();
+        while Usage::of(process.id()).unwrap().ran_s() < 0.8 {
+            std::thread::sleep(PERIOD / 10);
+        }
+        let end_ms = now_ms();
+        process.kill().unwrap();
+        process.wait().unwrap();
+        std::thread::sleep(2 * PERIOD);
+        let cost = watch.cost(Window { start_ms, end_ms }).unwrap();
+        assert!(cost.cpus_used > 0.0, "{cost:?}");
     }
 
     #[test]
