@@ -9,6 +9,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 use crate::plan::Workload;
+use crate::storage::rbd::Image;
 
 /// Most jobs of an answer, and most intervals of a job: a day of seconds.
 const JOBS_MAX: usize = 4096;
@@ -34,6 +35,8 @@ pub struct Job<'a> {
     pub ramp: Duration,
     /// Bytes of each disk that are used; `None` is all of it.
     pub size: Option<u64>,
+    /// The disks are images in its cluster, `POOL/IMAGE`, which fio opens itself.
+    pub image: Option<&'a Image>,
     /// Whether the guest's own cache is bypassed.
     pub direct: bool,
     /// Whether the page cache keeps what it has of the disk.
@@ -74,8 +77,15 @@ impl Job<'_> {
                 100 / self.workload.numjobs.min(100)
             );
         }
-        for index in 0..self.disks.len() {
-            global += &format!("[volume{index}]\nfilename=@DISK{index}@\n");
+        if let Some(image) = self.image {
+            global += &format!("clientname={}\n", image.user);
+        }
+        for (index, disk) in self.disks.iter().enumerate() {
+            global += &format!("[volume{index}]\n");
+            global += &match (self.image, disk.split_once('/')) {
+                (Some(_), Some((pool, image))) => format!("pool={pool}\nrbdname={image}\n"),
+                _ => format!("filename=@DISK{index}@\n"),
+            };
         }
         global
     }
@@ -86,6 +96,10 @@ impl Job<'_> {
         script += "folder=$(mktemp -d) && cd $folder || exit 8\ncat >job.fio <<'END-OF-JOB'\n";
         script += &self.file();
         script += "END-OF-JOB\n";
+        if let Some(image) = self.image {
+            let conf = image.conf.display().to_string().replace('\'', "'\\''");
+            script += &format!("export CEPH_CONF='{conf}'\n");
+        }
         for (index, disk) in self.disks.iter().enumerate() {
             let disk = disk.replace('\'', "'\\''");
             script +=
@@ -400,6 +414,7 @@ mod tests {
             runtime: Duration::from_secs(10),
             ramp: Duration::from_secs(1),
             size: None,
+            image: None,
             direct: true,
             keep_cache: false,
             start_ms: None,

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::Facts;
 use crate::plan::{Filter, Plan, RATES_MAX};
-use crate::storage::Polling;
+use crate::storage::{Fill, Polling};
 use crate::window::Point;
 
 /// The journal's name in a result's folder.
@@ -38,6 +38,8 @@ pub enum Record {
     Ceiling(Ceiling),
     /// The rates of an open loop were found.
     Rates(Rates),
+    /// A disk was filled.
+    Fill(Fill),
 }
 
 impl Record {
@@ -50,6 +52,7 @@ impl Record {
             Record::Cell(cell) => {
                 is_possible(cell.took_s) && cell.sample.as_ref().is_none_or(Sample::is_sound)
             }
+            Record::Fill(fill) => is_possible(fill.took_s),
             Record::Ceiling(ceiling) => is_possible(ceiling.iops) && is_possible(ceiling.mean_ns),
             Record::Rates(found) => {
                 let rate = |rate: &u32| (1..=100_000_000).contains(rate);
@@ -222,6 +225,8 @@ pub struct Journal {
     pub cells: Vec<Cell>,
     /// What the host's own disk reaches.
     pub ceilings: Vec<Ceiling>,
+    /// Disks that were filled.
+    pub fills: Vec<Fill>,
     /// Seconds that searches for rates took.
     pub searched_s: f64,
     /// Whether the last line is truncated: the lab was killed while it wrote the line.
@@ -269,6 +274,7 @@ impl Journal {
             boots: Vec::new(),
             cells: Vec::new(),
             ceilings: Vec::new(),
+            fills: Vec::new(),
             searched_s: 0.0,
             truncated: false,
         };
@@ -280,6 +286,7 @@ impl Journal {
                 Ok(Record::Boot(boot)) => journal.boots.push(boot),
                 Ok(Record::Cell(cell)) => journal.cells.push(cell),
                 Ok(Record::Ceiling(ceiling)) => journal.ceilings.push(ceiling),
+                Ok(Record::Fill(fill)) => journal.fills.push(fill),
                 Ok(Record::Rates(found)) => {
                     journal.plan = journal.plan.with_rates(&found.workload, &found.rates);
                     journal.searched_s += found.took_s;

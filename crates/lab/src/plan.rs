@@ -1,5 +1,7 @@
 //! A plan: which configurations are measured under which loads, what is compared, and what others have published.
 
+pub mod backing;
+pub mod ceph;
 pub mod changes;
 mod parse;
 pub mod settings;
@@ -15,8 +17,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use backing::Backing;
 pub use parse::PlanError;
-pub use settings::{Backing, IoThread, Server, Settings};
+pub use settings::{IoThread, Server, Settings};
 pub use workload::Workload;
 
 use words::{Against, Expect, GuestKind, Interleave, Metric, Until};
@@ -53,6 +56,8 @@ pub struct Plan {
     pub size: u64,
     /// Where it makes them; `None` is beside the result.
     pub directory: Option<PathBuf>,
+    /// Whether it also creates the disks that configurations name, and removes them.
+    pub create: bool,
     /// How long a run counts.
     pub runtime: Duration,
     /// How long it runs before.

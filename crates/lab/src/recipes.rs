@@ -6,7 +6,7 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// Name and text of each.
-pub const RECIPES: [(&str, &str); 20] = [
+pub const RECIPES: [(&str, &str); 21] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
@@ -44,6 +44,7 @@ pub const RECIPES: [(&str, &str); 20] = [
         include_str!("../recipes/bench-throttle.toml"),
     ),
     ("bench-disks", include_str!("../recipes/bench-disks.toml")),
+    ("bench-ceph", include_str!("../recipes/bench-ceph.toml")),
     ("bench-bursts", include_str!("../recipes/bench-bursts.toml")),
 ];
 

@@ -25,6 +25,7 @@ use crate::journal::{Header, Journal, Rates, Record, Writer};
 use crate::plan::words::GuestKind;
 use crate::plan::{Filter, Plan};
 use crate::storage::Files;
+use crate::storage::named::Named;
 use blocks::Runner;
 use boot::Bench;
 use progress::Progress;
@@ -89,8 +90,17 @@ pub fn run(
         GuestKind::None | GuestKind::Ssh => None,
     };
     let mut recorder = Recorder::new(journal, writer, progress);
-    let mut files = Files::new(disks.join("disks"), plan.size);
     let plan = recorder.journal.plan.clone();
+    let named = Named::new(plan.create, plan.size, runtime.0.clone());
+    let mut files = Files::new(disks.join("disks"), plan.size, named);
+    if let Err(error) = recorder.fill(&mut files, &plan, stop)
+        && !stop.is_wanted()
+    {
+        return Err(error);
+    }
+    if stop.is_wanted() {
+        return Ok(recorder.journal);
+    }
     let bench = Bench {
         plan: &plan,
         ringdisk: &options.ringdisk,
@@ -175,7 +185,7 @@ pub fn left_out(plan: &Plan, ringdisk: &Path) -> BTreeMap<String, String> {
     let missing = |case: &crate::plan::Case| {
         Some((
             case.name.clone(),
-            available::missing(plan.guest, &case.settings, ringdisk)?,
+            available::missing(plan, &case.settings, ringdisk)?,
         ))
     };
     plan.cases.iter().filter_map(missing).collect()

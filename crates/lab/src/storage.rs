@@ -1,9 +1,11 @@
 //! The disks that the lab creates, and the servers that export them.
 
+pub mod disk;
+pub mod named;
+pub mod rbd;
 pub mod zram;
 
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -13,14 +15,17 @@ use harness::paths::is_block_device;
 use harness::process::{Process, Stop, guarded};
 use harness::qemu::escaped;
 use harness::qmp::Qmp;
-use harness::random::Rng;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Format};
-use crate::plan::{Backing, IoThread, Server, Settings};
+use crate::plan::{Backing, IoThread, Plan, Server, Settings};
+use disk::fill;
+pub use disk::{Disk, Fill};
 use harness::cpu;
+use named::{Named, Told};
+use rbd::output;
 use zram::Zram;
 
 /// Disk files that the lab creates. Dropping this removes them.
@@ -30,6 +35,7 @@ pub struct Files {
     size: u64,
     made: Vec<PathBuf>,
     zrams: Vec<((u16, u16), Zram)>,
+    named: Named,
 }
 
 /// The folder for disks in memory.
@@ -38,14 +44,33 @@ const RAM: &str = "/dev/shm";
 const RESERVE: u64 = 256 << 20;
 
 impl Files {
-    /// For disks of `size` bytes in `folder`.
-    pub fn new(folder: PathBuf, size: u64) -> Files {
+    /// For files of `size` bytes in `folder`, and disks that the plan names.
+    pub fn new(folder: PathBuf, size: u64, named: Named) -> Files {
         Files {
             folder,
             size,
             made: Vec::new(),
             zrams: Vec::new(),
+            named,
         }
+    }
+
+    /// Creates and fills the disks that a plan names, before the first of them is measured.
+    ///
+    /// # Errors
+    /// A disk is not there, cannot be created or filled, or an end is wanted.
+    pub fn prepare(&mut self, plan: &Plan, stop: &Stop, told: Told) -> Result<Vec<Fill>> {
+        let mut fills = Vec::new();
+        let settings = plan.cases.iter().map(|case| &case.settings);
+        for settings in settings.filter(|settings| settings.prefill && settings.opens_disks()) {
+            if let Backing::Named(names) = &settings.backing {
+                for name in names.all(settings.guests, settings.volumes) {
+                    let (_, fill) = self.named.disk(settings, &name, stop, told)?;
+                    fills.extend(fill);
+                }
+            }
+        }
+        Ok(fills)
     }
 
     /// The disk of a volume. It is created if necessary, and filled with random data: otherwise reads would hit holes, and
@@ -53,14 +78,30 @@ impl Files {
     ///
     /// # Errors
     /// There is not enough space, or the disk is not writable.
-    pub fn disk(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<PathBuf> {
-        if settings.backing == Backing::Zram {
-            return self.zram(guest, volume);
+    pub fn disk(
+        &mut self,
+        settings: &Settings,
+        guest: u16,
+        volume: u16,
+        stop: &Stop,
+    ) -> Result<Disk> {
+        match &settings.backing {
+            Backing::Null => Ok(Disk::Null),
+            Backing::Named(names) => {
+                let name = names.of(guest, volume, settings.volumes);
+                let disk = self.named.disk(settings, &name, stop, &mut |_, _, _| {});
+                disk.map(|(disk, _)| disk)
+            }
+            _ => self.file(settings, guest, volume).map(Disk::Path),
         }
+    }
+
+    fn file(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<PathBuf> {
         let folder = match &settings.backing {
-            Backing::Path(path) => return Ok(path.clone()),
+            Backing::Zram => return self.zram(guest, volume),
             Backing::Ram => Path::new(RAM).join(format!("ringdisk-lab-{}", std::process::id())),
-            Backing::File | Backing::Zram | Backing::Null | Backing::Rbd(_) => self.folder.clone(),
+            Backing::Directory(folder) => folder.clone(),
+            Backing::File | Backing::Null | Backing::Named(_) => self.folder.clone(),
         };
         fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
         let path = folder.join(format!("disk-{guest}-{volume}.{}", settings.format));
@@ -70,24 +111,24 @@ impl Files {
         self.check_room(&folder)?;
         self.made.push(path.clone());
         match settings.format {
-            Format::Raw => fill(&path, self.size, u64::from(guest) << 16 | u64::from(volume))?,
+            Format::Raw => {
+                let what = || format!("filling {}", path.display());
+                let file = File::create(&path).with_context(what)?;
+                let seed = u64::from(guest) << 16 | u64::from(volume);
+                fill(&file, 0, self.size, seed).with_context(what)?;
+            }
             Format::Qcow2 => {
                 let raw = Settings {
                     format: Format::Raw,
                     ..settings.clone()
                 };
-                let raw = self.disk(&raw, guest, volume)?;
+                let raw = self.file(&raw, guest, volume)?;
                 let mut convert = Command::new("qemu-img");
                 convert
                     .args(["convert", "-f", "raw", "-O", "qcow2", "-S", "0"])
                     .arg(raw)
                     .arg(&path);
-                let output = convert.output().context("starting qemu-img")?;
-                ensure!(
-                    output.status.success(),
-                    "qemu-img: {}",
-                    String::from_utf8_lossy(&output.stderr).trim()
-                );
+                output(&mut convert)?;
             }
         }
         File::open(&path)
@@ -152,24 +193,6 @@ pub fn settle(path: &Path, cache: Cache) -> Result<()> {
     Ok(())
 }
 
-/// Fills a file with random data, which no storage can compress.
-fn fill(path: &Path, size: u64, seed: u64) -> Result<()> {
-    let what = || format!("filling {}", path.display());
-    let mut file = File::create(path).with_context(what)?;
-    let mut rng = Rng::new(seed);
-    let mut chunk = vec![0_u8; 1 << 20];
-    let mut left = size;
-    while left > 0 {
-        for word in chunk.chunks_exact_mut(8) {
-            word.copy_from_slice(&rng.bits().to_ne_bytes());
-        }
-        let now = left.min(chunk.len() as u64) as usize;
-        file.write_all(&chunk[..now]).with_context(what)?;
-        left -= now as u64;
-    }
-    Ok(())
-}
-
 /// How ringdisk's I/O threads waited, since they were started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Polling {
@@ -201,7 +224,7 @@ pub struct Served {
 }
 
 impl Served {
-    /// Starts the server of a configuration for these disks; `None` means a null disk.
+    /// Starts the server of a configuration for these disks.
     ///
     /// # Errors
     /// The server does not start; the message contains its last lines.
@@ -209,7 +232,7 @@ impl Served {
         settings: &Settings,
         ringdisk: &Path,
         folder: &Path,
-        disks: &[Option<PathBuf>],
+        disks: &[Disk],
         size: u64,
         cpu: Option<usize>,
         stop: &Stop,
@@ -240,6 +263,9 @@ impl Served {
         let name = "the server of the disks";
         let log = folder.join("server.log");
         // Pinned from its start: a server that sees one CPU has one I/O thread.
+        if let Some(library) = &settings.preload {
+            command.env("LD_PRELOAD", library);
+        }
         let process = match cpu {
             Some(cpu) => cpu::start_on(&[cpu], || Process::start(name, &mut command, &log))?,
             None => Process::start(name, &mut command, &log),
@@ -293,7 +319,7 @@ fn ringdisk_command(
     settings: &Settings,
     ringdisk: &Path,
     folder: &Path,
-    disks: &[Option<PathBuf>],
+    disks: &[Disk],
     size: u64,
     sockets: &[PathBuf],
 ) -> Command {
@@ -311,16 +337,22 @@ fn ringdisk_command(
     }
     for (index, (disk, socket)) in disks.iter().zip(sockets).enumerate() {
         let mut words = match disk {
-            Some(path) => format!(
+            Disk::Path(path) => format!(
                 "file={},format={},cache={}",
                 escaped(path),
                 settings.format,
                 settings.cache
             ),
-            None => format!("file=null:{size}"),
+            Disk::Rbd(image) => format!(
+                "file={image},conf={},id={},cache={}",
+                escaped(&image.conf),
+                image.user,
+                settings.cache
+            ),
+            Disk::Null => format!("file=null:{size}"),
         };
         words += &format!(",name=lab{index},socket={}", escaped(socket));
-        if let (Some(aio), true) = (settings.aio, disk.is_some()) {
+        if let (Some(aio), Disk::Path(_)) = (settings.aio, disk) {
             words += &format!(",aio={aio}");
         }
         words += &format!(",queues={}", settings.queues.unwrap_or(settings.vcpus));
@@ -338,12 +370,7 @@ fn ringdisk_command(
     command
 }
 
-fn daemon_command(
-    settings: &Settings,
-    disks: &[Option<PathBuf>],
-    size: u64,
-    sockets: &[PathBuf],
-) -> Command {
+fn daemon_command(settings: &Settings, disks: &[Disk], size: u64, sockets: &[PathBuf]) -> Command {
     let mut command = guarded(Path::new("qemu-storage-daemon"));
     let through = matches!(settings.cache, Cache::Writethrough | Cache::Directsync);
     // As ringdisk's: the disks are spread over the threads.
@@ -362,8 +389,11 @@ fn daemon_command(
     for (index, (disk, socket)) in disks.iter().zip(sockets).enumerate() {
         let cache = serde_json::json!({ "direct": settings.cache.direct(), "no-flush": settings.cache == Cache::Unsafe });
         let node = match disk {
-            None => serde_json::json!({ "driver": "null-co", "size": size, "read-zeroes": false }),
-            Some(path) => {
+            Disk::Null => {
+                serde_json::json!({ "driver": "null-co", "size": size, "read-zeroes": false })
+            }
+            Disk::Rbd(image) => image.blockdev(cache),
+            Disk::Path(path) => {
                 let driver = if is_block_device(path) {
                     "host_device"
                 } else {
@@ -413,14 +443,22 @@ fn daemon_command(
 mod tests {
     use super::*;
 
+    fn files(folder: &Path, size: u64) -> Files {
+        let named = Named::new(false, size, folder.to_owned());
+        Files::new(folder.to_owned(), size, named)
+    }
+
     #[test]
     fn disks_are_full_of_data_differ_and_go_away() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disks");
-        let mut files = Files::new(path.clone(), 16 << 20);
-        let one = files.disk(&Settings::default(), 0, 0).unwrap();
-        let two = files.disk(&Settings::default(), 0, 1).unwrap();
-        assert_eq!(files.disk(&Settings::default(), 0, 0).unwrap(), one);
+        let mut files = files(&path, 16 << 20);
+        let mut disk = |volume| {
+            let disk = files.disk(&Settings::default(), 0, volume, &Stop::default());
+            disk.unwrap().path().unwrap().to_owned()
+        };
+        let (one, two) = (disk(0), disk(1));
+        assert_eq!(disk(0), one);
         let (a, b) = (fs::read(&one).unwrap(), fs::read(&two).unwrap());
         assert!(
             a.len() == 16 << 20
@@ -435,9 +473,9 @@ mod tests {
     #[test]
     fn a_disk_that_does_not_fit_is_refused_before_anything_is_written() {
         let folder = tempfile::tempdir().unwrap();
-        let mut files = Files::new(folder.path().join("disks"), 1 << 60);
+        let mut files = files(&folder.path().join("disks"), 1 << 60);
         let error = files
-            .disk(&Settings::default(), 0, 0)
+            .disk(&Settings::default(), 0, 0, &Stop::default())
             .unwrap_err()
             .to_string();
         assert!(
@@ -463,7 +501,7 @@ mod tests {
             &settings,
             &script,
             folder.path(),
-            &[None],
+            &[Disk::Null],
             1 << 20,
             None,
             &Stop::default(),
@@ -473,7 +511,7 @@ mod tests {
     }
 
     fn words(settings: &Settings, disks: &[&str]) -> Vec<String> {
-        let disks: Vec<_> = disks.iter().map(|disk| Some(PathBuf::from(disk))).collect();
+        let disks: Vec<_> = disks.iter().map(|disk| Disk::Path(disk.into())).collect();
         let sockets: Vec<_> = (0..disks.len())
             .map(|n| PathBuf::from(format!("/{n}")))
             .collect();

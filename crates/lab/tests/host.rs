@@ -16,6 +16,7 @@ struct Silent;
 
 impl Progress for Silent {
     fn say(&mut self, _: &str) {}
+    fn filled(&mut self, _: &str, _: u64, _: u64) {}
     fn block(&mut self, _: u32, _: &[Boot], _: &[bool]) {}
     fn boot(&mut self, _: &str, _: bool) {}
     fn cell(&mut self, _: &str) {}

@@ -30,5 +30,6 @@ mod disk;
 mod faults;
 mod guest;
 mod image_changes;
+mod lab;
 mod load;
 mod resize;

@@ -16,17 +16,16 @@ use serde_json::{Value, json};
 use super::shell::Port;
 use super::{Answer, Kernel, Shell, Ssh};
 use crate::plan::words::{Cache, Device, Syntax};
-use crate::plan::{Backing, IoThread, Settings};
+use crate::plan::{IoThread, Settings};
+use crate::storage::Disk;
 
 /// A disk of a guest.
 #[derive(Clone, Debug)]
 pub enum Volume {
-    /// QEMU opens this file or device itself.
-    Own(Backing, PathBuf),
+    /// QEMU opens it itself.
+    Own(Disk),
     /// A server exports it at this socket.
     Socket(PathBuf),
-    /// A null disk of this many bytes.
-    Null(u64),
 }
 
 /// The setup of a guest.
@@ -36,6 +35,8 @@ pub struct Setup {
     pub folder: PathBuf,
     /// The configuration to measure.
     pub settings: Settings,
+    /// Bytes of a null disk.
+    pub size: u64,
     /// The disks.
     pub volumes: Vec<Volume>,
     /// How its instructions run.
@@ -134,17 +135,14 @@ impl Setup {
                 device["driver"] = "vhost-user-blk-pci".into();
                 device["chardev"] = node.into();
             }
-            Volume::Null(size) => {
-                let blockdev = json!({ "driver": "null-co", "size": size, "read-zeroes": false, "node-name": node });
-                push("-blockdev", blockdev.to_string());
-                device["drive"] = node.into();
-            }
-            Volume::Own(backing, path) => {
+            Volume::Own(disk) => {
                 match s.syntax {
-                    Syntax::Blockdev => {
-                        push("-blockdev", self.blockdev(backing, path, &node).to_string())
+                    Syntax::Drive if *disk != Disk::Null => {
+                        push("-drive", self.drive(disk, &node));
                     }
-                    Syntax::Drive => push("-drive", self.drive(backing, path, &node)),
+                    Syntax::Drive | Syntax::Blockdev => {
+                        push("-blockdev", self.blockdev(disk, &node).to_string());
+                    }
                 }
                 device["drive"] = node.into();
             }
@@ -173,7 +171,7 @@ impl Setup {
             )),
         };
         let address = format!("{:#x}", FIRST_SLOT + index);
-        if s.device != Device::VhostUserBlk && !matches!(volume, Volume::Null(_)) {
+        if s.device != Device::VhostUserBlk && !matches!(volume, Volume::Own(Disk::Null)) {
             // Otherwise QEMU's default would turn every -blockdev into writethrough, or ignore the setting.
             let writeback = !matches!(s.cache, Cache::Writethrough | Cache::Directsync);
             device["write-cache"] = if writeback { "on" } else { "off" }.into();
@@ -219,34 +217,40 @@ impl Setup {
         push("-device", device.to_string());
     }
 
-    fn blockdev(&self, backing: &Backing, path: &Path, node: &str) -> Value {
+    fn blockdev(&self, disk: &Disk, node: &str) -> Value {
         let s = &self.settings;
         let cache = json!({ "direct": s.cache.direct(), "no-flush": s.cache == Cache::Unsafe });
-        if let Backing::Rbd(image) = backing {
-            let (pool, image) = image.split_once('/').unwrap_or((image, ""));
-            return json!({ "driver": "rbd", "pool": pool, "image": image, "node-name": node, "cache": cache });
-        }
-        let driver = if is_block_device(path) {
-            "host_device"
-        } else {
-            "file"
+        let mut blockdev = match disk {
+            Disk::Null => {
+                json!({ "driver": "null-co", "size": self.size, "read-zeroes": false })
+            }
+            Disk::Rbd(image) => image.blockdev(cache),
+            Disk::Path(path) => {
+                let driver = if is_block_device(path) {
+                    "host_device"
+                } else {
+                    "file"
+                };
+                let mut file = json!({ "driver": driver, "filename": path, "cache": cache, "discard": "unmap" });
+                if let Some(aio) = s.aio {
+                    file["aio"] = aio.word().into();
+                }
+                json!({ "driver": s.format.word(), "file": file, "cache": cache, "discard": "unmap" })
+            }
         };
-        let mut file =
-            json!({ "driver": driver, "filename": path, "cache": cache, "discard": "unmap" });
-        if let Some(aio) = s.aio {
-            file["aio"] = aio.word().into();
-        }
-        json!({ "driver": s.format.word(), "node-name": node, "file": file, "cache": cache, "discard": "unmap" })
+        blockdev["node-name"] = node.into();
+        blockdev
     }
 
-    fn drive(&self, backing: &Backing, path: &Path, node: &str) -> String {
+    fn drive(&self, disk: &Disk, node: &str) -> String {
         let s = &self.settings;
-        let file = match backing {
-            Backing::Rbd(image) => format!("rbd:{image}"),
-            _ => escaped(path),
+        let file = match disk {
+            Disk::Null => String::new(),
+            Disk::Path(path) => escaped(path),
+            Disk::Rbd(image) => escaped(Path::new(&image.drive())),
         };
-        let aio = match (s.aio, backing) {
-            (Some(aio), Backing::File | Backing::Ram | Backing::Path(_)) => format!(",aio={aio}"),
+        let aio = match (s.aio, disk) {
+            (Some(aio), Disk::Path(_)) => format!(",aio={aio}"),
             _ => String::new(),
         };
         format!(

@@ -148,6 +148,7 @@ fn empty(file: &Path) -> Plan {
         noise: 0.05,
         size: 1 << 30,
         directory: None,
+        create: false,
         runtime: Duration::from_secs(10),
         ramp: Duration::from_secs(2),
         cases: Vec::new(),
@@ -180,11 +181,12 @@ fn read_storage(plan: &mut Plan, table: &DeTable) -> Parsed<()> {
                 }
             }
             "settle" => plan.settle = switch(&text).map_err(fail)?,
+            "create" => plan.create = switch(&text).map_err(fail)?,
             "directory" => plan.directory = Some(absolute(&text).map_err(fail)?),
             _ => {
                 return Err(Mistake::new(
                     key.span(),
-                    not_one_of(name, &["size", "settle", "directory"]),
+                    not_one_of(name, &["size", "settle", "create", "directory"]),
                 ));
             }
         }
@@ -586,6 +588,16 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
             ));
         }
         let on_host = case.settings.device == Device::Host;
+        if on_host
+            && case.settings.is_librbd()
+            && plan.workloads.iter().any(|load| load.job.is_some())
+        {
+            let problem = format!(
+                "{}: a job file runs on files and block devices; set krbd=on, or describe the load with rw and bs",
+                case.name
+            );
+            return Err(Mistake::new(span("config"), problem));
+        }
         if plan.guest == GuestKind::None && !on_host {
             without_guest(&case.settings, &plan.workloads)
                 .map_err(|problem| Mistake::new(span("guest"), problem))?;

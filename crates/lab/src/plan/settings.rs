@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use super::backing::Backing;
+use super::ceph::{self, Ceph};
 use super::units::{size, size_text};
 use super::words::{
     Aio, Cache, Client, Device, Format, Machine, RingKind, Scheduler, Syntax, not_one_of,
@@ -33,8 +35,14 @@ pub struct Settings {
     pub queue_size: Option<u16>,
     /// The image's format.
     pub format: Format,
-    /// Where the bytes lie.
+    /// Where the bytes are.
     pub backing: Backing,
+    /// How images in a Ceph cluster are reached.
+    pub ceph: Ceph,
+    /// Whether images in a Ceph cluster are block devices of the kernel's client.
+    pub krbd: bool,
+    /// Whether what is thin is filled before the first sample.
+    pub prefill: bool,
     /// The machine type.
     pub machine: Machine,
     /// Whether the guest's memory is in huge pages.
@@ -63,7 +71,7 @@ pub struct Settings {
     pub iops: Option<u32>,
     /// Another QEMU.
     pub qemu: Option<PathBuf>,
-    /// A library that QEMU is started with, such as another malloc.
+    /// A library that whoever opens the disks is started with, such as another malloc: QEMU, a server, or fio on the host.
     pub preload: Option<PathBuf>,
 }
 
@@ -91,25 +99,8 @@ pub enum IoThread {
     Mapping(u16),
 }
 
-/// Where the bytes lie.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Backing {
-    /// A file that the lab makes.
-    File,
-    /// A file in memory that the lab makes.
-    Ram,
-    /// A compressed RAM block device that the lab makes; needs root.
-    Zram,
-    /// Nothing: every request succeeds at once.
-    Null,
-    /// A file or block device of the user's.
-    Path(PathBuf),
-    /// An image in a Ceph cluster: `POOL/IMAGE`.
-    Rbd(String),
-}
-
 /// The keys, in the order in which they are shown.
-pub const KEYS: [&str; 24] = [
+pub const KEYS: [&str; 30] = [
     "device",
     "server",
     "cache",
@@ -119,6 +110,12 @@ pub const KEYS: [&str; 24] = [
     "queue-size",
     "format",
     "backing",
+    "ceph-conf",
+    "ceph-user",
+    "ceph-keyring",
+    "ceph-options",
+    "krbd",
+    "prefill",
     "machine",
     "hugepages",
     "vcpus",
@@ -137,7 +134,7 @@ pub const KEYS: [&str; 24] = [
 ];
 
 /// The keys that mean nothing without a guest.
-pub const OF_GUESTS: [&str; 8] = [
+pub const OF_GUESTS: [&str; 7] = [
     "machine",
     "hugepages",
     "vcpus",
@@ -145,7 +142,6 @@ pub const OF_GUESTS: [&str; 8] = [
     "scheduler",
     "guests",
     "qemu",
-    "preload",
 ];
 
 impl Default for Settings {
@@ -160,6 +156,9 @@ impl Default for Settings {
             queue_size: None,
             format: Format::Raw,
             backing: Backing::File,
+            ceph: Ceph::default(),
+            krbd: false,
+            prefill: true,
             machine: Machine::Q35,
             hugepages: false,
             vcpus: 1,
@@ -200,6 +199,14 @@ impl Settings {
             }
             "format" => self.format = value.parse()?,
             "backing" => self.backing = value.parse()?,
+            "ceph-conf" => self.ceph.conf = path(value)?,
+            "ceph-user" => self.ceph.user = default_or(value, ceph::user)?,
+            "ceph-keyring" => self.ceph.keyring = path(value)?,
+            "ceph-options" => {
+                self.ceph.options = default_or(value, ceph::options)?.unwrap_or_default()
+            }
+            "krbd" => self.krbd = switch(value)?,
+            "prefill" => self.prefill = switch(value)?,
             "machine" => self.machine = value.parse()?,
             "hugepages" => self.hugepages = switch(value)?,
             "vcpus" => self.vcpus = number(value, 1, VCPUS_MAX)?,
@@ -236,6 +243,7 @@ impl Settings {
     /// The value of a key, whether or not it means anything.
     fn value(&self, key: &str) -> String {
         let or_default = |value: Option<String>| value.unwrap_or_else(|| "default".into());
+        let on_or_off = |is_on| if is_on { "on" } else { "off" }.to_owned();
         let number = |value: Option<u16>| or_default(value.map(|n| n.to_string()));
         let path =
             |value: &Option<PathBuf>| or_default(value.as_ref().map(|p| p.display().to_string()));
@@ -249,8 +257,14 @@ impl Settings {
             "queue-size" => number(self.queue_size),
             "format" => self.format.to_string(),
             "backing" => self.backing.to_string(),
+            "ceph-conf" => path(&self.ceph.conf),
+            "ceph-user" => or_default(self.ceph.user.clone()),
+            "ceph-keyring" => path(&self.ceph.keyring),
+            "ceph-options" => or_default(self.ceph.options_text()),
+            "krbd" => on_or_off(self.krbd),
+            "prefill" => on_or_off(self.prefill),
             "machine" => self.machine.to_string(),
-            "hugepages" => if self.hugepages { "on" } else { "off" }.into(),
+            "hugepages" => on_or_off(self.hugepages),
             "vcpus" => self.vcpus.to_string(),
             "memory" => size_text(self.memory_mib << 20),
             "scheduler" => self.scheduler.to_string(),
@@ -260,7 +274,7 @@ impl Settings {
             "client" => self.client.to_string(),
             "ring" => self.ring.to_string(),
             "poll-max-us" => or_default(self.poll_max_us.map(|us| us.to_string())),
-            "fixed-buffers" => if self.fixed_buffers { "on" } else { "off" }.into(),
+            "fixed-buffers" => on_or_off(self.fixed_buffers),
             "iops" => or_default(self.iops.map(|iops| iops.to_string())),
             "qemu" => path(&self.qemu),
             "preload" => path(&self.preload),
@@ -272,7 +286,7 @@ impl Settings {
     fn has(&self, key: &str) -> bool {
         let guest = self.device != Device::Host;
         let vhost = self.device == Device::VhostUserBlk;
-        let socket = vhost && matches!(self.server, Server::Socket(_));
+        let socket = !self.opens_disks();
         let null = self.backing == Backing::Null;
         match key {
             "server" => vhost,
@@ -281,10 +295,15 @@ impl Settings {
             "poll-max-us" | "iops" => vhost && !socket,
             "fixed-buffers" => vhost && matches!(self.server, Server::Ringdisk | Server::Build(_)),
             "cache" => !socket && !null,
-            "aio" => !socket && !null && !matches!(self.backing, Backing::Rbd(_)),
+            "aio" => !socket && !null && !self.is_librbd(),
             "iothread" => guest && !socket && self.device != Device::Ide,
             "queues" | "queue-size" => guest && self.device != Device::Ide,
             "format" | "backing" => !socket,
+            "ceph-conf" | "ceph-user" | "ceph-keyring" | "ceph-options" | "krbd" => {
+                !socket && self.backing.is_rbd()
+            }
+            "prefill" => !socket && !null,
+            "preload" => !socket,
             "syntax" => guest && !vhost,
             _ if OF_GUESTS.contains(&key) => guest,
             _ => true,
@@ -346,28 +365,32 @@ impl Settings {
                 "{key} is a setting of ringdisk and qemu-storage-daemon"
             ));
         }
-        if matches!(self.backing, Backing::Rbd(_))
-            && (self.device == Device::VhostUserBlk || self.device == Device::Host)
-        {
-            return Err("an RBD image is for QEMU's own devices here".into());
+        if self.has("krbd") {
+            self.ceph.check(self.krbd)?;
         }
-        let ours = matches!(
-            self.backing,
-            Backing::File | Backing::Ram | Backing::Zram | Backing::Null
-        );
+        if self.is_librbd() && self.format != Format::Raw {
+            return Err("an RBD image holds a raw disk here; use format=raw".into());
+        }
         if self.backing == Backing::Zram && self.format != Format::Raw {
             return Err("zram holds raw disks; use format=raw".into());
         }
         if self.format == Format::Qcow2 && self.backing == Backing::Null {
             return Err("a null disk has no format; use format=raw".into());
         }
-        if u32::from(self.guests) * u32::from(self.volumes) > 1 && !ours {
-            return Err(
-                "several guests or volumes need disks of their own; use backing=file, ram, zram or null"
-                    .into(),
-            );
+        match &self.backing {
+            Backing::Named(names) if self.has("backing") => names.check(self.guests, self.volumes),
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Whether the disks are opened by who the lab starts, and not by whoever listens at a socket of the user's.
+    pub fn opens_disks(&self) -> bool {
+        self.device != Device::VhostUserBlk || !matches!(self.server, Server::Socket(_))
+    }
+
+    /// Whether librbd opens the disks, in whatever program.
+    pub fn is_librbd(&self) -> bool {
+        self.backing.is_rbd() && !self.krbd
     }
 
     fn check_daemon(&self) -> Result<(), String> {
@@ -468,47 +491,6 @@ impl fmt::Display for IoThread {
     }
 }
 
-impl FromStr for Backing {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "file" => Ok(Self::File),
-            "ram" => Ok(Self::Ram),
-            "zram" => Ok(Self::Zram),
-            "null" => Ok(Self::Null),
-            _ if text.starts_with('/') => Ok(Self::Path(text.into())),
-            _ => match text.strip_prefix("rbd:") {
-                Some(image)
-                    if image
-                        .split_once('/')
-                        .is_some_and(|(pool, name)| !pool.is_empty() && !name.is_empty()) =>
-                {
-                    Ok(Self::Rbd(image.into()))
-                }
-                Some(_) => Err(format!("'{text}' is not rbd:POOL/IMAGE")),
-                None => Err(not_one_of(
-                    text,
-                    &["file", "ram", "zram", "null", "/PATH", "rbd:POOL/IMAGE"],
-                )),
-            },
-        }
-    }
-}
-
-impl fmt::Display for Backing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File => f.write_str("file"),
-            Self::Ram => f.write_str("ram"),
-            Self::Zram => f.write_str("zram"),
-            Self::Null => f.write_str("null"),
-            Self::Path(path) => write!(f, "{}", path.display()),
-            Self::Rbd(image) => write!(f, "rbd:{image}"),
-        }
-    }
-}
-
 fn default_or<T>(
     value: &str,
     parse: impl Fn(&str) -> Result<T, String>,
@@ -565,7 +547,13 @@ mod tests {
             ("queues", "4"),
             ("queue-size", "128"),
             ("format", "qcow2"),
-            ("backing", "ram"),
+            ("backing", "rbd:bench/vm-{guest}-{volume}"),
+            ("ceph-conf", "/etc/ceph/other.conf"),
+            ("ceph-user", "vm"),
+            ("ceph-keyring", "/etc/ceph/vm.keyring"),
+            ("ceph-options", "rbd_cache=false ms_client_mode=secure"),
+            ("krbd", "on"),
+            ("prefill", "off"),
             ("machine", "pc"),
             ("hugepages", "on"),
             ("vcpus", "4"),

@@ -1,8 +1,9 @@
 //! What to do: the configuration that paid, in the words of QEMU, libvirt and Proxmox, and what it costs.
 
 use crate::analysis::Analysis;
+use crate::plan::backing::Name;
 use crate::plan::words::{Cache, Device};
-use crate::plan::{Backing, IoThread, Server, Settings};
+use crate::plan::{IoThread, Server, Settings};
 use crate::stats::Verdict;
 
 /// A recommendation.
@@ -147,11 +148,8 @@ const DISK: &str = "/PATH/OF/DISK";
 const SOCKET: &str = "/run/ringdisk/vm.sock";
 
 fn disk_of(settings: &Settings) -> String {
-    match &settings.backing {
-        Backing::Path(path) => path.display().to_string(),
-        Backing::Rbd(image) => format!("rbd:{image}"),
-        _ => DISK.into(),
-    }
+    let first = settings.backing.first();
+    first.map_or_else(|| DISK.into(), |name| name.to_string())
 }
 
 fn server_command(settings: &Settings) -> String {
@@ -193,16 +191,15 @@ fn qemu(settings: &Settings) -> String {
     let size = settings
         .queue_size
         .map_or_else(String::new, |size| format!(",queue-size={size}"));
-    let blockdev = match &settings.backing {
-        Backing::Rbd(image) => {
-            let (pool, image) = image.split_once('/').unwrap_or((image, ""));
+    let blockdev = match settings.backing.first() {
+        Some(Name::Rbd { pool, image }) if !settings.krbd => {
             format!("-blockdev driver=rbd,node-name=disk0,pool={pool},image={image},{cache}")
         }
         backing => format!(
             "-blockdev driver={},node-name=disk0,file.driver={},file.filename={},{cache},file.{}{}",
             settings.format,
             match backing {
-                Backing::Path(path) if path.starts_with("/dev") => "host_device",
+                Some(Name::Path(path)) if path.starts_with("/dev") => "host_device",
                 _ => "file",
             },
             disk_of(settings),
@@ -293,12 +290,12 @@ fn libvirt(settings: &Settings) -> String {
             )
         }
     };
-    let (kind, source) = match &settings.backing {
-        Backing::Rbd(image) => (
+    let (kind, source) = match settings.backing.first() {
+        Some(Name::Rbd { pool, image }) => (
             "network",
-            format!("<source protocol='rbd' name='{image}'/>"),
+            format!("<source protocol='rbd' name='{pool}/{image}'/>"),
         ),
-        Backing::Path(path) if path.starts_with("/dev") => {
+        Some(Name::Path(path)) if path.starts_with("/dev") => {
             ("block", format!("<source dev='{}'/>", path.display()))
         }
         _ => ("file", format!("<source file='{}'/>", disk_of(settings))),

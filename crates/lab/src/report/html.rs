@@ -531,6 +531,17 @@ fn method(page: &mut String, analysis: &Analysis) {
             percent(effect)
         ))
     );
+    if !analysis.journal.fills.is_empty() {
+        let fills = analysis.journal.fills.iter().map(|fill| {
+            let mib = fill.bytes >> 20;
+            format!("{} ({mib} MiB in {:.0} s)", escape(&fill.disk), fill.took_s)
+        });
+        let _ = writeln!(
+            page,
+            "<p>Thin disks were filled before the first sample: {}.</p>",
+            fills.collect::<Vec<_>>().join(", ")
+        );
+    }
     page.push_str("<div class=\"wide\"><table>\n");
     for (key, value) in &analysis.journal.header.facts {
         let _ = writeln!(

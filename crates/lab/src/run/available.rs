@@ -2,14 +2,20 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use harness::paths::find_program;
 
+use crate::plan::backing::Name;
 use crate::plan::words::{Aio, Device, GuestKind};
 use crate::plan::{Backing, Plan, Server, Settings};
+use crate::storage::Disk;
+use crate::storage::named::is_thin;
+use crate::storage::rbd::Image;
 
 /// Why a configuration cannot be measured here, and what to do about it; `None` if nothing speaks against it.
-pub fn missing(guest: GuestKind, settings: &Settings, ringdisk: &Path) -> Option<String> {
+pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path) -> Option<String> {
+    let (guest, create) = (plan.guest, plan.create);
     let program = |name: &str, package: &str| {
         find_program(name)
             .is_none()
@@ -17,7 +23,7 @@ pub fn missing(guest: GuestKind, settings: &Settings, ringdisk: &Path) -> Option
     };
     let file = |path: &Path| (!path.exists()).then(|| format!("there is no {}", path.display()));
     if settings.device == Device::Host {
-        return program("fio", "fio").or_else(|| backing(settings));
+        return program("fio", "fio").or_else(|| backing(settings, create));
     }
     let server = match (&settings.device, &settings.server) {
         (Device::VhostUserBlk, Server::QemuStorageDaemon) => {
@@ -35,21 +41,69 @@ pub fn missing(guest: GuestKind, settings: &Settings, ringdisk: &Path) -> Option
     qemu.or(server)
         .or_else(|| settings.preload.as_deref().and_then(file))
         .or_else(|| hugepages(settings))
-        .or_else(|| backing(settings))
+        .or_else(|| backing(settings, create))
         .or_else(|| ring(settings))
 }
 
-fn backing(settings: &Settings) -> Option<String> {
+fn backing(settings: &Settings, create: bool) -> Option<String> {
     match &settings.backing {
         Backing::Zram if !rustix::process::geteuid().is_root() => {
             Some("setting up zram needs root".into())
         }
-        Backing::Path(path) if !path.exists() => Some(format!("there is no {}", path.display())),
-        Backing::Rbd(image) if !Path::new("/etc/ceph/ceph.conf").exists() => Some(format!(
-            "rbd:{image} needs a Ceph cluster, and there is no /etc/ceph/ceph.conf"
-        )),
+        Backing::Directory(path) if !path.is_dir() => {
+            Some(format!("there is no folder {}", path.display()))
+        }
+        Backing::Named(names) => names
+            .all(settings.guests, settings.volumes)
+            .iter()
+            .find_map(|name| named(name, settings, create)),
         _ => None,
     }
+}
+
+/// What is missing for a disk that the plan names.
+fn named(name: &Name, settings: &Settings, create: bool) -> Option<String> {
+    match name {
+        Name::Path(path) => {
+            (!create && !path.exists()).then(|| format!("there is no {}", path.display()))
+        }
+        Name::Rbd { .. } if !settings.ceph.conf().exists() => Some(format!(
+            "{name} needs a Ceph cluster, and there is no {}",
+            settings.ceph.conf().display()
+        )),
+        Name::Rbd { .. } if settings.krbd && !Path::new("/sys/bus/rbd").exists() => Some(
+            "krbd=on needs the kernel's client, which is not loaded; try 'modprobe rbd'".into(),
+        ),
+        Name::Rbd { .. }
+            if find_program("rbd").is_none() && (create || settings.prefill || settings.krbd) =>
+        {
+            Some("rbd is missing; on Debian, 'apt install ceph-common'".into())
+        }
+        Name::Rbd { .. } if opened_by_qemu(settings) && !qemu_has_rbd() => {
+            Some("QEMU has no rbd driver here; on Debian, 'apt install qemu-block-extra'".into())
+        }
+        Name::Rbd { .. } => None,
+    }
+}
+
+/// Whether the QEMU of the distribution opens the images.
+fn opened_by_qemu(settings: &Settings) -> bool {
+    let daemon = settings.device == Device::VhostUserBlk;
+    !settings.krbd
+        && match daemon {
+            true => settings.server == Server::QemuStorageDaemon,
+            false => settings.device != Device::Host && settings.qemu.is_none(),
+        }
+}
+
+/// Whether QEMU can load the driver: it then complains of an image that cannot be there.
+fn qemu_has_rbd() -> bool {
+    let image = "rbd:none/none:conf=/nonexistent";
+    let info = Command::new("qemu-img").args(["info", image]).output();
+    info.is_ok_and(|info| {
+        let said = String::from_utf8_lossy(&info.stderr);
+        !said.contains("Unable to load module") && !said.contains("Unknown driver")
+    })
 }
 
 fn hugepages(settings: &Settings) -> Option<String> {
@@ -77,23 +131,37 @@ fn ring(settings: &Settings) -> Option<String> {
         .then(|| "io_uring is switched off here (kernel.io_uring_disabled=2)".into())
 }
 
-/// Disks that the plan writes to and that the lab did not make: the user is asked.
+/// Disks that the plan writes to and that the lab does not create itself, and those that it creates under a name: the user
+/// is asked.
 pub fn overwritten(plan: &Plan) -> Vec<String> {
-    if !plan.workloads.iter().any(crate::plan::Workload::writes) {
-        return Vec::new();
-    }
+    let writes = plan.workloads.iter().any(crate::plan::Workload::writes);
     let mut names: Vec<String> = Vec::new();
     for case in &plan.cases {
         let settings = &case.settings;
         match (&settings.device, &settings.server, &settings.backing) {
-            (Device::VhostUserBlk, Server::Socket(path), _) => {
+            (Device::VhostUserBlk, Server::Socket(path), _) if writes => {
                 names.push(format!("the disk behind {}", path.display()))
             }
-            (_, _, backing @ (Backing::Path(_) | Backing::Rbd(_))) => {
-                names.push(backing.to_string())
+            (Device::VhostUserBlk, Server::Socket(_), _) => {}
+            (_, _, Backing::Named(disks)) => {
+                // What is thin is filled, whatever the loads do.
+                let is_written = |name: &Name| {
+                    writes || plan.create || settings.prefill && may_be_thin(name, settings)
+                };
+                let disks = disks.all(settings.guests, settings.volumes);
+                let disks = disks.iter().filter(|name| is_written(name));
+                names.extend(disks.map(|name| match plan.create {
+                    true => format!("{name} (which is created, and removed at the end)"),
+                    false => name.to_string(),
+                }));
             }
             _ => {}
         }
+    }
+    if !writes {
+        names.sort();
+        names.dedup();
+        return names;
     }
     if let Some(ssh) = &plan.ssh {
         names.extend(ssh.disks.iter().map(|disk| {
@@ -106,4 +174,18 @@ pub fn overwritten(plan: &Plan) -> Vec<String> {
     names.sort();
     names.dedup();
     names
+}
+
+/// Whether a disk is filled before the first sample, as far as this can be told; if not, the answer is yes.
+fn may_be_thin(name: &Name, settings: &Settings) -> bool {
+    let disk = match name {
+        Name::Path(path) => Disk::Path(path.clone()),
+        Name::Rbd { pool, image } => Disk::Rbd(Image {
+            pool: pool.clone(),
+            name: image.clone(),
+            conf: settings.ceph.conf(),
+            user: settings.ceph.user(),
+        }),
+    };
+    is_thin(&disk).unwrap_or(true)
 }

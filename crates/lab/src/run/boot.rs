@@ -14,9 +14,10 @@ use crate::fio::{CLOCK, Job, Run, interval};
 use crate::guest::{Accel, Boot, Guest, Host, Kernel, Setup, Shell, Ssh, Stop, Volume};
 use crate::host::{Cost, Watch, Watched, now_ms};
 use crate::journal::Sample;
-use crate::plan::words::{Aio, Client, Device, GuestKind};
-use crate::plan::{Backing, Plan, Server, Settings, Workload};
-use crate::storage::{Files, Served, settle};
+use crate::plan::words::{Aio, Client, Device, GuestKind, Metric};
+use crate::plan::{Plan, Settings, Workload};
+use crate::storage::rbd::Image;
+use crate::storage::{Disk, Files, Served, settle};
 use crate::window::{Counted, count};
 use harness::cpu;
 
@@ -48,6 +49,8 @@ pub struct Up {
     ahead_ms: Vec<i64>,
     pids: Vec<u32>,
     disks: Vec<Vec<String>>,
+    /// The first image that fio opens through librbd.
+    image: Option<Image>,
     /// The disks on this host.
     paths: Vec<PathBuf>,
     served: Option<Served>,
@@ -77,12 +80,12 @@ impl Up {
 /// On the host, `aio` is fio's engine.
 fn on_engine(settings: &Settings, load: &Workload) -> Workload {
     let engine = match settings.aio {
-        Some(aio) if settings.device == Device::Host => match aio {
-            Aio::IoUring => "io_uring",
-            Aio::Native => "libaio",
-            Aio::Threads => "posixaio",
-        },
-        _ => return load.clone(),
+        _ if settings.device != Device::Host => return load.clone(),
+        _ if settings.is_librbd() => "rbd",
+        Some(Aio::IoUring) => "io_uring",
+        Some(Aio::Native) => "libaio",
+        Some(Aio::Threads) => "posixaio",
+        None => return load.clone(),
     };
     Workload {
         engine: engine.into(),
@@ -96,22 +99,16 @@ impl Bench<'_> {
     /// # Errors
     /// A disk cannot be made, a server or a guest does not come up; with the last lines of their logs.
     pub fn boot(&self, settings: &Settings, files: &mut Files) -> Result<Up> {
-        let mut paths: Vec<Vec<Option<PathBuf>>> = Vec::new();
+        let mut disks: Vec<Vec<Disk>> = Vec::new();
         for guest in 0..settings.guests {
-            let own = (0..settings.volumes).map(|volume| match settings.backing {
-                Backing::Null | Backing::Rbd(_) => Ok(None),
-                _ if is_foreign(settings) => Ok(None),
-                _ => files.disk(settings, guest, volume).map(Some),
+            let own = (0..settings.volumes).map(|volume| match settings.opens_disks() {
+                true => files.disk(settings, guest, volume, self.stop),
+                false => Ok(Disk::Null),
             });
-            paths.push(own.collect::<Result<_>>()?);
+            disks.push(own.collect::<Result<_>>()?);
         }
         if settings.device == Device::Host {
-            let paths: Vec<PathBuf> = paths.into_iter().flatten().flatten().collect();
-            let disks = paths
-                .iter()
-                .map(|path| path.display().to_string())
-                .collect();
-            return self.on_host(disks, paths);
+            return Ok(on_host(&disks.concat()));
         }
         if let (GuestKind::Ssh, Some(ssh)) = (self.plan.guest, &self.plan.ssh)
             && let Some(host) = &ssh.host
@@ -119,35 +116,31 @@ impl Bench<'_> {
             return self.running_guest(ssh, host, settings);
         }
         let served = match settings.device {
-            Device::VhostUserBlk => {
-                let disks: Vec<Option<PathBuf>> = paths.iter().flatten().cloned().collect();
-                Some(Served::start(
-                    settings,
-                    self.ringdisk,
-                    &self.folder.join("server"),
-                    &disks,
-                    self.plan.size,
-                    self.plan.cpus.map(|cpus| cpus.server),
-                    self.stop,
-                )?)
-            }
+            Device::VhostUserBlk => Some(Served::start(
+                settings,
+                self.ringdisk,
+                &self.folder.join("server"),
+                &disks.concat(),
+                self.plan.size,
+                self.plan.cpus.map(|cpus| cpus.server),
+                self.stop,
+            )?),
             _ => None,
         };
         let served = match (self.plan.guest, served) {
             (GuestKind::None, Some(served)) => {
-                let paths = paths.into_iter().flatten().flatten().collect();
-                return Ok(on_sockets(served, paths, settings));
+                return Ok(on_sockets(served, paths(&disks.concat()), settings));
             }
             (_, served) => served,
         };
-        let mut guests = self.guests(settings, &paths, served.as_ref())?;
+        let mut guests = self.guests(settings, &disks, served.as_ref())?;
         let named: Vec<String> = self
             .plan
             .ssh
             .iter()
             .flat_map(|ssh| ssh.disks.clone())
             .collect();
-        let disks: Vec<Vec<String>> = guests
+        let in_guests: Vec<Vec<String>> = guests
             .iter()
             .map(|guest| {
                 if named.is_empty() {
@@ -158,14 +151,24 @@ impl Bench<'_> {
             })
             .collect();
         let mut effective = Effective::new();
-        for (guest, disks) in guests.iter_mut().zip(&disks) {
+        for (guest, disks) in guests.iter_mut().zip(&in_guests) {
             effective = effective::of_guest(guest, settings, disks, self.stop)?;
         }
         if let Some(guest) = guests.first() {
             effective.extend(effective::of_qemu(guest, settings)?);
         }
         // What neither QEMU nor the guest tells: as it was given to whoever serves the disk.
-        for key in ["server", "cache", "aio", "backing", "guests", "volumes"] {
+        for key in [
+            "server",
+            "cache",
+            "aio",
+            "backing",
+            "ceph-options",
+            "krbd",
+            "prefill",
+            "guests",
+            "volumes",
+        ] {
             if key != "cache" || served.is_some() {
                 as_given(&mut effective, key, settings);
             }
@@ -182,8 +185,9 @@ impl Bench<'_> {
             shells,
             ahead_ms,
             pids,
-            disks,
-            paths: paths.into_iter().flatten().flatten().collect(),
+            disks: in_guests,
+            image: None,
+            paths: paths(&disks.concat()),
             served,
             effective,
             load: Place::Guests,
@@ -194,23 +198,22 @@ impl Bench<'_> {
     fn guests(
         &self,
         settings: &Settings,
-        paths: &[Vec<Option<PathBuf>>],
+        disks: &[Vec<Disk>],
         served: Option<&Served>,
     ) -> Result<Vec<Guest>> {
         let mut guests = Vec::new();
-        for (index, own) in paths.iter().enumerate() {
-            let volume = |(number, path): (usize, &Option<PathBuf>)| match (served, path) {
-                (Some(served), _) => Volume::Socket(
+        for (index, own) in disks.iter().enumerate() {
+            let volume = |(number, disk): (usize, &Disk)| match served {
+                Some(served) => Volume::Socket(
                     served.sockets[(index * own.len() + number).min(served.sockets.len() - 1)]
                         .clone(),
                 ),
-                (None, Some(path)) => Volume::Own(settings.backing.clone(), path.clone()),
-                (None, None) if settings.backing == Backing::Null => Volume::Null(self.plan.size),
-                (None, None) => Volume::Own(settings.backing.clone(), PathBuf::new()),
+                None => Volume::Own(disk.clone()),
             };
             let setup = Setup {
                 folder: self.folder.join(format!("g{index}")),
                 settings: settings.clone(),
+                size: self.plan.size,
                 volumes: own.iter().enumerate().map(volume).collect(),
                 accel: self.accel,
                 boot: self.what_boots(index)?,
@@ -245,20 +248,6 @@ impl Bench<'_> {
         Ok(Boot::Lab(kernel.clone(), initramfs.clone()))
     }
 
-    fn on_host(&self, disks: Vec<String>, paths: Vec<PathBuf>) -> Result<Up> {
-        Ok(Up {
-            shells: vec![Box::new(Host)],
-            ahead_ms: vec![0],
-            // fio's CPU time is the load's, unless the plan compares it with that of servers: see `measure`.
-            pids: Vec::new(),
-            disks: vec![disks],
-            paths,
-            served: None,
-            effective: BTreeMap::new(),
-            load: Place::Host,
-        })
-    }
-
     /// A guest that somebody else has started.
     fn running_guest(&self, ssh: &crate::plan::Ssh, host: &str, settings: &Settings) -> Result<Up> {
         ensure!(
@@ -281,6 +270,7 @@ impl Bench<'_> {
             ahead_ms,
             pids: Vec::new(),
             disks: vec![ssh.disks.clone()],
+            image: None,
             paths: Vec::new(),
             served: None,
             effective,
@@ -317,8 +307,7 @@ impl Bench<'_> {
         let workload = &on_engine(settings, workload);
         let start_ms = (up.shells.len() > 1).then(|| now_ms() + NOTICE.as_millis() as u64);
         let limit = self.plan.run_time() * 2 + GRACE;
-        let whole_device = settings.device != Device::Host
-            || matches!(&settings.backing, Backing::Path(path) if harness::paths::is_block_device(path));
+        let whole_disk = settings.device != Device::Host || !settings.backing.is_own();
         let jobs: Vec<(String, Duration)> = up
             .disks
             .iter()
@@ -329,7 +318,8 @@ impl Bench<'_> {
                     disks,
                     runtime: self.plan.runtime,
                     ramp: self.plan.ramp,
-                    size: (!whole_device).then_some(self.plan.size),
+                    size: (!whole_disk).then_some(self.plan.size),
+                    image: up.image.as_ref(),
                     // In a guest, the guest's own cache is never what is asked about.
                     direct: up.load != Place::Host || settings.cache.direct(),
                     keep_cache: self.plan.settle,
@@ -339,7 +329,9 @@ impl Bench<'_> {
             })
             .collect();
         let watched = match up.load {
-            Place::Host if self.plan.cpus.is_some() => Watched::Fio,
+            Place::Host if self.plan.cpus.is_some() || self.plan.metric == Metric::Cpu => {
+                Watched::Fio
+            }
             _ => Watched::Processes(up.pids.clone()),
         };
         let nobody_watched = watched == Watched::Processes(Vec::new());
@@ -356,27 +348,7 @@ impl Bench<'_> {
                 };
                 vec![drive(&served.sockets, settings, workload, times, stop)]
             }
-            _ => std::thread::scope(|scope| {
-                let running: Vec<_> = up
-                    .shells
-                    .iter_mut()
-                    .zip(jobs)
-                    .map(|(shell, (script, interval))| {
-                        scope.spawn(move || {
-                            let answer = shell.run(&script, limit, stop)?;
-                            Run::parse(&answer.text(), interval).context("the load")
-                        })
-                    })
-                    .collect();
-                running
-                    .into_iter()
-                    .map(|thread| {
-                        thread
-                            .join()
-                            .unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
-                    })
-                    .collect()
-            }),
+            _ => run_in_shells(&mut up.shells, jobs, limit, stop),
         };
         // A server's end explains what the guests say of it.
         if let Some(served) = &mut up.served {
@@ -393,6 +365,65 @@ impl Bench<'_> {
     }
 }
 
+/// Runs fio in all guests at the same time, or on the host.
+fn run_in_shells(
+    shells: &mut [Box<dyn Shell>],
+    jobs: Vec<(String, Duration)>,
+    limit: Duration,
+    stop: &Stop,
+) -> Vec<Result<Run>> {
+    std::thread::scope(|scope| {
+        let running: Vec<_> = shells
+            .iter_mut()
+            .zip(jobs)
+            .map(|(shell, (script, interval))| {
+                scope.spawn(move || {
+                    let answer = shell.run(&script, limit, stop)?;
+                    Run::parse(&answer.text(), interval).context("the load")
+                })
+            })
+            .collect();
+        running
+            .into_iter()
+            .map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(anyhow!("a thread panicked")))
+            })
+            .collect()
+    })
+}
+
+/// The disks of fio, beside us.
+fn on_host(disks: &[Disk]) -> Up {
+    let name = |disk: &Disk| match disk {
+        Disk::Rbd(image) => image.path(),
+        other => other
+            .path()
+            .map_or_else(String::new, |path| path.display().to_string()),
+    };
+    Up {
+        shells: vec![Box::new(Host)],
+        ahead_ms: vec![0],
+        // fio's CPU time is the load's, unless the plan compares it with that of servers: see `measure`.
+        pids: Vec::new(),
+        disks: vec![disks.iter().map(name).collect()],
+        image: disks.iter().find_map(|disk| match disk {
+            Disk::Rbd(image) => Some(image.clone()),
+            Disk::Null | Disk::Path(_) => None,
+        }),
+        paths: paths(disks),
+        served: None,
+        effective: BTreeMap::new(),
+        load: Place::Host,
+    }
+}
+
+fn paths(disks: &[Disk]) -> Vec<PathBuf> {
+    let paths = disks.iter().filter_map(Disk::path);
+    paths.map(Path::to_owned).collect()
+}
+
 /// A server that has no guests.
 fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Up {
     let mut effective = Effective::new();
@@ -403,6 +434,9 @@ fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Up {
         "iothread",
         "queues",
         "backing",
+        "ceph-options",
+        "krbd",
+        "prefill",
         "format",
         "volumes",
         "client",
@@ -418,6 +452,7 @@ fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Up {
         ahead_ms: Vec::new(),
         pids: served.pid().into_iter().collect(),
         disks: Vec::new(),
+        image: None,
         paths,
         served: Some(served),
         effective,
@@ -430,10 +465,6 @@ fn as_given(effective: &mut Effective, key: &str, settings: &Settings) {
     if value != "-" {
         effective.entry(key.into()).or_insert(value);
     }
-}
-
-fn is_foreign(settings: &Settings) -> bool {
-    settings.device == Device::VhostUserBlk && matches!(settings.server, Server::Socket(_))
 }
 
 fn sample(counted: Counted, cost: Option<Cost>, nobody_watched: bool) -> Sample {

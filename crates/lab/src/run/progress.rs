@@ -16,6 +16,8 @@ use crate::stats::Verdict;
 pub trait Progress {
     /// A message for the user.
     fn say(&mut self, line: &str);
+    /// A part of a thin disk is filled, of so many bytes.
+    fn filled(&mut self, disk: &str, done: u64, of: u64);
     /// A block begins.
     fn block(&mut self, number: u32, boots: &[Boot], open: &[bool]);
     /// A configuration boots.
@@ -82,6 +84,18 @@ impl Progress for Display {
             true => drop(self.bars.println(line)),
             false => eprintln!("[{:>5} s] {line}", self.started.elapsed().as_secs()),
         }
+    }
+
+    fn filled(&mut self, disk: &str, done: u64, of: u64) {
+        if done == 0 {
+            self.say(&format!("filling {disk}, {} MiB", of >> 20));
+            self.block.set_prefix("filling");
+            self.block.set_length(of >> 20);
+            self.block.reset();
+        }
+        self.block.set_message(format!("MiB of {disk}"));
+        self.block.set_position(done >> 20);
+        self.budget.set_position(self.started.elapsed().as_secs());
     }
 
     fn block(&mut self, number: u32, boots: &[Boot], open: &[bool]) {

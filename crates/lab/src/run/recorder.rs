@@ -3,7 +3,10 @@
 use anyhow::Result;
 
 use super::progress::Progress;
+use crate::guest::Stop;
 use crate::journal::{BootRecord, Ceiling, Cell, Journal, Rates, Record, Writer};
+use crate::plan::Plan;
+use crate::storage::Files;
 
 /// Writes each record to the journal's file and adds it to the journal in memory.
 pub struct Recorder<'a> {
@@ -22,6 +25,22 @@ impl<'a> Recorder<'a> {
             progress,
             writer,
         }
+    }
+
+    /// Creates and fills disks that the plan names, and records which were filled.
+    ///
+    /// # Errors
+    /// A disk cannot be created or filled, an end is wanted, or the journal cannot be written.
+    pub fn fill(&mut self, files: &mut Files, plan: &Plan, stop: &Stop) -> Result<()> {
+        let progress = &mut *self.progress;
+        let fills = files.prepare(plan, stop, &mut |disk, done, of| {
+            progress.filled(disk, done, of);
+        })?;
+        for fill in fills {
+            self.writer.write(&Record::Fill(fill.clone()))?;
+            self.journal.fills.push(fill);
+        }
+        Ok(())
     }
 
     /// Records a configuration that came up.

@@ -1,0 +1,61 @@
+//! A disk as programs open it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use harness::random::Rng;
+use serde::{Deserialize, Serialize};
+
+use super::rbd::Image;
+
+/// A disk as QEMU, a server or fio opens it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Disk {
+    /// A null disk.
+    Null,
+    /// A file or block device.
+    Path(PathBuf),
+    /// An image in a Ceph cluster, through librbd.
+    Rbd(Image),
+}
+
+impl Disk {
+    /// Its path, if it has one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Path(path) => Some(path),
+            Self::Null | Self::Rbd(_) => None,
+        }
+    }
+}
+
+/// A thin disk was filled before the first sample: otherwise reads would find nothing, and writes would allocate.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Fill {
+    /// Its name in the plan.
+    pub disk: String,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Seconds that it took.
+    pub took_s: f64,
+}
+
+/// Fills a part of a file with random data, which no storage can compress.
+///
+/// # Errors
+/// It cannot be written.
+pub fn fill(file: &File, offset: u64, bytes: u64, seed: u64) -> std::io::Result<()> {
+    let mut rng = Rng::new(seed);
+    let mut chunk = vec![0_u8; 1 << 20];
+    let mut done = 0;
+    while done < bytes {
+        for word in chunk.chunks_exact_mut(8) {
+            word.copy_from_slice(&rng.bits().to_ne_bytes());
+        }
+        let now = (bytes - done).min(chunk.len() as u64);
+        file.write_all_at(&chunk[..now as usize], offset + done)?;
+        done += now;
+    }
+    Ok(())
+}

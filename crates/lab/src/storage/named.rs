@@ -1,0 +1,370 @@
+//! Disks that a plan names: filled where they are thin, and created and removed where the plan says so.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use harness::paths::{find_program, is_block_device};
+use harness::process::Stop;
+
+use super::disk::{Disk, Fill, fill};
+use super::rbd::{Image, output};
+use crate::plan::Settings;
+use crate::plan::backing::Name;
+
+/// Bytes that are written between two looks at whether an end is wanted.
+const CHUNK: u64 = 256 << 20;
+
+/// The disks that a plan names. Dropping this removes those that were created.
+#[derive(Debug)]
+pub struct Named {
+    /// Whether the lab creates them.
+    create: bool,
+    /// Bytes of those that it creates.
+    size: u64,
+    /// For copies of Ceph's configuration file.
+    folder: PathBuf,
+    /// By their cluster and name.
+    states: BTreeMap<(PathBuf, Name), State>,
+}
+
+/// What became of a disk.
+#[derive(Debug, Default)]
+struct State {
+    created: bool,
+    filled: bool,
+    /// Whether a configuration has had it, and may have written to it.
+    used: bool,
+    /// Where it is a block device of the kernel's client.
+    mapped: Option<(Image, PathBuf)>,
+    /// What removes it.
+    image: Option<Image>,
+}
+
+/// Who is told how much of a disk is filled: its name, the bytes that are written, and all of them.
+pub type Told<'a> = &'a mut dyn FnMut(&str, u64, u64);
+
+impl Named {
+    /// For disks of `size` bytes if the lab creates them.
+    pub fn new(create: bool, size: u64, folder: PathBuf) -> Named {
+        Named {
+            create,
+            size,
+            folder,
+            states: BTreeMap::new(),
+        }
+    }
+
+    /// The disk of this name as a configuration opens it, filled or empty as it wants.
+    ///
+    /// # Errors
+    /// The disk cannot be created or filled, or an end is wanted.
+    pub fn disk(
+        &mut self,
+        settings: &Settings,
+        name: &Name,
+        stop: &Stop,
+        told: Told,
+    ) -> Result<(Disk, Option<Fill>)> {
+        let disk = match name {
+            Name::Path(path) => Disk::Path(path.clone()),
+            Name::Rbd { pool, image } => {
+                let (pool, image) = (pool.clone(), image.clone());
+                Disk::Rbd(Image::new(&settings.ceph, pool, image, &self.folder)?)
+            }
+        };
+        let cluster = match name {
+            Name::Rbd { .. } => settings.ceph.conf(),
+            Name::Path(_) => PathBuf::new(),
+        };
+        let state = self.states.entry((cluster, name.clone())).or_default();
+        if self.create && state.created && !settings.prefill && (state.filled || state.used) {
+            state.unmap()?;
+            remove(&disk)?;
+            *state = State::default();
+        }
+        if self.create && !state.created {
+            create(&disk, self.size)?;
+            state.created = true;
+            if let Disk::Rbd(image) = &disk {
+                state.image = Some(image.clone());
+            }
+        }
+        let mut filling = None;
+        if settings.prefill && !state.filled {
+            if state.created || is_thin(&disk)? {
+                // What the kernel's client has open is filled through librbd.
+                state.unmap()?;
+                let since = Instant::now();
+                let bytes = fill_disk(&disk, stop, told)?;
+                filling = Some(Fill {
+                    disk: name.to_string(),
+                    bytes,
+                    took_s: since.elapsed().as_secs_f64(),
+                });
+            }
+            state.filled = true;
+        }
+        state.used = true;
+        let disk = match disk {
+            Disk::Rbd(image) if settings.krbd => Disk::Path(state.map(image)?),
+            other => {
+                state.unmap()?;
+                other
+            }
+        };
+        Ok((disk, filling))
+    }
+}
+
+impl State {
+    fn map(&mut self, image: Image) -> Result<PathBuf> {
+        if let Some((_, device)) = self.mapped.as_ref().filter(|(mapped, _)| *mapped == image) {
+            return Ok(device.clone());
+        }
+        self.unmap()?;
+        let device = image.map()?;
+        self.mapped = Some((image, device.clone()));
+        Ok(device)
+    }
+
+    fn unmap(&mut self) -> Result<()> {
+        match self.mapped.take() {
+            Some((image, device)) => image.unmap(&device),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        for ((_, name), state) in &mut self.states {
+            let unmapped = state.unmap();
+            let removed = match (state.created, name, &state.image) {
+                (false, ..) => Ok(()),
+                (true, Name::Path(path), _) => remove(&Disk::Path(path.clone())),
+                (true, Name::Rbd { .. }, Some(image)) => remove(&Disk::Rbd(image.clone())),
+                (true, Name::Rbd { .. }, None) => Ok(()),
+            };
+            if let Err(error) = unmapped.and(removed) {
+                eprintln!("{name} was created for this run and could not be removed: {error:#}");
+            }
+        }
+    }
+}
+
+/// Disks on which the first write to a place allocates storage.
+///
+/// # Errors
+/// The disk is not there, or its cluster does not answer.
+pub fn is_thin(disk: &Disk) -> Result<bool> {
+    match disk {
+        Disk::Null => Ok(false),
+        Disk::Rbd(image) => image.usage().map(|(bytes, used)| used < bytes),
+        Disk::Path(path) if is_block_device(path) => Ok(is_thin_volume(path)),
+        Disk::Path(path) => {
+            let metadata = fs::metadata(path).with_context(|| path.display().to_string())?;
+            Ok(metadata.blocks() * 512 < metadata.len())
+        }
+    }
+}
+
+/// Whether LVM says that the device is a thin volume with room left; no other kind of device can be asked.
+fn is_thin_volume(path: &Path) -> bool {
+    let Some(lvs) = find_program("lvs") else {
+        return false;
+    };
+    let mut command = Command::new(lvs);
+    command
+        .args(["--noheadings", "-o", "segtype,data_percent"])
+        .arg(path);
+    output(&mut command).is_ok_and(|text| says_thin(&text))
+}
+
+fn says_thin(text: &str) -> bool {
+    let mut words = text.split_whitespace();
+    let percent = |word: &str| word.replace(',', ".").parse::<f64>().ok();
+    words.next() == Some("thin")
+        && words
+            .next()
+            .and_then(percent)
+            .is_none_or(|used| used < 100.0)
+}
+
+/// `VG/LV` of a path `/dev/VG/LV`.
+fn logical_volume(path: &Path) -> Option<(&str, &str)> {
+    let (group, volume) = path.to_str()?.strip_prefix("/dev/")?.split_once('/')?;
+    let is_word = |word: &str| !word.is_empty() && !word.contains('/');
+    let is_kernels = ["mapper", "disk", "zvol", "shm", "pts"].contains(&group);
+    (is_word(group) && is_word(volume) && !is_kernels).then_some((group, volume))
+}
+
+fn create(disk: &Disk, size: u64) -> Result<()> {
+    match disk {
+        Disk::Null => Ok(()),
+        Disk::Rbd(image) => image.create(size),
+        Disk::Path(path) => match logical_volume(path) {
+            Some((group, volume)) => {
+                ensure!(!path.exists(), "{} exists already", path.display());
+                let mut command = Command::new(program("lvcreate")?);
+                command.args(["--yes", "--wipesignatures", "y", "--size"]);
+                command.args([&format!("{size}B"), "--name", volume, group]);
+                output(&mut command).map(drop)
+            }
+            None if path.starts_with("/dev") => bail!(
+                "{}: create = true makes RBD images, logical volumes (/dev/GROUP/VOLUME) and files",
+                path.display()
+            ),
+            None => {
+                let what = || format!("making {}", path.display());
+                let file = File::create_new(path).with_context(what)?;
+                file.set_len(size).with_context(what)
+            }
+        },
+    }
+}
+
+fn remove(disk: &Disk) -> Result<()> {
+    match disk {
+        Disk::Null => Ok(()),
+        Disk::Rbd(image) => image.remove(),
+        Disk::Path(path) => match logical_volume(path) {
+            Some((group, volume)) => {
+                let mut command = Command::new(program("lvremove")?);
+                command.args(["--yes", &format!("{group}/{volume}")]);
+                output(&mut command).map(drop)
+            }
+            None => fs::remove_file(path).with_context(|| format!("removing {}", path.display())),
+        },
+    }
+}
+
+fn program(name: &str) -> Result<PathBuf> {
+    find_program(name).with_context(|| format!("{name} is missing; on Debian, 'apt install lvm2'"))
+}
+
+/// Fills all of a disk. Its bytes.
+fn fill_disk(disk: &Disk, stop: &Stop, told: Told) -> Result<u64> {
+    let (name, bytes) = match disk {
+        Disk::Null => return Ok(0),
+        Disk::Rbd(image) => (image.to_string(), image.usage()?.0),
+        Disk::Path(path) => {
+            let what = || format!("looking at {}", path.display());
+            let mut file = File::open(path).with_context(what)?;
+            let end = std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0));
+            (path.display().to_string(), end.with_context(what)?)
+        }
+    };
+    for offset in (0..bytes).step_by(CHUNK as usize) {
+        ensure!(!stop.is_wanted(), "stopped");
+        told(&name, offset, bytes);
+        let now = CHUNK.min(bytes - offset);
+        match disk {
+            Disk::Null => {}
+            Disk::Rbd(image) => image.fill(offset, now, bytes)?,
+            Disk::Path(path) => {
+                let what = || format!("filling {}", path.display());
+                let file = OpenOptions::new()
+                    .write(true)
+                    .open(path)
+                    .with_context(what)?;
+                fill(&file, offset, now, offset).with_context(what)?;
+                file.sync_data().with_context(what)?;
+            }
+        }
+    }
+    told(&name, bytes, bytes);
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(prefill: bool) -> Settings {
+        Settings {
+            prefill,
+            ..Settings::default()
+        }
+    }
+
+    fn disk(named: &mut Named, settings: &Settings, path: &Path) -> (PathBuf, Option<u64>) {
+        let name = Name::Path(path.to_owned());
+        let mut told = |_: &str, _: u64, _: u64| {};
+        let found = named.disk(settings, &name, &Stop::default(), &mut told);
+        match found.unwrap() {
+            (Disk::Path(path), fill) => (path, fill.map(|fill| fill.bytes)),
+            (other, _) => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_thin_file_is_filled_once_and_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        let mut named = Named::new(false, 0, folder.path().to_owned());
+        assert!(is_thin(&Disk::Path(path.clone())).unwrap());
+        assert_eq!(disk(&mut named, &settings(false), &path).1, None);
+        assert!(is_thin(&Disk::Path(path.clone())).unwrap(), "as it was");
+        assert_eq!(disk(&mut named, &settings(true), &path).1, Some(1 << 20));
+        assert!(!is_thin(&Disk::Path(path.clone())).unwrap());
+        assert_eq!(disk(&mut named, &settings(true), &path).1, None);
+        drop(named);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn what_is_created_is_empty_for_each_boot_that_wants_it_so_and_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        let mut named = Named::new(true, 1 << 20, folder.path().to_owned());
+        let allocated = || fs::metadata(&path).unwrap().blocks();
+        disk(&mut named, &settings(true), &path);
+        assert_eq!(allocated(), 2048);
+        disk(&mut named, &settings(false), &path);
+        assert_eq!(allocated(), 0);
+        fs::write(&path, [1; 4096]).unwrap();
+        disk(&mut named, &settings(false), &path);
+        assert_eq!(
+            (allocated(), fs::metadata(&path).unwrap().len()),
+            (0, 1 << 20)
+        );
+        drop(named);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_exists_is_neither_created_nor_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        fs::write(&path, "mine").unwrap();
+        let mut named = Named::new(true, 1 << 20, folder.path().to_owned());
+        let name = Name::Path(path.clone());
+        let mut told = |_: &str, _: u64, _: u64| {};
+        let found = named.disk(&settings(true), &name, &Stop::default(), &mut told);
+        assert!(format!("{:#}", found.unwrap_err()).contains("exists"));
+        drop(named);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+    }
+
+    #[test]
+    fn volumes_are_told_by_their_paths_and_by_lvm() {
+        let volume = |path: &'static str| logical_volume(Path::new(path));
+        assert_eq!(volume("/dev/vg0/test-1-2"), Some(("vg0", "test-1-2")));
+        for other in [
+            "/dev/sdb",
+            "/dev/mapper/vg0-x",
+            "/mnt/vg0/x",
+            "/dev/disk/by-id/x",
+        ] {
+            assert_eq!(volume(other), None, "{other}");
+        }
+        assert!(says_thin("  thin  42,10\n") && says_thin("thin 99.99"));
+        assert!(!says_thin("  linear      \n") && !says_thin("thin 100.00") && !says_thin(""));
+    }
+}

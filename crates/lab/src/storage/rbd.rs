@@ -1,0 +1,258 @@
+//! Images in a Ceph cluster, with the programs that its users have: `rbd`, and fio to fill them.
+
+use std::fmt;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::plan::ceph::Ceph;
+
+/// An image, and how programs reach it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// Its pool.
+    pub pool: String,
+    /// Its name.
+    pub name: String,
+    /// The configuration file.
+    pub conf: PathBuf,
+    /// The user, without `client.`.
+    pub user: String,
+}
+
+/// How often the removal of an image is tried, and how long between: a client that was killed is watched for 30 s.
+const REMOVALS: u32 = 8;
+const REMOVAL_PAUSE: Duration = Duration::from_secs(5);
+
+impl Image {
+    /// The image of a configuration. Options and the keyring are written into a copy of the configuration file in
+    /// `folder`, which all programs read alike.
+    ///
+    /// # Errors
+    /// The configuration file cannot be read or copied.
+    pub fn new(ceph: &Ceph, pool: String, name: String, folder: &Path) -> Result<Image> {
+        let user = ceph.user();
+        let mut conf = ceph.conf();
+        if let Some(added) = added_section(ceph, &user) {
+            let text =
+                fs::read_to_string(&conf).with_context(|| format!("reading {}", conf.display()))?;
+            fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+            // Each configuration has a file of its own, which is written once: a program may read it at any time.
+            let text = format!("{}\n{added}", text.trim_end());
+            conf = (0..)
+                .map(|number: u32| folder.join(format!("ceph{number}.conf")))
+                .find(|path| fs::read_to_string(path).map_or(true, |there| there == text))
+                .context("a folder has room for another file")?;
+            if !conf.exists() {
+                fs::write(&conf, text).with_context(|| format!("writing {}", conf.display()))?;
+            }
+        }
+        Ok(Image {
+            pool,
+            name,
+            conf,
+            user,
+        })
+    }
+
+    /// `POOL/IMAGE`.
+    pub fn path(&self) -> String {
+        format!("{}/{}", self.pool, self.name)
+    }
+
+    /// Creates it.
+    ///
+    /// # Errors
+    /// It exists, or the cluster refuses.
+    pub fn create(&self, bytes: u64) -> Result<()> {
+        let mut command = self.rbd();
+        command.args(["create", "--size", &format!("{bytes}B"), &self.path()]);
+        output(&mut command).map(drop)
+    }
+
+    /// Removes it, when nobody has it open any more.
+    ///
+    /// # Errors
+    /// Somebody has, or the cluster refuses.
+    pub fn remove(&self) -> Result<()> {
+        let mut tries = 0;
+        loop {
+            let mut command = self.rbd();
+            command.args(["rm", "--no-progress", &self.path()]);
+            tries += 1;
+            match output(&mut command) {
+                Ok(_) => return Ok(()),
+                Err(error) if tries == REMOVALS => return Err(error),
+                Err(_) => thread::sleep(REMOVAL_PAUSE),
+            }
+        }
+    }
+
+    /// Its bytes, and those that have storage.
+    ///
+    /// # Errors
+    /// It does not exist, or the cluster does not answer.
+    pub fn usage(&self) -> Result<(u64, u64)> {
+        let mut command = self.rbd();
+        command.args(["du", "--format", "json", &self.path()]);
+        let text = output(&mut command)?;
+        let json: Value = serde_json::from_str(&text).context("what 'rbd du' printed")?;
+        let images = json["images"].as_array();
+        // A snapshot has an entry of its own; the image itself has none of this key.
+        let mut own = images
+            .into_iter()
+            .flatten()
+            .filter(|it| it["snapshot"].is_null());
+        let own = own.next().context("'rbd du' printed no image")?;
+        let field = |key: &str| {
+            let bytes = own[key].as_u64();
+            bytes.with_context(|| format!("'rbd du' printed no {key}"))
+        };
+        Ok((field("provisioned_size")?, field("used_size")?))
+    }
+
+    /// Writes data that does not compress to a part of it.
+    ///
+    /// # Errors
+    /// fio is missing, or fails; the message contains what it said.
+    pub fn fill(&self, offset: u64, bytes: u64, seed: u64) -> Result<()> {
+        let mut command = Command::new("fio");
+        command
+            .env("CEPH_CONF", &self.conf)
+            .args(["--name=fill", "--ioengine=rbd", "--rw=write", "--bs=4M"])
+            .args(["--iodepth=8", "--refill_buffers", "--output-format=terse"])
+            .arg(format!("--clientname={}", self.user))
+            .arg(format!("--pool={}", self.pool))
+            .arg(format!("--rbdname={}", self.name))
+            .arg(format!("--offset={offset}"))
+            .arg(format!("--size={bytes}"))
+            .arg(format!("--randseed={}", seed.wrapping_add(offset) >> 1));
+        output(&mut command).map(drop)
+    }
+
+    /// Makes it a block device of the kernel's client.
+    ///
+    /// # Errors
+    /// The kernel has no client, or does not support a feature of the image.
+    pub fn map(&self) -> Result<PathBuf> {
+        let mut command = self.rbd();
+        command.args(["device", "map", &self.path()]);
+        let device = PathBuf::from(output(&mut command)?.trim());
+        ensure!(
+            device.starts_with("/dev"),
+            "'rbd device map' printed {device:?}"
+        );
+        Ok(device)
+    }
+
+    /// Takes the block device away again.
+    ///
+    /// # Errors
+    /// It is in use.
+    pub fn unmap(&self, device: &Path) -> Result<()> {
+        let mut command = self.rbd();
+        command.args(["device", "unmap"]).arg(device);
+        output(&mut command).map(drop)
+    }
+
+    /// QEMU's block device for it.
+    pub fn blockdev(&self, cache: Value) -> Value {
+        serde_json::json!({
+            "driver": "rbd", "pool": self.pool, "image": self.name, "conf": self.conf, "user": self.user, "cache": cache,
+        })
+    }
+
+    /// Its name for QEMU's `-drive`.
+    pub fn drive(&self) -> String {
+        let conf = self.conf.display().to_string();
+        let conf = conf.replace('\\', "\\\\").replace(':', "\\:");
+        format!("{self}:conf={conf}:id={}", self.user)
+    }
+
+    fn rbd(&self) -> Command {
+        let mut command = Command::new("rbd");
+        command.arg("--conf").arg(&self.conf);
+        command.args(["--id", &self.user]);
+        command
+    }
+}
+
+impl fmt::Display for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rbd:{}", self.path())
+    }
+}
+
+/// What a configuration adds to the file: in the section of the user, which goes before all others.
+fn added_section(ceph: &Ceph, user: &str) -> Option<String> {
+    let keyring = ceph.keyring.as_ref().map(|path| {
+        let path = String::from_utf8_lossy(path.as_os_str().as_bytes()).into_owned();
+        ("keyring".to_owned(), path)
+    });
+    let lines: Vec<String> = keyring
+        .into_iter()
+        .chain(ceph.options.iter().cloned())
+        .map(|(key, value)| format!("{key} = {value}\n"))
+        .collect();
+    (!lines.is_empty()).then(|| format!("[client.{user}]\n{}", lines.concat()))
+}
+
+/// Runs a program to its end. What it printed.
+///
+/// # Errors
+/// It is missing, or fails; the message contains what it said.
+pub fn output(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .with_context(|| format!("starting {name}"))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    ensure!(
+        output.status.success(),
+        "{name} failed ({}): {} {}",
+        output.status,
+        text(&output.stderr),
+        text(&output.stdout)
+    );
+    Ok(text(&output.stdout))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::ceph::options;
+
+    #[test]
+    fn configurations_have_files_of_their_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let base = folder.path().join("base.conf");
+        fs::write(&base, "[global]\nfsid = x\n").unwrap();
+        let image = |text: Option<&str>| {
+            let ceph = Ceph {
+                conf: Some(base.clone()),
+                user: Some("vm".into()),
+                options: text.map_or_else(Vec::new, |text| options(text).unwrap()),
+                ..Ceph::default()
+            };
+            Image::new(&ceph, "p".into(), "i".into(), folder.path()).unwrap()
+        };
+        assert_eq!(image(None).conf, base);
+        let (crc, secure) = (
+            image(Some("ms_client_mode=crc")),
+            image(Some("ms_client_mode=secure")),
+        );
+        assert_ne!(crc.conf, secure.conf);
+        assert_eq!(crc, image(Some("ms_client_mode=crc")));
+        let text = fs::read_to_string(&secure.conf).unwrap();
+        assert_eq!(
+            text,
+            "[global]\nfsid = x\n[client.vm]\nms_client_mode = secure\n"
+        );
+    }
+}
