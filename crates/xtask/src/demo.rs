@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> Result<()> {
     progress.say("installing what is missing");
     packages::ensure()?;
     if args.ceph {
-        packages::ceph::ensure_rivals()?;
+        packages::ceph::ensure()?;
         packages::tcmalloc::ensure()?;
     }
     progress.say("building ringdisk");

@@ -1,6 +1,7 @@
 //! The tables that plans of the lab measure: runs `ringdisk lab run bench-…` and reads its results into the bench's report.
 
 use std::fs;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
@@ -22,7 +23,7 @@ pub struct Changes(Vec<String>);
 
 impl Changes {
     /// What all plans have in common.
-    fn of(bench: &Bench) -> anyhow::Result<Changes> {
+    pub fn of(bench: &Bench) -> anyhow::Result<Changes> {
         let args = &bench.args;
         let mut changes = Changes::default();
         changes.set("seed", args.seed);
@@ -66,6 +67,20 @@ impl Changes {
             let words: Vec<String> = values.iter().map(word).collect();
             self.set(key, words.join(","));
         }
+    }
+}
+
+impl Bench {
+    /// `ringdisk lab run` of a plan that ships.
+    pub fn lab(&self, plan: &str, result: &Path, changes: &Changes) -> Command {
+        let mut command = Command::new(&self.programs.lab);
+        command.args(["lab", "run", plan, "--output"]).arg(result);
+        command.arg("--ringdisk").arg(&self.programs.ringdisk);
+        if let Some(baseline) = &self.args.baseline {
+            command.arg("--baseline").arg(baseline);
+        }
+        command.args(&changes.0);
+        command
     }
 }
 
@@ -273,14 +288,9 @@ fn run(
     if folder.exists() {
         fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
     }
-    let mut command = Command::new(&bench.programs.lab);
-    command.args(["lab", "run", plan, "--output"]).arg(&folder);
-    command.arg("--ringdisk").arg(&bench.programs.ringdisk);
-    if let Some(baseline) = &bench.args.baseline {
-        command.arg("--baseline").arg(baseline);
-    }
-    command.args(&changes.0).stdout(Stdio::null());
-    let status = command
+    let status = bench
+        .lab(plan, &folder, changes)
+        .stdout(Stdio::null())
         .status()
         .with_context(|| format!("starting {}", bench.programs.lab.display()))?;
     if !folder.join("journal.jsonl").exists() {

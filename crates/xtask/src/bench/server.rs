@@ -7,12 +7,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::process::{Pid, Signal, kill_process};
-use serde::Deserialize;
 
 use super::backing::{NULL_BYTES, Prepared};
-use super::plan::{Server, Workload};
+use super::plan::Server;
 use super::setting::{Cache, Poll, Setting};
-use harness::cpu::{self, Cores, Usage};
+use harness::cpu;
 use lab::client::{Job, Sample};
 
 /// Which core each side has to itself.
@@ -219,133 +218,4 @@ fn qsd(aio: &str, backing: &Prepared, setting: Setting, socket: &Path) -> Comman
 /// QEMU's option syntax, and ringdisk's: a comma in a value is doubled.
 pub fn doubled_commas(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
-}
-
-/// fio's rbd engine on images: what librbd gives without a virtual disk. One thread for each image. `command` is fio, with
-/// the environment that leads it to the cluster.
-pub fn fio_on_images(
-    mut command: Command,
-    images: &[String],
-    workload: &Workload,
-    warmup_s: f64,
-    runtime_s: f64,
-    seed: u64,
-) -> anyhow::Result<Sample> {
-    // Options that stand before the first job are those of all jobs.
-    command.args([
-        "--ioengine=rbd",
-        "--clientname=vm",
-        "--thread",
-        "--time_based",
-        "--eta=never",
-        "--norandommap",
-        "--lat_percentiles=1",
-        "--group_reporting",
-        "--output-format=json",
-    ]);
-    command.arg(format!("--pool={}", testkit::ceph::POOL));
-    command.arg(format!("--rw={}", workload.rw()));
-    command.arg(format!("--bs={}", workload.block));
-    command.arg(format!("--iodepth={}", workload.depth));
-    // It takes a while to open the images, which is not part of its times.
-    fio_times(&mut command, warmup_s, runtime_s + 2.0, seed);
-    for image in images {
-        command.args([format!("--name={image}"), format!("--rbdname={image}")]);
-    }
-    measure_fio(command, workload.write, warmup_s + 1.0, runtime_s)
-}
-
-fn fio_times(command: &mut Command, warmup_s: f64, runtime_s: f64, seed: u64) {
-    command.arg(format!("--ramp_time={}ms", (warmup_s * 1e3) as u64));
-    command.arg(format!("--runtime={}ms", (runtime_s * 1e3) as u64));
-    command.arg(format!("--randseed={}", seed >> 1));
-}
-
-/// Runs fio, and takes its CPU time in the middle of its window.
-fn measure_fio(
-    mut command: Command,
-    write: bool,
-    warmup_s: f64,
-    runtime_s: f64,
-) -> anyhow::Result<Sample> {
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let fio = command.spawn().context("starting fio; is it installed?")?;
-
-    // fio's own figure leaves out io-wq threads. The load is steady, so CPU over a window inside fio's own is as good.
-    let pid = fio.id();
-    std::thread::sleep(Duration::from_secs_f64(warmup_s + 0.25 * runtime_s));
-    let (before, cores, begin) = (Usage::of(pid)?, Cores::read()?, Instant::now());
-    std::thread::sleep(Duration::from_secs_f64(0.6 * runtime_s));
-    let (used, cores) = (Usage::of(pid)?.since(&before), Cores::read()?.since(&cores));
-    let window_s = begin.elapsed().as_secs_f64();
-
-    let output = fio.wait_with_output()?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    // Notes of fio may stand before the JSON.
-    let json = text.find('{').map(|at| &text[at..]).unwrap_or_default();
-    let report: FioReport = serde_json::from_str(json).with_context(|| {
-        format!(
-            "fio said: {}{}",
-            text,
-            String::from_utf8_lossy(&output.stderr)
-        )
-    })?;
-    let job = report.jobs.first().context("fio reported no job")?;
-    let side = if write { &job.write } else { &job.read };
-    let ios = side.iops * window_s;
-    let us = |percentile: &str| {
-        side.lat_ns
-            .percentile
-            .get(percentile)
-            .copied()
-            .unwrap_or(f64::NAN)
-            / 1e3
-    };
-    let cpu_us_per_io = used.ran_s() * 1e6 / ios;
-    Ok(Sample {
-        iops: side.iops,
-        ios: ios as u64,
-        mean_us: side.lat_ns.mean / 1e3,
-        p50_us: us("50.000000"),
-        p99_us: us("99.000000"),
-        max_us: side.lat_ns.max / 1e3,
-        cpu_us_per_io,
-        cpu_user_us_per_io: cpu_us_per_io * used.user_share(),
-        cpu_system_us_per_io: cpu_us_per_io * (1.0 - used.user_share()),
-        switches_per_io: used.switches as f64 / ios,
-        server_core: used.ran_s() / window_s,
-        client_core: 0.0,
-        server_starved: used.waited_s() / window_s,
-        others_cores: (cores.tasks_s() - used.ran_s()).max(0.0) / window_s,
-        stolen_cores: cores.stolen_s() / window_s,
-        ..Sample::default()
-    })
-}
-
-#[derive(Deserialize)]
-struct FioReport {
-    jobs: Vec<FioJob>,
-}
-
-#[derive(Deserialize)]
-struct FioJob {
-    read: FioSide,
-    write: FioSide,
-}
-
-#[derive(Deserialize)]
-struct FioSide {
-    iops: f64,
-    lat_ns: FioTimes,
-}
-
-#[derive(Deserialize)]
-struct FioTimes {
-    mean: f64,
-    max: f64,
-    #[serde(default)]
-    percentile: std::collections::HashMap<String, f64>,
 }

@@ -76,20 +76,15 @@ pub fn ensure() -> Result<()> {
         .collect();
     packages.sort();
     packages.dedup();
+    // QEMU's own driver is a package apart.
+    if !qemu_has_rbd() {
+        packages.push("qemu-block-extra");
+    }
     if !packages.is_empty() {
         install(&packages)?;
-    }
-    Release::system().map(drop)
-}
-
-/// The same, and QEMU's own rbd driver to compare with, which is a package of its own.
-pub fn ensure_rivals() -> Result<()> {
-    ensure()?;
-    if !qemu_has_rbd() {
-        install(&["qemu-block-extra"])?;
         ensure!(qemu_has_rbd(), "qemu-block-extra has no rbd driver");
     }
-    Ok(())
+    Release::system().map(drop)
 }
 
 /// Whether QEMU can load the driver: it complains of something else then, of an image that can't be there.
