@@ -405,18 +405,26 @@ impl Shell for Guest {
             Session::Ssh(ssh) => ssh.run(script, limit, stop),
         };
         match answer {
-            // The port may close before QEMU's end is visible.
-            Err(e) if !stop.is_wanted() => {
-                sleep(Duration::from_millis(200));
-                alive(qemu, folder)?;
-                Err(e.context(format!(
-                    "the connection to the guest is lost{}",
-                    log_tails(folder)
-                )))
-            }
+            Err(e) if !stop.is_wanted() => Err(explained(e, qemu, folder)),
             other => other,
         }
     }
+}
+
+/// How long QEMU may take to end after it has closed its sockets.
+const ENDING: Duration = Duration::from_secs(10);
+
+/// Waits whether QEMU ends, and returns that as the reason of an error. Otherwise returns the error itself.
+fn explained(error: anyhow::Error, qemu: &mut Process, folder: &Path) -> anyhow::Error {
+    let deadline = Instant::now() + ENDING;
+    while Instant::now() < deadline {
+        if let Err(ended) = alive(qemu, folder) {
+            return ended;
+        }
+        sleep(Duration::from_millis(50));
+    }
+    let lost = format!("the connection to the guest is lost{}", log_tails(folder));
+    error.context(lost)
 }
 
 fn alive(qemu: &mut Process, folder: &Path) -> Result<()> {
@@ -444,4 +452,22 @@ fn log_tails(folder: &Path) -> String {
         .filter(|line| !console.contains(line))
         .map_or_else(String::new, |line| format!("\n{line}"));
     format!("{}{panic}{console}", log("qemu.log", 8))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// QEMU closes its sockets before it ends.
+    #[test]
+    fn an_error_is_explained_by_the_end_of_qemu_after_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("qemu.log");
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", "sleep 0.5; exit 3"]);
+        let mut qemu = Process::start("QEMU", &mut command, &log).unwrap();
+        let closed = anyhow::anyhow!("QEMU closed the guest's port");
+        let error = explained(closed, &mut qemu, folder.path());
+        assert!(error.to_string().contains("exit status: 3"), "{error:#}");
+    }
 }
