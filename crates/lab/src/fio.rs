@@ -1,4 +1,4 @@
-//! What fio is told, and what it says.
+//! fio's job files, and its results.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use thiserror::Error;
 use crate::plan::Workload;
 use crate::storage::rbd::Image;
 
-/// Most jobs of an answer, and most intervals of a job: a day of seconds.
+/// The maximum number of jobs in a result, and of intervals in a job: a day of seconds.
 const JOBS_MAX: usize = 4096;
 const INTERVALS_MAX: usize = 100_000;
-/// Bins of fio's histograms, in any of its versions.
+/// The maximum number of bins in fio's histograms, in all of its versions.
 const BINS_MAX: usize = 4096;
 
-/// How often latencies are counted anew in a run of this length.
+/// The length of an interval of the histogram log, for a run of this length.
 pub fn interval(runtime: Duration) -> Duration {
     (runtime / 20).clamp(Duration::from_millis(250), Duration::from_secs(5))
 }
@@ -27,13 +27,13 @@ pub fn interval(runtime: Duration) -> Duration {
 pub struct Job<'a> {
     /// The load.
     pub workload: &'a Workload,
-    /// The disks in the guest: paths, or patterns of where they lie in `/sys`.
+    /// The disks in the guest: paths, or patterns for their paths in `/sys`.
     pub disks: &'a [String],
-    /// How long it counts.
+    /// The measured time.
     pub runtime: Duration,
-    /// How long it runs before.
+    /// The time before it.
     pub ramp: Duration,
-    /// Bytes of each disk that are used; `None` is all of it.
+    /// The bytes of each disk that are used; `None` is the whole disk.
     pub size: Option<u64>,
     /// The disks are images in its cluster, `POOL/IMAGE`, which fio opens itself.
     pub image: Option<&'a Image>,
@@ -41,7 +41,7 @@ pub struct Job<'a> {
     pub direct: bool,
     /// Whether the page cache keeps what it has of the disk.
     pub keep_cache: bool,
-    /// The guest's time at which to start, in milliseconds since 1970; `None` is at once.
+    /// When to start by the guest's clock, in milliseconds since 1970; `None` is immediately.
     pub start_ms: Option<u64>,
 }
 
@@ -71,7 +71,7 @@ impl Job<'_> {
         global += &self.workload.job_lines();
         let sequential = matches!(self.workload.rw.word(), "read" | "write" | "rw");
         if sequential && self.workload.numjobs > 1 {
-            // Each job has a stream of its own; one behind the other, they would read what the first has read.
+            // Each job has its own part of the disk. Otherwise the later jobs would read what the first has cached.
             global += &format!(
                 "offset_increment={}%\n",
                 100 / self.workload.numjobs.min(100)
@@ -90,7 +90,7 @@ impl Job<'_> {
         global
     }
 
-    /// A shell script that runs it, and prints an answer for [`Run::parse`].
+    /// A shell script that runs it and prints a result for [`Run::parse`].
     pub fn script(&self) -> String {
         let mut script = String::from(FIND_DISK);
         script += "folder=$(mktemp -d) && cd $folder || exit 8\ncat >job.fio <<'END-OF-JOB'\n";
@@ -115,7 +115,7 @@ impl Job<'_> {
     }
 }
 
-/// `disk WHERE` prints the device: a path as it is, or what lies there in `/sys`.
+/// `disk PATH` prints a device: the path itself, or the device at that path in `/sys`.
 pub const FIND_DISK: &str = r#"
 disk() {
     case $1 in /devices/*) ;; *) echo "$1"; return;; esac
@@ -127,7 +127,7 @@ disk() {
 }
 "#;
 
-/// `clock` prints milliseconds since 1970. busybox' date has no fractions of a second, but it has `ts`.
+/// `clock` prints milliseconds since 1970. busybox' `date` has no fractions of a second, but its `ts` has.
 pub const CLOCK: &str = r#"
 clock() {
     now=$(date +%s%3N)
@@ -154,7 +154,7 @@ tail -n 20 log
 cd / && rm -rf $folder
 "#;
 
-/// A user's job file without what is the lab's matter, on the lab's disks.
+/// A user's job file on the lab's disks, without the options that the lab sets.
 fn users_job(job: &str, disks: &str) -> String {
     const OURS: [&str; 13] = [
         "filename",
@@ -186,18 +186,18 @@ fn users_job(job: &str, disks: &str) -> String {
     text
 }
 
-/// What is wrong with an answer.
+/// The error of a run.
 #[derive(Debug, Error)]
 pub enum FioError {
-    /// fio, or what leads to it, failed.
-    #[error("fio failed with status {status}; it said:\n{log}")]
+    /// fio or the script failed.
+    #[error("fio failed with status {status}:\n{log}")]
     Failed {
-        /// The shell's.
+        /// The exit status.
         status: i32,
         /// fio's last lines.
         log: String,
     },
-    /// The answer is not one.
+    /// The output is not a result of fio.
     #[error("{0}")]
     Answer(String),
 }
@@ -205,36 +205,36 @@ pub enum FioError {
 /// Requests of one job in one interval.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Interval {
-    /// When it ended, in milliseconds since 1970, by the clock of the machine that fio ran on.
+    /// When it ended by the clock of the machine on which fio ran, in milliseconds since 1970.
     pub end_ms: u64,
-    /// How long it was.
+    /// Its length.
     pub length_ms: u64,
     /// Its requests.
     pub latencies: Histogram,
 }
 
-/// What fio measured.
+/// The result of fio.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Run {
     /// fio's version.
     pub version: String,
-    /// Intervals of each job; of a run without a log, one interval.
+    /// The intervals of each job; without a histogram log, one interval.
     pub jobs: Vec<Vec<Interval>>,
-    /// All requests.
+    /// The latencies of all requests.
     pub latencies: Histogram,
-    /// Bytes of all requests, and how many there were.
+    /// The bytes of all requests.
     pub bytes: u64,
-    /// See `bytes`.
+    /// The number of requests.
     pub requests: u64,
-    /// Requests per second, all jobs added, as fio says.
+    /// Requests per second of all jobs together, as reported by fio.
     pub iops: f64,
 }
 
 impl Run {
-    /// Reads the answer of [`Job::script`].
+    /// Reads the output of [`Job::script`].
     ///
     /// # Errors
-    /// fio failed, or this is no answer of its.
+    /// fio failed, or this is not its output.
     pub fn parse(answer: &str, interval: Duration) -> Result<Run, FioError> {
         let mut sections: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         let mut parts = answer.split("@@");
@@ -264,7 +264,7 @@ impl Run {
                 .into_iter()
                 .map(|log| hist_log(log, interval))
                 .collect::<Result<Vec<_>, _>>()?;
-            // A job too slow for a single interval has an empty log.
+            // The log of a job without a complete interval is empty.
             if jobs.iter().all(|job| !job.is_empty()) {
                 run.jobs = jobs;
             }
@@ -272,12 +272,12 @@ impl Run {
         Ok(run)
     }
 
-    /// Reads fio's `json` or `json+` output, whoever ran it.
+    /// Reads fio's `json` or `json+` output.
     ///
     /// # Errors
-    /// It is none, or fio says that a job failed.
+    /// It is something else, or a job failed.
     pub fn parse_json(text: &str) -> Result<Run, FioError> {
-        let wrong = |what: &str| FioError::Answer(format!("this is no JSON of fio: {what}"));
+        let wrong = |what: &str| FioError::Answer(format!("this is not JSON of fio: {what}"));
         // fio puts warnings before its JSON.
         let start = text.find('{').ok_or_else(|| wrong("there is no '{'"))?;
         let mut values = serde_json::Deserializer::from_str(&text[start..]).into_iter::<Value>();
@@ -345,7 +345,8 @@ impl Run {
     }
 }
 
-/// Plain `json` has no bins: the counts between fio's percentiles are put at their upper ends.
+/// Fills a histogram from percentiles, because plain `json` has no bins. Requests between two of fio's percentiles are
+/// counted at the upper one.
 fn percentiles(list: &Value, count: u64, latencies: &mut Histogram) {
     let parsed =
         |(share, latency): (&String, &Value)| Some((share.parse::<f64>().ok()?, latency.as_u64()?));
@@ -366,8 +367,8 @@ fn percentiles(list: &Value, count: u64, latencies: &mut Histogram) {
     }
 }
 
-/// Lines of `time, direction, block size, bin, bin, …`: all requests of a job since the line before. The directions of
-/// one time belong together.
+/// Reads lines of `time, direction, block size, bin, bin, …`, each with the requests of a job since the previous line.
+/// Merges the directions of one time.
 fn hist_log(log: &str, interval: Duration) -> Result<Vec<Interval>, FioError> {
     let usual = interval.as_millis() as u64;
     let mut intervals: Vec<Interval> = Vec::new();
@@ -376,7 +377,8 @@ fn hist_log(log: &str, interval: Duration) -> Result<Vec<Interval>, FioError> {
         .filter(|line| !line.trim().is_empty())
         .take(INTERVALS_MAX)
     {
-        let wrong = || FioError::Answer(format!("no line of fio's histogram log: {:.60}", line));
+        let wrong =
+            || FioError::Answer(format!("invalid line in fio's histogram log: {:.60}", line));
         let mut fields = line.split(',').map(str::trim);
         let end_ms: u64 = fields
             .next()
@@ -478,7 +480,7 @@ mod tests {
         );
         assert!(wrong("@@status 0\n@@json\n{\"jobs\":[]}").contains("no request"));
         assert!(wrong("@@status 0\n@@json\n{\"jobs\":[{\"error\":5}]}").contains("error 5"));
-        assert!(wrong("@@status 0\n@@json\n{").contains("no JSON"));
+        assert!(wrong("@@status 0\n@@json\n{").contains("not JSON"));
     }
 
     #[test]

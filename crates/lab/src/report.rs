@@ -1,4 +1,4 @@
-//! What a result says: a page for people, tables for programs, and the sentence for whoever has no time.
+//! Reports of a result: an HTML page, tables for programs, and a summary for the terminal.
 
 mod advice;
 mod charts;
@@ -20,11 +20,11 @@ use crate::plan::words::Against;
 /// The page's name in a result's folder.
 pub const HTML: &str = "report.html";
 
-/// Writes the page, the tables, and what `ringdisk check` reads: the place where it finds that by itself, if there is
-/// anything in it.
+/// Writes the page, the tables, and the measurements for `ringdisk check`. Returns the path at which `ringdisk check` finds
+/// these by itself, unless there are none.
 ///
 /// # Errors
-/// They cannot be written.
+/// A file cannot be written.
 pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
     fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
     for (name, text) in files(analysis)? {
@@ -37,7 +37,7 @@ pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
 /// The page and the tables, with their names.
 ///
 /// # Errors
-/// None that anybody has seen: they are text.
+/// The result cannot be written as JSON.
 pub fn files(analysis: &Analysis) -> Result<[(&'static str, String); 3]> {
     let pretty = |value| serde_json::to_string_pretty(&value).map(|text| text + "\n");
     Ok([
@@ -47,7 +47,7 @@ pub fn files(analysis: &Analysis) -> Result<[(&'static str, String); 3]> {
     ])
 }
 
-/// For a terminal: the answer, and the comparisons.
+/// The summary for a terminal: all comparisons, and the recommendation.
 pub fn text(analysis: &Analysis) -> String {
     let plan = analysis.plan();
     let mut text = String::from("\n");

@@ -122,7 +122,7 @@ fn qemu_accepts_the_patch() {
         let socket = bench.path("vm.sock");
         if case.contains("vcpus") {
             assert!(
-                patch.starts_with("# and of the VM: hugepages=on, vcpus=2\n"),
+                patch.starts_with("# and in the VM: hugepages=on, vcpus=2\n"),
                 "{patch}"
             );
         }

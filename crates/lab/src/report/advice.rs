@@ -1,4 +1,4 @@
-//! What to do: the configuration that paid, in the words of QEMU, libvirt and Proxmox, and what it costs.
+//! The recommendation: the best configuration in the syntax of QEMU, libvirt and Proxmox, and its costs.
 
 use crate::analysis::Analysis;
 use crate::plan::backing::Name;
@@ -8,15 +8,15 @@ use crate::stats::Verdict;
 
 /// A recommendation.
 pub struct Advice {
-    /// The sentence for whoever has no time.
+    /// The result in one sentence.
     pub sentence: String,
-    /// What it costs, in CPU and durability.
+    /// Its costs in CPU time and durability.
     pub costs: Vec<String>,
-    /// Who it is for, and what to change there.
+    /// The front-end, and the change for it.
     pub patches: Vec<(&'static str, String)>,
 }
 
-/// What follows from a result.
+/// Derives the recommendation from a result.
 pub fn advice(analysis: &Analysis) -> Advice {
     let plan = analysis.plan();
     let Some(first) = plan.cases.first() else {
@@ -36,7 +36,7 @@ pub fn advice(analysis: &Analysis) -> Advice {
     };
     let Some((best, gain)) = analysis.best() else {
         let sentence = format!(
-            "Nothing that was measured is clearly better than “{}”: of {} comparisons, {} are equivalent, {} are a loss and {} are undecided.",
+            "No configuration is clearly better than “{}”: of {} comparisons, {} are equivalent, {} are losses and {} are undecided.",
             first.name,
             analysis.verdicts.len().saturating_sub(plan.workloads.len()),
             count(Verdict::Equivalent),
@@ -59,7 +59,7 @@ pub fn advice(analysis: &Analysis) -> Advice {
     let clearest = direct.and_then(|question| {
         let (low, high) = question.interval?;
         Some(format!(
-            "; most clearly against “{}” under {}: {} [{}, {}]",
+            "; the clearest gain is against “{}” under {}: {} [{}, {}]",
             analysis.name(question.from),
             plan.workloads[question.workload].name,
             super::charts::percent(question.gain?),
@@ -77,11 +77,14 @@ pub fn advice(analysis: &Analysis) -> Advice {
     );
     let mut costs = vec![cpu_cost(analysis, best)];
     costs.extend(durability(&first.settings, &case.settings));
-    costs.push("Devices and threads change with a stop and a start of the VM, not with a reboot of the guest.".into());
-    let besides = besides(&first.settings, &case.settings);
-    let commented = |patch: String, before: &str, after: &str| match besides.is_empty() {
-        true => patch,
-        false => format!("{before}and of the VM: {besides}{after}\n{patch}"),
+    costs.push("To change devices and threads, stop and start the VM; a reboot of the guest is not enough.".into());
+    let of_vm = changes_of_vm(&first.settings, &case.settings);
+    let commented = |patch: String, before: &str, after: &str| {
+        if of_vm.is_empty() {
+            patch
+        } else {
+            format!("{before}and in the VM: {of_vm}{after}\n{patch}")
+        }
     };
     let patches = vec![
         ("QEMU", commented(qemu(&case.settings), "# ", "")),
@@ -98,8 +101,8 @@ pub fn advice(analysis: &Analysis) -> Advice {
     }
 }
 
-/// What else changed, which is not the disk's.
-fn besides(before: &Settings, after: &Settings) -> String {
+/// The changes that concern the VM and not the disk.
+fn changes_of_vm(before: &Settings, after: &Settings) -> String {
     let changed = before.differences(after);
     let words: Vec<String> = crate::plan::settings::OF_GUESTS
         .into_iter()
@@ -120,10 +123,10 @@ fn cpu_cost(analysis: &Analysis, best: usize) -> String {
     match (of(0), of(best)) {
         (Some(before), Some(after)) => {
             format!(
-                "Host CPU per request: {before:.1} µs before, {after:.1} µs after, in the mean of all loads."
+                "Host CPU per request: {before:.1} µs before, {after:.1} µs after, on average over all loads."
             )
         }
-        _ => "Host CPU per request is not known.".into(),
+        _ => "Host CPU per request is unknown.".into(),
     }
 }
 
@@ -133,17 +136,17 @@ fn durability(before: &Settings, after: &Settings) -> Option<String> {
             "cache=unsafe ignores flushes: a crash of the host loses what the guest made durable, and may break its file system"
         }
         Cache::Writeback if before.cache.direct() => {
-            "cache=writeback keeps writes in the host's memory until the guest flushes: as safe as a disk with a cache, and a crash of the host loses what was not flushed"
+            "cache=writeback keeps writes in the host's memory until the guest flushes: as safe as a disk with a write cache; a crash of the host loses unflushed writes"
         }
         _ if before.cache == Cache::Writethrough || before.cache == Cache::Directsync => {
-            "writes are no longer durable when they are done, but when the guest flushes"
+            "a completed write is durable only after the guest flushes"
         }
         _ => return Some("Durability is the same.".into()),
     };
     Some(format!("Durability: {lost}."))
 }
 
-/// Paths of the user's own.
+/// Placeholders for the user's paths.
 const DISK: &str = "/PATH/OF/DISK";
 const SOCKET: &str = "/run/ringdisk/vm.sock";
 
@@ -168,7 +171,7 @@ fn server_command(settings: &Settings) -> String {
             disk_of(settings),
             settings.cache
         ),
-        Server::Socket(_) => "# whatever serves the disk now".into(),
+        Server::Socket(_) => "# the server that serves the disk now".into(),
     }
 }
 

@@ -7,7 +7,7 @@ use super::grid::Grid;
 use crate::analysis::Question;
 use crate::stats::Verdict;
 
-/// Colours of the page's style: what a chart does not have room for is in the table.
+/// The number of colours in the page's style; more series reuse them.
 pub const COLOURS: usize = 8;
 
 /// A series of a chart: a point for each column, with its interval.
@@ -197,7 +197,7 @@ fn band(
     }
 }
 
-/// Gains and losses of one comparison, all loads.
+/// The gains and losses of one comparison under all loads.
 pub fn heat_map(title: &str, grid: &Grid, questions: &[Question]) -> String {
     let cell = (74.0, 34.0);
     let left = grid
@@ -276,7 +276,7 @@ pub fn heat_map(title: &str, grid: &Grid, questions: &[Question]) -> String {
     svg.finish(title)
 }
 
-/// `+12 %`, or `×3.4` for what is beyond a doubling.
+/// `+12 %`, or from a doubling on `×3.4`.
 pub fn percent(gain: f64) -> String {
     match gain {
         1.0.. => format!("×{}", short(1.0 + gain)),
@@ -288,7 +288,7 @@ pub fn percent(gain: f64) -> String {
 /// A step of a ladder: its name, its value and its interval.
 pub type Step = (String, f64, Option<(f64, f64)>);
 
-/// Steps, one under the other, with what each gains on the first.
+/// Steps as bars below each other, with the ratio of each to the first.
 pub fn ladder(title: &str, steps: &[Step]) -> String {
     let bar = 28.0;
     let left = steps
@@ -337,7 +337,7 @@ pub fn ladder(title: &str, steps: &[Step]) -> String {
     svg.finish(title)
 }
 
-/// A field of values by rows and columns: a surface seen from above, where nothing hides anything.
+/// Values by rows and columns, as shades: a surface from above.
 pub fn surface(
     title: &str,
     x_title: &str,
@@ -405,14 +405,14 @@ const NINES: [(f64, &str); 6] = [
     (1.0, "max"),
 ];
 
-/// Latencies that a share of the requests does not exceed, on a logarithmic axis.
+/// Percentiles of latencies, on a logarithmic axis.
 pub fn distribution(title: &str, series: &[(usize, String, &Histogram)]) -> String {
     let value = |histogram: &Histogram, share: f64| {
         histogram
             .percentile(share)
             .map(|ns| (ns as f64 / 1000.0).max(0.1))
     };
-    // A percentile that fewer than ten requests decide says nothing.
+    // A percentile above which there are fewer than ten requests says nothing.
     let known = |histogram: &Histogram, share: f64| {
         share >= 1.0 || histogram.requests() as f64 * (1.0 - share) >= 10.0
     };
@@ -471,7 +471,7 @@ pub fn distribution(title: &str, series: &[(usize, String, &Histogram)]) -> Stri
     frame.svg.finish(title)
 }
 
-/// Microseconds for people.
+/// A latency in microseconds as `20 µs`, `1.5 ms` or `2 s`.
 pub fn latency(us: f64) -> String {
     match us {
         ..1000.0 => format!("{} µs", short(us)),

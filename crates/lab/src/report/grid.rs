@@ -1,4 +1,4 @@
-//! The loads of a plan as a table.
+//! The loads of a plan as a table, for charts.
 
 use crate::analysis::Analysis;
 use crate::plan::Workload;
@@ -7,16 +7,16 @@ use crate::plan::workload::KEYS;
 
 /// A plan's loads as rows and columns: one key makes the columns, and the others the rows.
 pub struct Grid {
-    /// The key of the columns; empty if there is one only.
+    /// The key of the columns; empty if there is only one column.
     pub key: &'static str,
     /// The values of the columns.
     pub columns: Vec<String>,
-    /// Rows by name: the load of each column.
+    /// The rows: a name, and the load in each column.
     pub rows: Vec<(String, Vec<Option<usize>>)>,
 }
 
 impl Grid {
-    /// Of the loads of a plan. The columns are those of the key with most values, depth before all others.
+    /// The grid of a plan's loads. The key with the most values makes the columns; among several, the depth.
     pub fn of(analysis: &Analysis) -> Grid {
         let loads = &analysis.plan().workloads;
         let values = |key: &str| {
@@ -57,7 +57,7 @@ impl Grid {
             .filter(|other| *other != key && values(other).len() > 1)
             .collect();
         for (index, load) in loads.iter().enumerate() {
-            // A load with a name of its own stands alone.
+            // A load to which the plan gives a name has its own row.
             let own_name = (load.clone().named().name
                 != Workload {
                     name: String::new(),
@@ -105,7 +105,7 @@ impl Grid {
         }
     }
 
-    /// What the columns are, for an axis.
+    /// The title of the columns' axis.
     pub fn title(&self) -> &'static str {
         match self.key {
             "iodepth" => "depth",

@@ -1,4 +1,4 @@
-//! The page: one file, light and dark, readable on paper, and no network.
+//! The HTML page: one file that needs no network, for light and dark screens and for paper.
 
 use std::fmt::Write as _;
 
@@ -14,7 +14,7 @@ use crate::plan::words::Against;
 
 const STYLE: &str = include_str!("style.css");
 
-/// Most charts of one kind; what there is no room for is in the tables.
+/// The maximum number of charts of one kind. The tables have the rest.
 const CHARTS_MAX: usize = 24;
 
 /// The whole page.
@@ -76,7 +76,7 @@ fn top(page: &mut String, analysis: &Analysis, questions: &[Question]) {
     }
     page.push_str("</section>\n");
     if facts.get("accelerator").is_some_and(|accel| accel == "tcg") {
-        page.push_str("<p class=\"banner\">There was no KVM: every instruction of the guests was translated. The guest is the bottleneck, and absolute figures mean nothing; directions may.</p>\n");
+        page.push_str("<p class=\"banner\">KVM was not available, so the guests ran under emulation. The guest is the bottleneck: absolute figures mean nothing, but directions may be right.</p>\n");
     }
     let twins: Vec<&Question> = questions
         .iter()
@@ -93,18 +93,18 @@ fn top(page: &mut String, analysis: &Analysis, questions: &[Question]) {
         .count();
     let noise = match analysis.noise() {
         Some(noise) => format!(
-            "Two runs of the same configuration differ by {:.1} % (one deviation)",
+            "Two runs of the same configuration differ by {:.1} % (one standard deviation)",
             noise * 100.0
         ),
         None => {
-            "There are too few pairs to know how much two runs of the same configuration differ"
+            "There are too few pairs to tell how much two runs of the same configuration differ"
                 .into()
         }
     };
     let apart = match told_apart {
-        0 => "and they were not told apart anywhere.".to_owned(),
+        0 => "and no load shows a difference between them.".to_owned(),
         n => format!(
-            "and they were told apart under {n} of {} loads: this host drifts, and so may other verdicts.",
+            "and {n} of {} loads show a difference between them: this host drifts, so other verdicts may be wrong too.",
             twins.len()
         ),
     };
@@ -120,7 +120,7 @@ fn top(page: &mut String, analysis: &Analysis, questions: &[Question]) {
 }
 
 fn verdicts(page: &mut String, analysis: &Analysis, grid: &Grid, questions: &[Question]) {
-    page.push_str("<h2>What was gained</h2>\n<p>Each field is one comparison under one load. “≈” is a difference within the margin, “?” is undecided; a pointer over a field shows its interval.</p>\n<div class=\"charts\">\n");
+    page.push_str("<h2>Gains and losses</h2>\n<p>Each field is one comparison under one load. “≈” means a difference within the margin, and “?” means undecided. Point at a field to see its interval.</p>\n<div class=\"charts\">\n");
     for (from, to) in analysis
         .schedule
         .contrasts()
@@ -139,13 +139,13 @@ fn verdicts(page: &mut String, analysis: &Analysis, grid: &Grid, questions: &[Qu
         let mut notes = Vec::new();
         if let Some(settings) = analysis.confounded(*from, *to) {
             notes.push(format!(
-                "Confounded: {} differ, so nobody knows which of them it was.",
+                "Confounded: {} differ, so the gain cannot be attributed to one setting.",
                 settings.join(", ")
             ));
         }
         let effective = analysis.effective_differences(*from, *to);
         if !effective.is_empty() {
-            notes.push(format!("In force: {}", effective.join("; ")));
+            notes.push(format!("Effective settings: {}", effective.join("; ")));
         }
         if !notes.is_empty() {
             let _ = write!(
@@ -192,7 +192,7 @@ fn ladders(page: &mut String, analysis: &Analysis) {
 }
 
 fn curves(page: &mut String, analysis: &Analysis, grid: &Grid) {
-    page.push_str("<h2>Requests per second, latency, and what they cost</h2>\n<p>Medians, with intervals that cover the truth 95 times in 100. Depth sweeps are closed loops: a slow disk is also asked less.</p>\n<div class=\"charts\">\n");
+    page.push_str("<h2>Requests per second, latency and CPU time</h2>\n<p>Medians with 95 % intervals. Depth sweeps are closed loops, in which a slow disk receives fewer requests.</p>\n<div class=\"charts\">\n");
     type Value = fn(&crate::analysis::Summary) -> Option<(f64, f64, f64)>;
     let kinds: [(&str, Value); 3] = [
         ("requests per second", |summary| {
@@ -245,14 +245,14 @@ fn curves(page: &mut String, analysis: &Analysis, grid: &Grid) {
     page.push_str("</div>\n");
 }
 
-/// Where plans vary guests or volumes.
+/// If the plan varies guests or volumes.
 fn surfaces(page: &mut String, analysis: &Analysis, grid: &Grid) {
     let cases = &analysis.plan().cases;
     let shape = |arm: usize| (cases[arm].settings.guests, cases[arm].settings.volumes);
     if (0..cases.len()).all(|arm| shape(arm) == shape(0)) {
         return;
     }
-    page.push_str("<h2>Guests and volumes</h2>\n<p>MB per second, of all of them together: darker is more.</p>\n<div class=\"charts\">\n");
+    page.push_str("<h2>Guests and volumes</h2>\n<p>MB per second of all guests and volumes together. Darker is more.</p>\n<div class=\"charts\">\n");
     for (name, loads) in grid.rows.iter().take(CHARTS_MAX) {
         let rows: Vec<(String, Vec<Option<f64>>)> = (0..cases.len())
             .map(|arm| {
@@ -286,7 +286,7 @@ fn surfaces(page: &mut String, analysis: &Analysis, grid: &Grid) {
 }
 
 fn latencies(page: &mut String, analysis: &Analysis) {
-    page.push_str("<h2>Latencies</h2>\n<p>Percentiles are those of all requests of all guests together. Over time: the last run of each configuration.</p>\n<div class=\"charts\">\n");
+    page.push_str("<h2>Latencies</h2>\n<p>Percentiles of all requests of all guests together. The charts over time show the last run of each configuration.</p>\n<div class=\"charts\">\n");
     let cases = analysis.plan().cases.len();
     for (load, workload) in analysis
         .plan()
@@ -363,7 +363,7 @@ fn knees(page: &mut String, analysis: &Analysis) {
     if all.is_empty() {
         return;
     }
-    page.push_str("<h2>Knees</h2>\n<p>Open loop: requests come whether or not the disk keeps up. The knee is the highest offered rate of which 97 % are reached, with a 99th percentile of at most five times that of the lowest rate.</p>\n<div class=\"wide\"><table><tr><th>configuration</th><th>load</th><th>knee</th></tr>\n");
+    page.push_str("<h2>Knees</h2>\n<p>Open loop: requests arrive whether or not the disk keeps up. The knee is the highest offered rate of which 97 % are reached, with a 99th percentile of at most five times that of the lowest rate.</p>\n<div class=\"wide\"><table><tr><th>configuration</th><th>load</th><th>knee</th></tr>\n");
     for (case, kind, highest, knee) in all {
         let knee = match knee {
             Some(knee) if knee == highest => format!("beyond {}", short(f64::from(knee))),
@@ -384,7 +384,7 @@ fn claims(page: &mut String, analysis: &Analysis) {
     if analysis.plan().claims.is_empty() {
         return;
     }
-    page.push_str("<h2>What others have published</h2>\n<div class=\"wide\"><table><tr><th>source</th><th>figure</th><th>here</th><th>why</th></tr>\n");
+    page.push_str("<h2>Published claims</h2>\n<div class=\"wide\"><table><tr><th>source</th><th>figure</th><th>here</th><th>reason</th></tr>\n");
     for (claim, found) in analysis.plan().claims.iter().zip(analysis.replications()) {
         let class = match found.outcome {
             ClaimResult::Reproduced => "good",
@@ -483,7 +483,7 @@ fn doubts(page: &mut String, analysis: &Analysis) {
     }
     let _ = writeln!(
         page,
-        "<h2>What speaks against these figures</h2>\n<p>Of {} samples. They are kept; the table of cells says which they are.</p>\n<ul class=\"doubts\">",
+        "<h2>Reasons to doubt these figures</h2>\n<p>Of {} samples. The samples are not removed; cells.csv lists the reasons for each.</p>\n<ul class=\"doubts\">",
         analysis.journal.cells.len()
     );
     for (line, count) in lines {
@@ -521,13 +521,13 @@ fn method(page: &mut String, analysis: &Analysis) {
         });
     let _ = writeln!(
         page,
-        "<h2>How it was measured</h2>\n<p>One boot and one run in it are one sample: {:.0} s after {:.0} s of ramp. {blocks} blocks, in each of which every configuration that was still undecided was booted once, in random order (seed {}). Gains are ratios of pairs of a block; intervals hold whenever the run was stopped, and of the verdicts given at most 5 % are wrong in expectation. Gains within {:.1} % count as equivalent.{}</p>",
+        "<h2>Method</h2>\n<p>One boot with one run in it is one sample: {:.0} s after {:.0} s of ramp. Each of the {blocks} blocks booted every undecided configuration once, in random order (seed {}). A gain is the ratio of a pair of samples of one block. Intervals are valid whenever the run was stopped, and at most 5 % of the given verdicts are wrong in expectation. Gains within {:.1} % count as equivalent.{}</p>",
         plan.runtime.as_secs_f64(),
         plan.ramp.as_secs_f64(),
         analysis.journal.header.seed,
         plan.margin * 100.0,
         detectable.map_or_else(String::new, |effect| format!(
-            " The least certain comparison finds effects from {} on.",
+            " The least certain comparison finds effects of {} or more.",
             percent(effect)
         ))
     );
