@@ -1,4 +1,4 @@
-//! `ringdisk lab`: what a storage configuration gains, measured.
+//! The command line of `ringdisk lab`.
 
 use std::path::PathBuf;
 
@@ -8,11 +8,11 @@ use clap::{Subcommand, ValueEnum};
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   ringdisk lab run aio-iothread                  a recipe; 'ringdisk lab recipes' lists them
-  ringdisk lab run my-plan.toml --budget 30m     your own
+  ringdisk lab run my-plan.toml --budget 30m     your own plan
   ringdisk lab compare ringdisk qemu --disk /dev/vg0/test
   ringdisk lab report RESULT                     HTML, CSV and JSON again, without running
 
-docs/lab.md describes plans, statistics and reports. Exit codes: 0 done, 1 failed, 2 wrong usage or a mistake in a
+docs/lab.md describes plans, statistics and reports. Exit codes: 0 done, 1 failed, 2 wrong usage or an error in a
 plan; 'gate' and 'diff': 3 worse, 4 not comparable.")]
 pub struct Args {
     #[command(subcommand)]
@@ -26,37 +26,37 @@ enum Command {
     /// List the recipes, or print one as a plan
     #[command(after_help = "Examples:
   ringdisk lab recipes
-  ringdisk lab recipes versus > my-plan.toml     to change it, and run that")]
+  ringdisk lab recipes versus > my-plan.toml     a copy to edit and run")]
     Recipes {
-        /// Print this one
+        /// Print this recipe
         name: Option<String>,
     },
-    /// Measure configurations of one's own disk against each other
+    /// Compare configurations of one of your disks
     Compare(Compare),
     /// Write a result's report, tables and recommendation again
     #[command(after_help = "Example:
   ringdisk lab report lab-versus --output /var/www/versus
 
-Nothing runs. Writes report.html, result.json, cells.csv and measured.json; also of a run that was killed.")]
+Runs nothing. Writes report.html, result.json, cells.csv and measured.json, also for a run that was killed.")]
     Report {
         /// A result's folder
         result: PathBuf,
-        /// Where to write; default: into the result's folder
+        /// The folder for the files; default: the result's folder
         #[arg(long, value_name = "DIR")]
         output: Option<PathBuf>,
     },
-    /// Say what changed from one result to another
+    /// Show what changed from one result to another
     #[command(after_help = "Example:
   ringdisk lab diff lab-versus-before lab-versus-after
 
-Configurations and loads of the same name are compared. Exit code 4: the results are of another processor, kernel, fio,
-QEMU, accelerator or storage.")]
+Configurations and loads of the same name are compared. Exit code 4: the results are from different processors, kernels,
+storage, or versions of fio or QEMU, or one is from KVM and the other from TCG.")]
     Diff {
         /// The result before
         before: PathBuf,
         /// The result after
         after: PathBuf,
-        /// Compare although the machine or a program is another
+        /// Compare results of different machines or programs too
         #[arg(long)]
         force: bool,
     },
@@ -71,7 +71,7 @@ Exit codes: 0 not worse, 3 worse, 4 not comparable.")]
         /// The result that it must not be worse than
         #[arg(long, value_name = "RESULT")]
         against: PathBuf,
-        /// Compare although the machine or a program is another
+        /// Compare results of different machines or programs too
         #[arg(long)]
         force: bool,
     },
@@ -81,15 +81,15 @@ Exit codes: 0 not worse, 3 worse, 4 not comparable.")]
         /// What to measure, as JSON
         job: String,
     },
-    /// Make a result of fio's own JSON: the first file's configuration is compared with the others'
+    /// Make a result from fio's JSON; the other configurations are compared with that of the first file
     #[command(after_help = "Example:
   fio --output-format=json+ --output=a1.json job.fio      once for each boot, in turn: a1, b1, a2, b2, ...
   ringdisk lab import before=a1.json before=a2.json before=a3.json \\
                       after=b1.json after=b2.json after=b3.json --output RESULT
 
-On fewer than three files of each name nothing is decided.")]
+Nothing is decided with fewer than three files for each name.")]
     Import {
-        /// NAME=FILE, several for one name if it was measured several times
+        /// A configuration and a result of fio; files with the same name are repeats
         #[arg(required = true, value_name = "NAME=FILE")]
         files: Vec<String>,
         /// The result's folder
@@ -103,7 +103,7 @@ On fewer than three files of each name nothing is decided.")]
   ringdisk lab run versus --budget 10m --output /var/tmp/versus
   ringdisk lab run bench-disk --only iodepth=1,32 --set blocks=3
 
-A run that was interrupted or killed goes on with --resume and the same --output.")]
+--resume with the same --output continues a run that was interrupted or killed.")]
 struct Run {
     /// A recipe's name, or a plan's file
     plan: String,
@@ -113,16 +113,16 @@ struct Run {
 
 #[derive(clap::Args)]
 struct How {
-    /// How long it may take, as in 30m; default: the plan's
+    /// The time that it may take, as in 30m; default: the plan's
     #[arg(long, value_name = "TIME")]
     budget: Option<String>,
-    /// The result's folder; default: lab-NAME here
+    /// The result's folder; default: lab-NAME in the current directory
     #[arg(long, value_name = "DIR")]
     output: Option<PathBuf>,
-    /// Go on with the result in the folder
+    /// Continue the result in the folder
     #[arg(long)]
     resume: bool,
-    /// Say what would run, and how long, and end
+    /// Print what would run and how long it would take, and run nothing
     #[arg(long)]
     dry_run: bool,
     /// Overwrite the disks that the plan names, without asking
@@ -137,10 +137,10 @@ struct How {
     /// Another build of ringdisk, measured in the same blocks with the settings of the last case
     #[arg(long, value_name = "PATH")]
     baseline: Option<PathBuf>,
-    /// Another value of the plan, such as blocks=3 or fio.runtime=1s; several with commas are a list; repeatable
+    /// Replace a value of the plan, such as blocks=3 or fio.runtime=1s; commas separate the values of a list; repeatable
     #[arg(long, value_name = "[TABLE.]KEY=VALUE")]
     set: Vec<String>,
-    /// Only cases or loads with this value, such as case=ringdisk,fio or iodepth=1; repeatable
+    /// Select cases or loads with this value, such as case=ringdisk,fio or iodepth=1; repeatable
     #[arg(long, value_name = "KEY=VALUE")]
     only: Vec<String>,
 }
@@ -156,12 +156,12 @@ enum Accel {
   ringdisk lab compare ringdisk qemu host --disk /dev/vg0/test --profile database
 
 Configurations: ringdisk, qemu (one IOThread), qemu-plain (none), qemu-mapping (4 IOThreads), qemu-storage-daemon,
-virtio-scsi, ide, stock (what QEMU does if nothing is set), host (no guest). The first is what the others are compared with.")]
+virtio-scsi, ide, stock (QEMU's defaults), host (no guest). The others are compared with the first.")]
 struct Compare {
     /// Two or more configurations
     #[arg(required = true, num_args = 2..)]
     configurations: Vec<String>,
-    /// A file or block device; default: a file that is made
+    /// A file or block device; default: a file that the lab creates
     #[arg(long, value_name = "PATH")]
     disk: Option<PathBuf>,
     /// crystaldiskmark, database, mail or streaming; default: 4k random reads at depth 1 and 32

@@ -268,11 +268,15 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
             "NOTE: KVM does not work here, so guests run under emulation: absolute figures mean nothing."
         );
     }
-    println!(
-        "{} configurations, the first of them twice; {} loads",
-        plan.cases.len(),
-        plan.workloads.len()
-    );
+    if plan.cases.is_empty() {
+        println!("no configuration of this plan can be measured here");
+    } else {
+        println!(
+            "{} configurations, the first of them twice; {} loads",
+            plan.cases.len(),
+            plan.workloads.len()
+        );
+    }
     for case in &plan.cases {
         println!("  {}: {}", case.name, case.settings.label());
     }
@@ -281,6 +285,9 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     }
     for (case, why) in run::left_out(whole, ringdisk) {
         println!("  left out: {case}: {why}");
+    }
+    if plan.cases.is_empty() {
+        return;
     }
     for load in &plan.workloads {
         println!("  load: {}", load.name);
@@ -296,11 +303,11 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     }
     let questions = Schedule::of(&widest, 0).questions();
     println!(
-        "{questions} questions; a block of {} runs takes about {}, and a budget of {} allows {} blocks",
+        "{questions} questions; a block of {} runs takes about {}; at most {} blocks in {}",
         estimate.runs,
         time_text(estimate.block),
-        time_text(plan.budget),
-        estimate.affordable.max(1)
+        estimate.affordable.max(1),
+        time_text(plan.budget)
     );
     match estimate.blocks {
         Some(blocks) => println!(

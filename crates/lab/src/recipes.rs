@@ -1,11 +1,11 @@
-//! Plans that ship: what others have measured, measured again.
+//! The plans that ship with ringdisk: published measurements, and the tables of docs/performance.md.
 
 use std::path::Path;
 
 use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
-/// Name and text of each.
+/// The name and the text of each recipe.
 pub const RECIPES: [(&str, &str); 21] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
@@ -48,7 +48,7 @@ pub const RECIPES: [(&str, &str); 21] = [
     ("bench-bursts", include_str!("../recipes/bench-bursts.toml")),
 ];
 
-/// The plan of a recipe.
+/// The text of a recipe.
 pub fn text(name: &str) -> Option<&'static str> {
     RECIPES
         .iter()
@@ -56,7 +56,7 @@ pub fn text(name: &str) -> Option<&'static str> {
         .map(|recipe| recipe.1)
 }
 
-/// Words for configurations on the command line, with their settings.
+/// The configurations of `ringdisk lab compare`, with their settings.
 const CONFIGURATIONS: [(&str, &str); 9] = [
     ("ringdisk", "device = \"vhost-user-blk\""),
     ("qemu", "iothread = \"on\"\naio = \"io_uring\""),
@@ -81,17 +81,17 @@ const CONFIGURATIONS: [(&str, &str); 9] = [
     ("stock", "cache = \"writeback\"\naio = \"threads\""),
 ];
 
-/// A plan that compares configurations of one disk.
+/// The text of a plan that compares configurations of one disk.
 ///
 /// # Errors
-/// A word is not known; with the nearest.
+/// A name is unknown; the message has the nearest one.
 pub fn comparison(
     names: &[String],
     disk: Option<&Path>,
     profile: Option<&str>,
 ) -> Result<String, String> {
     let mut text = String::from(
-        "name = \"compare\"\ntitle = \"What was compared on the command line\"\nbudget = \"20m\"\n",
+        "name = \"compare\"\ntitle = \"Configurations from the command line\"\nbudget = \"20m\"\n",
     );
     if let Some(disk) = disk {
         let disk = std::path::absolute(disk).map_err(|e| format!("{}: {e}", disk.display()))?;
@@ -121,7 +121,7 @@ mod tests {
     use crate::plan::Plan;
 
     #[test]
-    fn recipes_are_plans_with_their_names_and_every_claim_is_about_something() {
+    fn recipes_are_valid_plans_and_their_claims_match_comparisons() {
         for (name, text) in RECIPES {
             let plan =
                 Plan::parse(Path::new("recipe"), text).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -141,7 +141,7 @@ mod tests {
         }
     }
 
-    /// Whatever could be measured: each published figure has its verdict, and why.
+    /// Each published figure has a verdict with a reason, whether or not its configurations could run.
     #[test]
     fn recipes_end_with_a_verdict_on_each_claim() {
         for (name, text) in RECIPES {
