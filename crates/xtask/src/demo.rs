@@ -73,22 +73,22 @@ pub fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     let (ours, theirs) = match args.ceph {
         false => {
-            let ours = Place::File(make_disk(&folder.join("ringdisk.raw"))?);
+            let ours = Storage::File(make_disk(&folder.join("ringdisk.raw"))?);
             let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &ours)?;
-            let theirs = Place::File(make_disk(&folder.join("qemu.raw"))?);
+            let theirs = Storage::File(make_disk(&folder.join("qemu.raw"))?);
             (ours, on_qemu(&progress, &qemu, &folder, &theirs)?)
         }
         true => {
             progress.say("starting a Ceph cluster: a monitor, three OSDs, three copies, cephx");
-            let place = folder.join("ceph");
-            if place.exists() {
-                fs::remove_dir_all(&place).context("removing what an earlier demo left")?;
+            let cluster = folder.join("ceph");
+            if cluster.exists() {
+                fs::remove_dir_all(&cluster).context("removing what an earlier demo left")?;
             }
-            let ceph = Ceph::start(&place, Options::default())?;
+            let ceph = Ceph::start(&cluster, Options::default())?;
             progress.say("Ceph runs");
             let image = |name| {
                 ceph.create(name, DISK_BYTES >> 20)?;
-                Ok::<_, anyhow::Error>(Place::Image(&ceph, name))
+                Ok::<_, anyhow::Error>(Storage::Image(&ceph, name))
             };
             let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &image("ringdisk")?)?;
             (ours, on_qemu(&progress, &qemu, &folder, &image("qemu")?)?)
@@ -142,12 +142,12 @@ fn make_folder() -> Result<PathBuf> {
 }
 
 /// The storage of a disk.
-enum Place<'a> {
+enum Storage<'a> {
     File(PathBuf),
     Image(&'a Ceph, &'a str),
 }
 
-impl Place<'_> {
+impl Storage<'_> {
     /// The argument for `ringdisk serve`.
     fn argument(&self) -> String {
         match self {
@@ -156,8 +156,8 @@ impl Place<'_> {
         }
     }
 
-    /// The arguments for QEMU itself, with an iothread named `iothread`.
-    fn disk_of_qemu(&self) -> Disk {
+    /// The disk for QEMU itself, with an iothread named `iothread`.
+    fn qemu_disk(&self) -> Disk {
         match self {
             Self::File(file) => Disk::Qemu {
                 file: file.clone(),
@@ -187,7 +187,7 @@ impl Place<'_> {
         }
     }
 
-    /// Bytes.
+    /// The allocated bytes.
     fn allocated(&self) -> Result<u64> {
         match self {
             Self::File(path) => Ok(fs::metadata(path).map_or(0, |m| m.blocks() * 512)),
@@ -217,7 +217,7 @@ impl Place<'_> {
 }
 
 /// The result of one guest.
-struct Shown {
+struct GuestResult {
     name: &'static str,
     steps: Vec<String>,
     elapsed: Duration,
@@ -227,11 +227,11 @@ struct Shown {
     fio: Vec<Fio>,
 }
 
-/// One fio job in the guest.
+/// The result of one fio job in the guest.
 struct Fio {
     name: String,
     iops: f64,
-    /// CPU time of the threads on the host that move this disk's data.
+    /// CPU time of the threads on the host that move the disk's data
     cpu_us_per_io: f64,
 }
 
@@ -240,13 +240,13 @@ fn on_ringdisk(
     qemu: &Release,
     ringdisk: &Path,
     folder: &Path,
-    place: &Place<'_>,
-) -> Result<Shown> {
+    storage: &Storage<'_>,
+) -> Result<GuestResult> {
     let sockets = tempfile::tempdir().context("making a folder for the socket")?; // its path must be short
     let socket = sockets.path().join("demo.sock");
     let disk = format!(
         "{},socket={},serial={SERIAL},queues=1",
-        place.argument(),
+        storage.argument(),
         comma(&socket)
     );
     progress.say(&format!(
@@ -262,7 +262,7 @@ fn on_ringdisk(
     };
     let pid = server.pid();
     let cpu = |_| Ok(Duration::from_secs_f64(Usage::of(pid)?.ran_s()));
-    let shown = show(progress, qemu, "ringdisk", disk, place, folder, &cpu)?;
+    let result = run_guest(progress, qemu, "ringdisk", disk, storage, folder, &cpu)?;
 
     let ended = server.terminate().context("stopping ringdisk")?;
     fs::write(folder.join("ringdisk.log"), server.log()).context("writing ringdisk.log")?;
@@ -277,28 +277,33 @@ fn on_ringdisk(
         socket.display()
     );
     progress.say("ringdisk has stopped after SIGTERM and removed its socket");
-    Ok(shown)
+    Ok(result)
 }
 
-fn on_qemu(progress: &Progress, qemu: &Release, folder: &Path, place: &Place<'_>) -> Result<Shown> {
-    let disk = place.disk_of_qemu();
+fn on_qemu(
+    progress: &Progress,
+    qemu: &Release,
+    folder: &Path,
+    storage: &Storage<'_>,
+) -> Result<GuestResult> {
+    let disk = storage.qemu_disk();
     // Count the iothread and its workers, but neither the vCPUs nor the main loop, which relays interrupts in both cases.
     let cpu = |qemu| cpu::threads_ran(qemu, &["CPU ", "qemu-system"]);
-    show(progress, qemu, "QEMU", disk, place, folder, &cpu)
+    run_guest(progress, qemu, "QEMU", disk, storage, folder, &cpu)
 }
 
-/// Boots a guest on this disk, and runs its steps and then fio.
-fn show(
+/// Boots a guest with this disk, and runs the steps of demo.sh and fio in it.
+fn run_guest(
     progress: &Progress,
     qemu: &Release,
     name: &'static str,
     disk: Disk,
-    place: &Place<'_>,
+    storage: &Storage<'_>,
     folder: &Path,
     cpu_time: &dyn Fn(u32) -> Result<Duration>,
-) -> Result<Shown> {
+) -> Result<GuestResult> {
     progress.say(&format!("{name}: booting a guest"));
-    let mut shown = Shown {
+    let mut result = GuestResult {
         name,
         steps: Vec::new(),
         elapsed: Duration::ZERO,
@@ -311,18 +316,18 @@ fn show(
         let cpu = cpu_time(qemu).unwrap_or_default();
         if let Some(step) = line.strip_prefix("ok ") {
             progress.say(&format!("{name}: {step}"));
-            shown.steps.push(step.to_owned());
+            result.steps.push(step.to_owned());
             match step {
-                "fill" => shown.filled = place.allocated().unwrap_or(0),
-                "discard" => shown.trimmed = place.allocated().unwrap_or(u64::MAX),
+                "fill" => result.filled = storage.allocated().unwrap_or(0),
+                "discard" => result.trimmed = storage.allocated().unwrap_or(u64::MAX),
                 _ => {}
             }
         } else if line.starts_with("fio-start ") {
             cpu_before = cpu;
-        } else if let Some(result) = line.strip_prefix("fio-end ") {
-            shown
+        } else if let Some(fio) = line.strip_prefix("fio-end ") {
+            result
                 .fio
-                .extend(Fio::parse(result, cpu.saturating_sub(cpu_before)));
+                .extend(Fio::parse(fio, cpu.saturating_sub(cpu_before)));
         }
     };
     let script = format!(
@@ -335,18 +340,18 @@ fn show(
     let output = guest
         .run_watched(&script, GUEST_LIMIT, &mut on_line)?
         .checked()?;
-    shown.elapsed = output.elapsed;
+    result.elapsed = output.elapsed;
     ensure!(
-        shown.trimmed < shown.filled / 2,
+        result.trimmed < result.filled / 2,
         "{name}: the guest trimmed its disk, but {} of {} allocated bytes are left",
-        shown.trimmed,
-        shown.filled
+        result.trimmed,
+        result.filled
     );
-    place.check_file_system(folder)?;
+    storage.check_file_system(folder)?;
     progress.say(&format!(
         "{name}: the disk has holes where the guest trimmed; e2fsck on the host finds no error"
     ));
-    Ok(shown)
+    Ok(result)
 }
 
 impl Fio {
@@ -366,32 +371,34 @@ impl Fio {
     }
 }
 
-fn print_table(ours: &Shown, theirs: &Shown) {
-    let row = |what: &str, of: &dyn Fn(&Shown) -> String| {
+fn print_table(ours: &GuestResult, theirs: &GuestResult) {
+    let row = |what: &str, of: &dyn Fn(&GuestResult) -> String| {
         println!("{what:<34}{:>16}{:>16}", of(ours), of(theirs))
     };
     println!();
-    row("", &|shown| shown.name.to_owned());
-    row("steps that passed", &|shown| shown.steps.len().to_string());
-    row("allocated when full, MiB", &|shown| {
-        (shown.filled >> 20).to_string()
+    row("", &|result| result.name.to_owned());
+    row("steps that passed", &|result| {
+        result.steps.len().to_string()
     });
-    row("allocated after fstrim, MiB", &|shown| {
-        (shown.trimmed >> 20).to_string()
+    row("allocated when full, MiB", &|result| {
+        (result.filled >> 20).to_string()
+    });
+    row("allocated after fstrim, MiB", &|result| {
+        (result.trimmed >> 20).to_string()
     });
     for (index, fio) in ours.fio.iter().enumerate() {
-        let value = |shown: &Shown, of: &dyn Fn(&Fio) -> String| {
-            shown.fio.get(index).map_or("-".into(), of)
+        let value = |result: &GuestResult, of: &dyn Fn(&Fio) -> String| {
+            result.fio.get(index).map_or("-".into(), of)
         };
-        row(&format!("{}: IOPS in the guest", fio.name), &|shown| {
-            value(shown, &|fio| format!("{:.0}", fio.iops))
+        row(&format!("{}: IOPS in the guest", fio.name), &|result| {
+            value(result, &|fio| format!("{:.0}", fio.iops))
         });
-        row("    host CPU per I/O, µs", &|shown| {
-            value(shown, &|fio| format!("{:.1}", fio.cpu_us_per_io))
+        row("    host CPU per I/O, µs", &|result| {
+            value(result, &|fio| format!("{:.1}", fio.cpu_us_per_io))
         });
     }
-    row("guest's whole run, s", &|shown| {
-        format!("{:.1}", shown.elapsed.as_secs_f64())
+    row("guest's whole run, s", &|result| {
+        format!("{:.1}", result.elapsed.as_secs_f64())
     });
     println!(
         "\nHost CPU: of the ringdisk process; of QEMU's iothread and its workers. QEMU: cache=none, aio=io_uring."
@@ -405,7 +412,7 @@ fn make_disk(path: &Path) -> Result<PathBuf> {
     Ok(path.to_owned())
 }
 
-/// The file system on the first partition has no error.
+/// Checks the file system on the first partition of an image file.
 fn check_file_system(file: &Path) -> Result<()> {
     let e2fsck = vm::find_program("e2fsck").context("e2fsck is missing")?;
     let output = Command::new(e2fsck)

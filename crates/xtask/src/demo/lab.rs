@@ -8,7 +8,8 @@ use std::process::Command;
 
 const PLAN: &str = include_str!("lab.toml");
 
-/// Runs the plan with this ringdisk; the result goes into `folder`. `picture` is where the report's picture goes.
+/// Runs the plan with this ringdisk, and writes the result into `folder`. `picture` also replaces docs/lab.png with a
+/// picture of the report.
 pub fn run(ringdisk: &Path, folder: &Path, picture: bool) -> Result<()> {
     let result = folder.join("lab");
     if result.exists() {
