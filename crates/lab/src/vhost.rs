@@ -1,4 +1,4 @@
-//! A vhost-user socket, driven without a guest, by the virtio-blk driver of the blkio crate: one that nobody here wrote.
+//! Drives a vhost-user socket without a guest, with the virtio-blk driver of the blkio crate: an independent implementation.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -11,26 +11,26 @@ use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 
 /// blkio takes three descriptors for a request, and no indirect ones.
 pub const DESCRIPTORS: usize = 3;
-/// Most entries of a queue (virtio 1.3 §2.7 allows more; no device here has more).
+/// The largest queue (virtio 1.3 §2.7 allows more, but no server here has more).
 pub const QUEUE_SIZE_MAX: u16 = 1024;
 
-/// What is asked of a device.
+/// The parameters of a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// Its queues.
+    /// The number of queues.
     pub queues: u16,
-    /// Entries of each; at least [`DESCRIPTORS`] times `depth`.
+    /// The size of each queue; at least [`DESCRIPTORS`] times `depth`.
     pub queue_size: u16,
-    /// Requests under way at most, in each.
+    /// The maximum number of requests in flight in each queue.
     pub depth: usize,
-    /// Bytes of each request.
+    /// The size of each request in bytes.
     pub block: usize,
 }
 
-/// A connection, and the memory of its requests. To be kept as long as its queues.
+/// A connection and the memory of its requests. Drop it after its queues.
 pub struct Device {
     _device: Blkio,
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub capacity: u64,
 }
 
@@ -43,10 +43,10 @@ pub struct Queue {
 }
 
 impl Device {
-    /// Connects. `fill` is put into the buffers, over and over.
+    /// Connects, and fills the buffers with repetitions of `fill`.
     ///
     /// # Errors
-    /// Nobody listens, or who does is no virtio-blk device of this shape.
+    /// No server listens, or it is not a virtio-blk device with these parameters.
     pub fn connect(socket: &Path, shape: Shape, fill: &[u8]) -> Result<(Device, Vec<Queue>)> {
         let mut device = Blkio::new("virtio-blk-vhost-user")?;
         let path = socket.to_str().context("the socket's path is not UTF-8")?;
@@ -91,12 +91,12 @@ impl Device {
 }
 
 impl Queue {
-    /// How many requests can be under way.
+    /// The maximum number of requests in flight.
     pub fn slots(&self) -> usize {
         self.completions.len()
     }
 
-    /// Makes a request. It goes to the device with the next [`Queue::reap`].
+    /// Prepares a request. The next [`Queue::reap`] submits it.
     pub fn prepare(&mut self, slot: usize, write: bool, offset: u64) {
         let buffer = std::ptr::with_exposed_provenance_mut(self.buffers + slot * self.block);
         let flags = ReqFlags::empty();
@@ -106,10 +106,10 @@ impl Queue {
         }
     }
 
-    /// Adds the slots of requests that are done, after waiting for at least so many, or for so long.
+    /// Adds the slots of completed requests to `done`, after waiting for `at_least` of them, or until the timeout.
     ///
     /// # Errors
-    /// A request failed, or more are waited for than are under way.
+    /// A request failed, or fewer than `at_least` are in flight.
     pub fn reap(
         &mut self,
         at_least: usize,

@@ -1,5 +1,5 @@
-//! The checks of `checks/`, which fuzzing runs for hours, here for seconds: with the seeds in `fuzz/seeds`, the recipes,
-//! these changed, and text that has the look of one of the formats.
+//! Runs the checks of `checks/`, which fuzzing runs for hours, for seconds: on the seeds in `fuzz/seeds`, on the recipes, on
+//! variations of both, and on random text that resembles one of the formats.
 
 use crate::checks;
 
@@ -25,7 +25,7 @@ fn plans() -> Vec<String> {
     seeds("lab_plan").into_iter().chain(recipes).collect()
 }
 
-/// A text with some characters changed, a part taken out and another put in.
+/// A text with some characters changed, a part removed and another one inserted.
 fn changed(texts: Vec<String>) -> impl Strategy<Value = String> {
     let place = || any::<prop::sample::Index>();
     let changes = prop::collection::vec((place(), any::<char>()), 0..4);

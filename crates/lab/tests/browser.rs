@@ -1,4 +1,4 @@
-//! Reports in a real browser: no text lies over another, none is cut, and nothing is fetched.
+//! Reports in a real browser: texts do not overlap, none is cut off, and the page fetches nothing.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,8 +13,8 @@ use lab::journal::{BootRecord, Ceiling, Cell, Header, Journal, Record, Sample};
 use lab::plan::{Plan, Workload};
 use lab::window::Point;
 
-/// What the page is asked when it stands. Every text must lie within its drawing, and apart from all others; every
-/// block must be as wide as what is in it, unless it scrolls.
+/// A script that checks the page after it is laid out. Every text must be inside its drawing and must not overlap others.
+/// Every block must be as wide as its content, unless it scrolls.
 const LOOK: &str = r#"
 <script>
 window.addEventListener('load', () => {
@@ -158,7 +158,7 @@ fn chromium() -> Option<PathBuf> {
     found
 }
 
-/// Loads a page; `arguments` as for a person in a hurry: no profile, no network.
+/// Loads a page with a new profile and without a network.
 fn browse(browser: &Path, page: &Path, arguments: &[&str]) -> String {
     let profile = tempfile::tempdir().unwrap();
     let output = Command::new(browser)
@@ -196,7 +196,7 @@ fn look(name: &str, plan: &str, charts_min: usize) {
     );
     let looked_at = folder.path().join("look.html");
     fs::write(&looked_at, page.replace("</body>", LOOK)).unwrap();
-    // A desk, a phone, and the dark.
+    // A large screen, a small screen, and a dark one.
     for arguments in [
         &["--window-size=1280,900", "--dump-dom"][..],
         &["--window-size=500,900", "--dump-dom"],
@@ -236,7 +236,7 @@ fn look(name: &str, plan: &str, charts_min: usize) {
     }
 }
 
-/// On paper nothing can be opened with a click: the patches are there, whole.
+/// On paper, the patches are visible and complete: they cannot be opened with a click.
 fn paper(browser: &Path, name: &str, folder: &Path) {
     let pdf = folder.join("report.pdf");
     let print = format!("--print-to-pdf={}", pdf.display());
@@ -247,7 +247,7 @@ fn paper(browser: &Path, name: &str, folder: &Path) {
     let result = fs::read_to_string(folder.join("result.json")).unwrap();
     let result: serde_json::Value = serde_json::from_str(&result).unwrap();
     let patches = result["recommendation"]["patches"].as_object().unwrap();
-    // A hyphen where a line is broken is taken for one that the line's end has brought.
+    // Ignore hyphens, because some of them are only at line breaks.
     let plain = |text: &str| {
         let kept = |c: &char| !c.is_whitespace() && *c != '-';
         text.chars().filter(kept).collect::<String>()
@@ -291,7 +291,7 @@ fn named_loads_and_long_names() {
     look("open-loop", open, 3);
 }
 
-/// The checks of the page find what they are for.
+/// The checks of the page find errors.
 #[test]
 fn a_page_with_faults_is_seen_to_have_them() {
     let Some(browser) = chromium() else { return };

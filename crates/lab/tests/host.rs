@@ -1,4 +1,4 @@
-//! Whole runs, with fio on the host: what is journaled, what a killed run goes on with, and what faults end in.
+//! Complete runs with fio on the host: the journal, resuming a killed run, and faults.
 
 use std::fs;
 use std::path::Path;
@@ -84,7 +84,7 @@ fn a_run_is_journaled_goes_on_after_a_kill_and_has_a_report() {
         "its disks are gone"
     );
 
-    // As if killed while the fourth cell was written.
+    // As if the lab was killed while it wrote the fourth cell.
     let path = folder.path().join("result/journal.jsonl");
     let text = fs::read_to_string(&path).unwrap();
     let lines: Vec<&str> = text.split_inclusive('\n').collect();
@@ -168,7 +168,7 @@ fn a_fio_that_fails_is_a_cell_with_its_words() {
     )
     .unwrap();
     assert!(!journal.cells.is_empty());
-    // The result is whole without what the plan has named.
+    // The result does not need the files that the plan names.
     fs::remove_file(folder.path().join("bad.fio")).unwrap();
     let read = Journal::read(&folder.path().join("result")).unwrap();
     assert_eq!(read.cells.len(), journal.cells.len());

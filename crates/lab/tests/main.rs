@@ -1,4 +1,4 @@
-//! All tests of this crate that use it from outside, as one program: linked once.
+//! All tests that use this crate from outside, in one program that is linked once.
 
 mod any_bytes;
 mod browser;

@@ -1,5 +1,5 @@
-//! The statistics on data whose truth is known: intervals cover it at their rate, twins are told apart no more often
-//! than promised, an effect is found in the time that was predicted, and a plan of a published study costs a tenth.
+//! The statistics on simulated data whose truth is known: intervals cover it at their rate, twins differ no more often than
+//! promised, an effect is found in the predicted time, and a plan of a published study needs a tenth of its time.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ const LEVEL: f64 = 0.95;
 
 type Noise = fn(&mut Rng) -> f64;
 
-/// Noise with a median of 0 and a mean of 0: normal; with heavy tails; and normal with a run in twenty that went wrong.
+/// Noise with a median and a mean of 0: normal, with heavy tails, and normal with one run in twenty that failed.
 const SYMMETRIC: [(&str, Noise); 3] = [
     ("normal", Rng::normal),
     ("Laplace", |rng| {
@@ -57,7 +57,7 @@ fn intervals_of_gains_cover_at_their_rate() {
         let trials = 20_000;
         let covered = (0..trials)
             .filter(|_| {
-                // A block's own level is the same on both sides of a pair.
+                // The level of a block is the same on both sides of a pair.
                 let pairs: Vec<f64> = (0..n)
                     .map(|_| {
                         let block = 0.3 * rng.normal();
@@ -73,7 +73,7 @@ fn intervals_of_gains_cover_at_their_rate() {
     }
 }
 
-/// Whoever looks after every block and stops when he likes what he sees still has intervals that cover.
+/// Intervals also cover if the run stops after any block, depending on its results.
 #[test]
 fn intervals_of_gains_cover_at_all_looks_together() {
     let sequential = Arc::new(Sequential::new(20));
@@ -92,7 +92,7 @@ fn intervals_of_gains_cover_at_all_looks_together() {
             })
             .count();
         let rate = f64::from(covered as u32) / f64::from(trials);
-        // Heavy tails make Student's intervals too wide rather than too narrow.
+        // With heavy tails, Student's intervals are rather too wide than too narrow.
         let most = if name == "normal" {
             LEVEL + 0.01
         } else {
@@ -102,8 +102,8 @@ fn intervals_of_gains_cover_at_all_looks_together() {
     }
 }
 
-/// A plan as it runs: only open questions run on, until none is open or the blocks are used up. `measure(arm, load)`
-/// is the logarithm of a sample. The judge, and the runs of each arm that it took.
+/// Runs a plan: only open questions continue, until none is open or all blocks have run. `measure(arm, load)` returns the
+/// logarithm of a sample. Returns the judge, and the number of runs of each arm.
 fn simulate(
     schedule: &Schedule,
     mut judge: Judge,
@@ -135,7 +135,7 @@ fn twins_are_told_apart_in_at_most_five_percent_of_all_cells() {
         let (mut cells, mut wrong, mut plans_wrong) = (0, 0, 0);
         let plans = 400;
         for plan in 0..plans {
-            // Four configurations that are all the same, under six loads.
+            // Four equal configurations, under six loads.
             let schedule = Schedule::new(4, 6, &[(0, 1), (0, 2), (0, 3)], plan);
             let judge = Judge::with(sequential.clone(), schedule.questions(), 0.03);
             let (judge, _) = simulate(&schedule, judge, 5, 15, |_, _| 0.05 * draw(&mut rng));
@@ -149,7 +149,7 @@ fn twins_are_told_apart_in_at_most_five_percent_of_all_cells() {
             plans_wrong += usize::from(told > 0);
         }
         assert!(wrong * 20 <= cells, "{name}: {wrong} of {cells} cells");
-        // Where nothing differs, not even one wrong verdict is in more than 5 % of all plans (and chance's 2 %).
+        // If nothing differs, at most 5 % of all plans (and 2 % for chance) have a wrong verdict.
         assert!(
             plans_wrong * 100 <= plans as usize * 7,
             "{name}: {plans_wrong} of {plans} plans"
@@ -166,7 +166,7 @@ fn five_percent_under_five_percent_noise_is_found_in_the_predicted_time() {
         let trials = 500;
         let found = (0..trials)
             .filter(|_| {
-                // One effect, and beside it comparisons that stay unclear.
+                // One effect, and other comparisons that remain undecided.
                 let mut judge = Judge::with(sequential.clone(), questions, 0.001);
                 for _ in 0..predicted {
                     for question in 0..questions {
@@ -178,7 +178,7 @@ fn five_percent_under_five_percent_noise_is_found_in_the_predicted_time() {
                 judge.verdicts()[0] == Verdict::Gain
             })
             .count();
-        // Nine in ten are promised; chance may take 4 %.
+        // Nine in ten are promised; 4 % are for chance.
         assert!(
             found * 100 >= trials * 86,
             "{questions} questions, {predicted} pairs: {found} of {trials}"
@@ -227,7 +227,7 @@ fn the_plan_of_a_published_study_costs_a_tenth_and_is_more_certain() {
         let (judge, spent) = simulate(&schedule, judge, 5, 15, |arm, load| {
             truth(if arm == 4 { 0 } else { arm }, load) + noise * rng.normal()
         });
-        // The twin's time is spread over the four.
+        // The time of the twin is spread over the four.
         let seconds: f64 = spent
             .iter()
             .map(|(boots, runs)| f64::from(*boots) * boot_s + f64::from(*runs) * (ramp_s + run_s))
@@ -251,7 +251,7 @@ fn the_plan_of_a_published_study_costs_a_tenth_and_is_more_certain() {
                     Verdict::Equivalent => effect.abs() > 0.03_f64.ln_1p(),
                     Verdict::Undecided => false,
                 });
-                // Then: one run each, and the higher one is the better one.
+                // The method of the study: one run each, and the higher figure is better.
                 let long = (boot_noise * boot_noise + second_noise * second_noise / 1200.0).sqrt();
                 let seen = effect + long * (rng.normal() - rng.normal());
                 wrong_then += usize::from(seen * effect < 0.0);

@@ -1,4 +1,4 @@
-//! The closed loop: every completed request is replaced at once.
+//! The closed loop: each completed request is replaced immediately.
 
 use std::mem;
 use std::sync::Barrier;
@@ -13,7 +13,7 @@ use super::job::{Access, Job};
 use super::window::Lap;
 use harness::cpu;
 
-/// The I/O of one thread, with the edges of the window where all threads meet; returns the latencies within it.
+/// Runs the I/O of one thread. All threads meet at the edges of the window. Returns the latencies in the window.
 pub fn drive(job: &Job, number: usize, mut driver: impl Driver, edge: &Barrier) -> Result<Lap> {
     if let Some(cpu) = job.cpus.get(number) {
         cpu::pin_thread(&[*cpu])?;
@@ -44,7 +44,7 @@ pub fn drive(job: &Job, number: usize, mut driver: impl Driver, edge: &Barrier) 
     })
 }
 
-/// The closed loop: every completed request is replaced at once.
+/// The closed loop of one thread.
 struct Loop {
     access: Access,
     blocks: u64,
@@ -58,12 +58,12 @@ struct Loop {
     latencies: Bins,
 }
 
-/// Where one client thread has not been yet.
+/// The areas that a thread has not accessed yet.
 struct Once {
-    /// Blocks of one request in each area.
+    /// The number of blocks in each area
     area_blocks: u64,
     areas: u64,
-    /// The number of the next one, in the order in which they are visited, and how many threads take turns.
+    /// The index of this thread's next area; threads take turns
     next: u64,
     threads: u64,
 }
@@ -79,7 +79,7 @@ impl Once {
         })
     }
 
-    /// The next block; none when all areas have been visited. Their order is scattered, unless it is to be sequential.
+    /// The next block; `None` after all areas. The order of areas is scattered, or sequential.
     fn next(&mut self, sequential: bool, random: u64) -> Option<u64> {
         let all = self.areas.next_power_of_two();
         loop {
@@ -88,7 +88,7 @@ impl Once {
             if number >= all {
                 return None;
             }
-            // An odd factor makes a permutation of it.
+            // Multiplication by an odd number permutes the indexes.
             let area = match sequential {
                 true => number,
                 false => number.wrapping_mul(0x9e37_79b9_7f4a_7c15) & (all - 1),
@@ -108,7 +108,7 @@ impl Loop {
         Loop {
             access: job.access,
             blocks,
-            // Threads that read in sequence do not read the same.
+            // Threads that read sequentially start at different blocks.
             next_block: blocks / 16 * (number as u64 % 16),
             random: mix(job.seed.wrapping_add((number as u64) << 32)),
             once: Once::new(job, number, blocks),
@@ -128,7 +128,7 @@ impl Loop {
         driver.submit()
     }
 
-    /// One clock read per batch of completions: it is the end of their latency and the start of their successors'.
+    /// Reads the clock once per batch of completions: it ends their latencies and starts those of their successors.
     fn run(&mut self, driver: &mut impl Driver, length: Duration) -> Result<()> {
         let end = Instant::now() + length;
         let mut empty_polls = 0_u32;
@@ -166,12 +166,12 @@ impl Loop {
         Ok(())
     }
 
-    /// Returns what was recorded, and starts a new recording.
+    /// Returns the recorded latencies, and starts again.
     fn forget(&mut self) -> Bins {
         mem::take(&mut self.latencies)
     }
 
-    /// Requests that were submitted together and are seen together have one latency: recorded as one run.
+    /// Records latencies. Requests that were submitted together and completed together have the same latency.
     fn record(&mut self, now: Instant) {
         let submitted_at = &self.submitted_at;
         for run in self
@@ -183,7 +183,7 @@ impl Loop {
         }
     }
 
-    /// Whether there was anything left to do.
+    /// Prepares the next request in a slot; `false` if there is none.
     fn prepare(&mut self, driver: &mut impl Driver, slot: usize) -> Result<bool> {
         let block = if let Some(once) = &mut self.once {
             self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -212,7 +212,7 @@ mod tests {
     #[test]
     fn threads_go_everywhere_once() {
         for sequential in [false, true] {
-            // As many areas as are no power of two.
+            // The number of areas is not a power of two.
             let once = |next| Once {
                 area_blocks: 16,
                 areas: 1000,

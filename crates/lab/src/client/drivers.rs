@@ -14,19 +14,18 @@ pub trait Driver: Send {
     /// The numbers of its slots.
     fn slots(&self) -> Vec<usize>;
     fn prepare(&mut self, slot: usize, write: bool, offset: u64, len: usize) -> Result<()>;
-    /// Publishes all that was prepared, and kicks if the device wants it.
+    /// Publishes all prepared requests, and kicks the device if it needs that.
     fn submit(&mut self) -> Result<()>;
-    /// Appends the slots that have completed; a sleeping client blocks until there is one, a polling one may add none.
+    /// Appends the completed slots. A sleeping client blocks until there is one; a polling client may append none.
     fn reap(&mut self, done: &mut Vec<usize>) -> Result<()>;
-    /// Appends the slots that have completed; blocks until there is one or it is `until`. One request at least is under
-    /// way.
+    /// Appends the completed slots, after waiting for one or until a time. At least one request must be in flight.
     fn reap_until(&mut self, until: Instant, done: &mut Vec<usize>) -> Result<()>;
 }
 
-/// The driver crate's rings: as little client as possible. Chains are built once, then only sectors change.
+/// The driver crate's rings, with minimal cost: chains are built once, and then only sectors change.
 pub struct RingDriver {
     lanes: Vec<Lane>,
-    /// A slot's number is that of its lane above that within the lane.
+    /// The number of a slot has its lane in the upper bits, from this one on
     lane_shift: u32,
     capacity: u64,
     sleeps: bool,
@@ -40,7 +39,7 @@ struct Lane {
 }
 
 impl RingDriver {
-    /// The devices behind the drivers come with them: dropping one would end its connection.
+    /// Returns the devices together with the drivers, because dropping a device would end its connection.
     pub fn connect(job: &Job) -> Result<(Vec<RingDriver>, Vec<Device>)> {
         let Access { depth, block, .. } = job.access;
         let config = DeviceConfig {
@@ -68,7 +67,7 @@ impl RingDriver {
             let capacity = device.config()?.capacity * 512;
             for (number, mut queue) in device.queues.drain(..).enumerate() {
                 if disk >= job.driven {
-                    // It has had something to do.
+                    // One read, so that the disk is in use.
                     let read = queue.read(0, 512);
                     read.map_err(|status| anyhow!("a read failed with status {status}"))?;
                     continue;
@@ -170,14 +169,14 @@ impl Driver for RingDriver {
     }
 }
 
-/// The blkio crate's virtio-blk: a driver that ringdisk's authors did not write.
+/// The virtio-blk driver of the blkio crate: an independent implementation.
 pub struct BlkioDriver {
     queue: vhost::Queue,
     capacity: u64,
 }
 
 impl BlkioDriver {
-    /// A driver per queue: it sleeps on one queue only.
+    /// Returns a driver for each queue, because a driver sleeps on one queue.
     pub fn connect(job: &Job) -> Result<(Vec<BlkioDriver>, vhost::Device)> {
         let [socket] = &job.sockets[..] else {
             bail!("this client drives one disk");

@@ -1,23 +1,23 @@
-//! When each request is sent: a schedule that does not wait for answers, think times, bursts. No I/O and no clock here.
+//! When each request is sent: at fixed times, or after pauses in bursts. This file does no I/O and reads no clock.
 
 use harness::random::mix;
 use serde::{Deserialize, Serialize};
 
 use crate::plan::words::Arrival;
 
-/// How a client decides when to send the next request.
+/// The rule for the time of the next request.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "pace")]
 pub enum Pace {
-    /// Each request has its own time, whatever becomes of those before it.
+    /// Each request has its own time, whether or not earlier requests have completed.
     Open {
-        /// The rate of the requests.
+        /// Requests per second.
         per_second: f64,
         /// The distances between them.
         arrivals: Arrival,
     },
-    /// The client sends `requests` at once, waits for all of them, pauses, and so on. One request and a short pause is
-    /// a guest that computes between two reads; a long pause is silence before a burst.
+    /// The client sends `requests` together, waits for all of them, pauses, and repeats. One request with a short pause is
+    /// like a guest that computes between two reads; a long pause is silence before a burst.
     Bursts {
         /// Requests of a burst.
         requests: usize,
@@ -26,20 +26,20 @@ pub enum Pace {
     },
 }
 
-/// When requests are due, in nanoseconds since the schedule began.
+/// The times at which requests are due, in nanoseconds since the start of the schedule.
 pub struct Schedule {
     pace: Pace,
-    /// When the next request is due; never while a burst is under way.
+    /// `None` while a burst is in flight
     next_ns: Option<u64>,
-    /// Requests of the burst that have not been taken yet.
+    /// Requests of the burst that have not been taken yet
     left: usize,
-    /// Of an open loop, before it is rounded.
+    /// The next time of an open loop before rounding
     exact_ns: f64,
     random: u64,
 }
 
 impl Schedule {
-    /// A schedule that begins now. The same seed gives the same times.
+    /// A schedule that starts now. The same seed gives the same times.
     pub fn new(pace: Pace, seed: u64) -> Schedule {
         let mut schedule = Schedule {
             pace,
@@ -55,15 +55,15 @@ impl Schedule {
         schedule
     }
 
-    /// When the next request is due; `None` until those under way are done.
+    /// When the next request is due; `None` while a burst is in flight.
     pub fn next_ns(&self) -> Option<u64> {
         self.next_ns
     }
 
-    /// Takes the next request off the schedule and gives the time from which its latency counts.
+    /// Takes the next request from the schedule, and returns the time from which its latency counts.
     ///
     /// # Panics
-    /// If there is none.
+    /// If no request is due.
     pub fn take(&mut self) -> u64 {
         let due_ns = self.next_ns.expect("a request is taken only if one is due");
         match self.pace {
@@ -76,7 +76,7 @@ impl Schedule {
         due_ns
     }
 
-    /// Tells the schedule that no request has been under way since `now_ns`.
+    /// Tells the schedule that all requests have completed at `now_ns`.
     pub fn all_done(&mut self, now_ns: u64) {
         if let Pace::Bursts { requests, pause_us } = self.pace
             && self.left == 0
@@ -86,7 +86,7 @@ impl Schedule {
         }
     }
 
-    /// How many more requests are due before `end_ns`. They are taken off the schedule.
+    /// Removes the requests that are due before `end_ns`, and returns their number.
     pub fn skip_to(&mut self, end_ns: u64) -> u64 {
         let mut skipped = 0;
         while matches!(self.pace, Pace::Open { .. }) && self.next_ns.is_some_and(|it| it < end_ns) {

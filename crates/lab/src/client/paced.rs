@@ -1,8 +1,8 @@
 //! The client of the open loop: it sends each request when it is due, and sleeps until then or until one completes.
 //!
-//! A latency counts from the time at which its request was due, so that a server that holds the client up has to answer
-//! for the requests that could not be sent meanwhile. After a think time it counts from when the request was sent: no
-//! server is to blame for the client's timer.
+//! A latency counts from the time at which the request was due, so it includes the time in which a slow server kept the
+//! client from sending. After a think time, it counts from the time at which the request was sent, so it does not include
+//! delays of the client's timer.
 
 use std::num::NonZeroU64;
 use std::sync::Barrier;
@@ -19,8 +19,8 @@ use super::window::{self, Lap};
 use crate::plan::words::Client;
 use harness::cpu;
 
-/// Up to this pause a client computes, as a guest does between two reads; a longer one it sleeps through. A timer of a
-/// virtual machine takes some 50 us to wake somebody up.
+/// Up to this pause, a client computes, as a guest does between two reads. It sleeps for longer pauses. In a virtual
+/// machine, a timer wakes a thread about 50 us late.
 pub const BUSY_PAUSE_US_MAX: u64 = 50;
 
 /// Measures a job with a pace.
@@ -51,13 +51,13 @@ pub fn run(job: &Job, pace: Pace) -> Result<Sample> {
     }
 }
 
-/// The I/O of one disk, with the edges of the window where all disks meet. Nothing is under way at an edge, so that
-/// requests and CPU time belong together also where there are few requests.
+/// Runs the I/O of one disk. All disks meet at the edges of the window, with no request in flight, so that requests and CPU
+/// time match even if there are few requests.
 fn drive(job: &Job, pace: Pace, number: usize, driver: impl Driver, edge: &Barrier) -> Result<Lap> {
     if !job.cpus.is_empty() {
         cpu::pin_thread(&[job.cpus[number % job.cpus.len()]])?;
     }
-    // The default lets a timer be 50 us late, which would be in all latencies.
+    // The default slack of 50 us would be in all latencies.
     rustix::thread::set_current_timer_slack(NonZeroU64::new(1))
         .context("setting the timer slack")?;
     let seed = |what: u64| mix(job.schedule_seed.wrapping_add((number as u64) << 8 | what));
@@ -80,16 +80,16 @@ fn nanoseconds(seconds: f64) -> u64 {
     (seconds * 1e9) as u64
 }
 
-/// A disk with a clock: the real one, or that of a test.
+/// A disk with a clock, which tests replace.
 trait Disk {
-    /// Numbers of its request slots.
+    /// The numbers of its request slots.
     fn slots(&self) -> Vec<usize>;
-    /// Since [`Disk::restart`].
+    /// The time since [`Disk::restart`].
     fn now_ns(&mut self) -> u64;
     fn restart(&mut self);
     /// Sends requests in free slots.
     fn send(&mut self, slots: &[usize]) -> Result<()>;
-    /// Adds the slots of requests that are done. If there are none, sleeps until there is one or it is `until_ns`.
+    /// Adds the slots of completed requests. If there are none, sleeps until one completes, or until `until_ns`.
     fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> Result<()>;
 }
 
@@ -98,7 +98,7 @@ struct Requests<D> {
     disk: D,
     free: Vec<usize>,
     in_flight: usize,
-    /// Of each slot, the time from which its latency counts.
+    /// For each slot, the time from which its latency counts
     since_ns: Vec<u64>,
     latencies: Bins,
     ios: u64,
@@ -121,18 +121,18 @@ impl<D: Disk> Requests<D> {
         }
     }
 
-    /// Forgets what was measured; the time is 0 again.
+    /// Clears all figures, and restarts the clock at 0.
     fn restart(&mut self) {
         self.latencies = Bins::default();
         (self.ios, self.unsent) = (0, 0);
         self.disk.restart();
     }
 
-    /// Sends what is due before `end_ns`, and returns when that is over and nothing is under way.
+    /// Sends the requests that are due before `end_ns`, and returns after that time when no request is in flight.
     fn run(&mut self, pace: Pace, seed: u64, end_ns: u64) -> Result<()> {
         let mut schedule = Schedule::new(pace, seed);
         let (mut batch, mut done) = (Vec::new(), Vec::new());
-        // Of a burst, the first answer counts; how long the others take says more of the storage.
+        // Of a burst, only the first answer counts: the others depend more on the storage.
         let only_first = matches!(pace, Pace::Bursts { .. });
         let mut first = true;
         loop {
@@ -155,7 +155,7 @@ impl<D: Disk> Requests<D> {
             let next_ns = schedule.next_ns().filter(|_| !self.free.is_empty());
             let until_ns = match next_ns {
                 Some(next_ns) if now_ns < end_ns => next_ns.min(end_ns),
-                // Nothing can be sent before something completes, or nothing is left to be sent.
+                // The next request needs a free slot, or there is none left to send.
                 _ if self.in_flight > 0 => u64::MAX,
                 _ => end_ns,
             };
@@ -193,7 +193,7 @@ struct Timed<D> {
     blocks: u64,
     random: u64,
     in_flight: usize,
-    /// Computes through pauses instead of sleeping.
+    /// Whether it computes in pauses instead of sleeping
     busy: bool,
 }
 
@@ -239,7 +239,7 @@ impl<D: Driver> Disk for Timed<D> {
     }
 
     fn wait(&mut self, until_ns: u64, done: &mut Vec<usize>) -> Result<()> {
-        // A duration of 2^64 ns is more than the clock can take.
+        // An Instant cannot represent 2^64 ns from now.
         let left = Duration::from_nanos(until_ns.min(3_600_000_000_000));
         let until = self.begun + left;
         if self.in_flight > 0 {
@@ -261,11 +261,11 @@ mod tests {
     use super::*;
     use crate::plan::words::Arrival;
 
-    /// A disk whose time passes only while its client sleeps, and which takes the same time for every request.
+    /// A disk with the same service time for each request. Its clock advances only while the client sleeps.
     struct Fake {
         now_ns: u64,
         service_ns: u64,
-        /// Slots under way, and when they are done.
+        /// Slots in flight, with their completion times
         in_flight: Vec<(usize, u64)>,
         sent_ns: Vec<u64>,
         slots: usize,

@@ -1,4 +1,4 @@
-//! Where the disks of a configuration are.
+//! The storage of a configuration's disks.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::words::not_one_of;
 
-/// What `backing` may say, for messages.
+/// The values of `backing`, for messages.
 const WORDS: [&str; 7] = [
     "file",
     "ram",
@@ -16,10 +16,10 @@ const WORDS: [&str; 7] = [
     "/PATH",
     "rbd:POOL/IMAGE",
 ];
-/// Longest name of a disk: longer ones are no names of Ceph's or the kernel's.
+/// The longest name of a disk in Ceph or the kernel.
 const NAME_MAX: usize = 1024;
 
-/// Where the disks of a configuration are.
+/// The storage of a configuration's disks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Backing {
     /// Files that the lab creates.
@@ -28,7 +28,7 @@ pub enum Backing {
     Ram,
     /// Compressed RAM block devices that the lab creates; needs root.
     Zram,
-    /// Nothing: each request succeeds at once.
+    /// No storage: each request succeeds immediately.
     Null,
     /// Files that the lab creates in this directory, such as that of an NFS mount.
     Directory(PathBuf),
@@ -55,12 +55,12 @@ pub enum Name {
 }
 
 impl Backing {
-    /// Whether the lab creates the disks, whatever the plan's `create` says.
+    /// Whether the lab creates the disks even without the plan's `create`.
     pub fn is_own(&self) -> bool {
         !matches!(self, Self::Named(_))
     }
 
-    /// The disk that stands for all of them where only one can be shown; `None` for disks of the lab's own.
+    /// The first disk, where only one can be shown; `None` for disks that the lab creates.
     pub fn first(&self) -> Option<Name> {
         match self {
             Self::Named(names) => Some(names.of(0, 0, 1)),
@@ -78,7 +78,7 @@ impl Names {
     /// The name of a volume, of `volumes` in each guest; all are counted from 0.
     pub fn of(&self, guest: u16, volume: u16, volumes: u16) -> Name {
         let index = usize::from(guest) * usize::from(volumes) + usize::from(volume);
-        // A single name is a pattern; `check` has seen that there are enough otherwise.
+        // A single name is a pattern; otherwise, `check` has verified their number.
         let pattern = &self.0[index.min(self.0.len() - 1)];
         let text = pattern
             .replace("{guest}", &guest.to_string())
@@ -92,16 +92,16 @@ impl Names {
         }
     }
 
-    /// All of them, in order.
+    /// The names of all volumes, in order.
     pub fn all(&self, guests: u16, volumes: u16) -> Vec<Name> {
         let of_guest = |guest| (0..volumes).map(move |volume| self.of(guest, volume, volumes));
         (0..guests).flat_map(of_guest).collect()
     }
 
-    /// Whether each volume of each guest has a disk of its own.
+    /// Checks that each volume of each guest has its own disk.
     ///
     /// # Errors
-    /// What to write instead.
+    /// Volumes share disks; the message says what to write instead.
     pub fn check(&self, guests: u16, volumes: u16) -> Result<(), String> {
         let wanted = usize::from(guests) * usize::from(volumes);
         let mut names = self.all(guests, volumes);
@@ -124,10 +124,10 @@ impl Names {
     }
 }
 
-/// A name as a plan writes it. Nothing in it can be mistaken for an option of QEMU, librbd or ringdisk.
+/// Checks a name in a plan: QEMU, librbd and ringdisk must not read an option from it.
 fn checked(text: &str) -> Result<String, String> {
     if text.len() > NAME_MAX {
-        return Err(format!("a name of more than {NAME_MAX} bytes is none"));
+        return Err(format!("a name must not have more than {NAME_MAX} bytes"));
     }
     let mut plain = text.replace("{guest}", "").replace("{volume}", "");
     if plain.contains(['{', '}']) {

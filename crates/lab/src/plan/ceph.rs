@@ -60,7 +60,7 @@ impl Ceph {
 /// The name of a user of Ceph.
 ///
 /// # Errors
-/// It is none.
+/// It is invalid.
 pub fn user(text: &str) -> Result<String, String> {
     let plain = text.strip_prefix("client.").unwrap_or(text);
     let is_name = !plain.is_empty()

@@ -4,11 +4,11 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-/// The text with the values of `KEY=VALUE` or `TABLE.KEY=VALUE` in place of its own; several values, with commas between
-/// them, are a list. A value of `[config]` is that of all cases, also of those that have one of their own.
+/// Returns the text with the values of `KEY=VALUE` or `TABLE.KEY=VALUE`. Commas separate the values of a list. A value of
+/// `[config]` also replaces that of each case.
 ///
 /// # Errors
-/// It is no TOML, or a change names no key.
+/// The text is not TOML, or a change has no key.
 pub fn set(text: &str, changes: &[String]) -> Result<String, String> {
     let mut plan: Table = text.parse().map_err(|e| format!("{e}"))?;
     for change in changes {
@@ -33,7 +33,7 @@ pub fn set(text: &str, changes: &[String]) -> Result<String, String> {
                     .or_insert_with(|| Value::Table(Table::new()));
                 let table_value = table_value
                     .as_table_mut()
-                    .ok_or_else(|| format!("{change}: {table} is no table"))?;
+                    .ok_or_else(|| format!("{change}: {table} is not a table"))?;
                 table_value.insert(key.into(), value)
             }
         };
@@ -42,10 +42,10 @@ pub fn set(text: &str, changes: &[String]) -> Result<String, String> {
     toml::to_string(&plan).map_err(|e| format!("{e}"))
 }
 
-/// The text with one more case before the last: that case with another build of ringdisk.
+/// Returns the text with another case before the last: the last case with another build of ringdisk.
 ///
 /// # Errors
-/// It is no TOML, or has no cases that are served by ringdisk.
+/// The text is not TOML, or ringdisk does not serve its last case.
 pub fn with_baseline(text: &str, build: &Path) -> Result<String, String> {
     let mut plan: Table = text.parse().map_err(|e| format!("{e}"))?;
     let build = std::path::absolute(build).map_err(|e| format!("{}: {e}", build.display()))?;
@@ -96,7 +96,7 @@ mod tests {
         assert!(
             set(PLAN, &["guest.x=1".into()])
                 .unwrap_err()
-                .contains("no table")
+                .contains("not a table")
         );
     }
 

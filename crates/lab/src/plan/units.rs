@@ -1,13 +1,13 @@
-//! Sizes, times and shares as plans write them.
+//! Sizes, times and shares in plans.
 
 use std::time::Duration;
 
 /// Bytes: `512`, `0.5k`, `4k`, `1.5M`, `2G`; powers of 1024 as in QEMU and fio.
 ///
 /// # Errors
-/// It is none.
+/// It is invalid.
 pub fn size(text: &str) -> Result<u64, String> {
-    let problem = || format!("'{text}' is no size; as in 512, 4k, 1M or 2G");
+    let problem = || format!("'{text}' is not a size, such as 512, 4k, 1M or 2G");
     let shift = match text.chars().last().map(|c| c.to_ascii_lowercase()) {
         Some('k') => 10,
         Some('m') => 20,
@@ -29,7 +29,7 @@ pub fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Bytes as fio and QEMU write them, exactly.
+/// A size in the syntax of fio and QEMU, exactly.
 pub fn size_text(bytes: u64) -> String {
     for (shift, unit) in [(40, "T"), (30, "G"), (20, "M"), (10, "k")] {
         if bytes > 0 && bytes.is_multiple_of(1 << shift) {
@@ -42,9 +42,9 @@ pub fn size_text(bytes: u64) -> String {
 /// A time: `20us`, `500ms`, `10s`, `30m`, `2h`; a plain number is seconds.
 ///
 /// # Errors
-/// It is none, or longer than a month.
+/// It is not a time, or is longer than a month.
 pub fn time(text: &str) -> Result<Duration, String> {
-    let problem = || format!("'{text}' is no time; as in 10s, 30m or 2h");
+    let problem = || format!("'{text}' is not a time, such as 10s, 30m or 2h");
     let units = [
         ("us", 1e-6),
         ("ms", 0.001),
@@ -65,7 +65,7 @@ pub fn time(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A time for people: `45 s`, `12 min`, `3.5 h`.
+/// A time such as `45 s`, `12 min` or `3.5 h`.
 pub fn time_text(time: Duration) -> String {
     let seconds = time.as_secs_f64();
     match seconds {
@@ -79,9 +79,9 @@ pub fn time_text(time: Duration) -> String {
 /// A share: `3%` or `0.03`.
 ///
 /// # Errors
-/// It is none, or not between 0.1 % and 90 %.
+/// It is not a share, or not between 0.1 % and 90 %.
 pub fn share(text: &str) -> Result<f64, String> {
-    let problem = || format!("'{text}' is no share between 0.1% and 90%; as in 3%");
+    let problem = || format!("'{text}' is not a share between 0.1% and 90%, such as 3%");
     let (number, scale) = match text.strip_suffix('%') {
         Some(number) => (number.trim_end(), 0.01),
         None => (text, 1.0),

@@ -1,4 +1,4 @@
-//! The values of a plan's TOML, with their places.
+//! Values of a plan's TOML, with their positions.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use toml::de::{DeTable, DeValue};
 use super::units::time;
 use super::words::not_one_of;
 
-/// A mistake at a place in the text.
+/// An error at a position in the text.
 pub struct Mistake {
     pub at: usize,
     pub problem: String,
@@ -79,7 +79,7 @@ pub fn entries<'a>(table: &'a DeTable<'a>) -> Parsed<Vec<Entry<'a>>> {
             })
         })
         .collect::<Parsed<_>>()?;
-    // As they were written: that order is the order of the combinations.
+    // In the order of the text, which is the order of the combinations.
     entries.sort_by_key(|entry| entry.span.start);
     Ok(entries)
 }
@@ -132,7 +132,7 @@ pub fn single(entry: &Entry) -> Parsed<String> {
     }
 }
 
-/// A word that can be a folder's name.
+/// A word that can be the name of a folder.
 pub fn word(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     match !text.is_empty()
@@ -142,7 +142,7 @@ pub fn word(text: &str) -> Result<String, String> {
     {
         true => Ok(text.into()),
         false => Err(format!(
-            "'{text}' is no word of letters, digits, '-', '_' and '.'"
+            "'{text}' is not a word of letters, digits, '-', '_' and '.'"
         )),
     }
 }
@@ -151,7 +151,7 @@ pub fn host(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-.:".contains(c);
     match !text.is_empty() && text.chars().all(plain) && !text.starts_with('-') {
         true => Ok(text.into()),
-        false => Err(format!("'{text}' is no name of a host")),
+        false => Err(format!("'{text}' is not a host name")),
     }
 }
 
@@ -168,13 +168,13 @@ pub fn line(text: String) -> Result<String, String> {
 pub fn absolute(text: &str) -> Result<PathBuf, String> {
     match text.starts_with('/') {
         true => Ok(text.into()),
-        false => Err(format!("'{text}' is no absolute path")),
+        false => Err(format!("'{text}' is not an absolute path")),
     }
 }
 
 pub fn number(text: &str, min: u64, max: u64) -> Result<u64, String> {
     let number = text.parse().ok().filter(|n| (min..=max).contains(n));
-    number.ok_or_else(|| format!("'{text}' is no number from {min} to {max}"))
+    number.ok_or_else(|| format!("'{text}' is not a number from {min} to {max}"))
 }
 
 pub fn between(text: &str, min_s: f64, max_s: f64) -> Result<Duration, String> {

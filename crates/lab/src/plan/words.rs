@@ -1,4 +1,4 @@
-//! Words of the plan: QEMU's and fio's where they have one.
+//! The words of a plan. Where QEMU or fio have a word, it is the same.
 
 /// An enum whose values are words, with the same spelling in plans, reports and messages.
 macro_rules! words {
@@ -10,10 +10,10 @@ macro_rules! words {
         }
 
         impl $name {
-            /// Every value, in the order in which they are shown.
+            /// All values, in the order of messages.
             pub const ALL: &[Self] = &[$(Self::$value),+];
 
-            /// The word for it.
+            /// The word of a value.
             pub fn word(self) -> &'static str {
                 match self {
                     $(Self::$value => $word,)+
@@ -55,13 +55,13 @@ macro_rules! words {
 }
 
 words! {
-    /// What the guest sees.
+    /// The guest's device.
     Device {
         /// An emulated IDE disk: what QEMU gives to a plain `-drive`.
         Ide = "ide",
         /// virtio-blk in QEMU's process.
         VirtioBlk = "virtio-blk",
-        /// A disk on a virtio-scsi controller of its own, in QEMU's process ("virtio-scsi-single").
+        /// A disk with its own virtio-scsi controller in QEMU's process ("virtio-scsi-single").
         VirtioScsi = "virtio-scsi",
         /// virtio-blk served by another process.
         VhostUserBlk = "vhost-user-blk",
@@ -77,17 +77,17 @@ words! {
         None = "none",
         /// Through the host's page cache.
         Writeback = "writeback",
-        /// Through the host's page cache, and each write is durable when it is done.
+        /// Through the host's page cache; a completed write is durable.
         Writethrough = "writethrough",
-        /// `O_DIRECT`, and each write is durable when it is done.
+        /// `O_DIRECT`; a completed write is durable.
         Directsync = "directsync",
-        /// Through the host's page cache, and flushes are ignored.
+        /// Through the host's page cache; flushes are ignored.
         Unsafe = "unsafe",
     }
 }
 
 words! {
-    /// How bytes are moved on the host.
+    /// The host's I/O interface.
     Aio {
         /// A pool of threads.
         Threads = "threads",
@@ -135,7 +135,7 @@ words! {
 }
 
 words! {
-    /// How the disk is named on QEMU's command line.
+    /// The option that describes the disk on QEMU's command line.
     Syntax {
         /// `-blockdev`.
         Blockdev = "blockdev",
@@ -163,11 +163,11 @@ words! {
 }
 
 words! {
-    /// How fio's requests come when a rate is set.
+    /// The distances between requests of a rate.
     Arrival {
-        /// One after the other, evenly.
+        /// Equal distances.
         Linear = "linear",
-        /// At random: an open loop, as independent users make it.
+        /// Random distances, as between the requests of independent users.
         Poisson = "poisson",
     }
 }
@@ -175,9 +175,9 @@ words! {
 words! {
     /// The driver in front of a vhost-user socket without a guest.
     Client {
-        /// The virtio-blk driver of the blkio crate, asleep on its completion descriptor.
+        /// The virtio-blk driver of the blkio crate; it sleeps on its completion descriptor.
         Blkio = "blkio",
-        /// A minimal driver, asleep on the call eventfd while it has nothing to do, as a guest is.
+        /// A minimal driver; it sleeps on the call eventfd while it waits, as a guest does.
         Ring = "ring",
         /// The same driver, polling the used ring.
         RingPoll = "ring-poll",
@@ -187,9 +187,9 @@ words! {
 words! {
     /// Where the load runs.
     GuestKind {
-        /// A Linux guest that is made on the spot.
+        /// A Linux guest that the lab makes.
         Linux = "linux",
-        /// A guest of one's own, over ssh.
+        /// A guest of the user's, over ssh.
         Ssh = "ssh",
         /// No guest: fio on the host.
         None = "none",
@@ -209,10 +209,10 @@ words! {
 words! {
     /// What a block repeats for each configuration.
     Interleave {
-        /// Each configuration is booted once in a block, and runs all loads one after the other.
+        /// Each configuration boots once in a block, and runs all loads one after the other.
         Boots = "boots",
-        /// Each load has boots of its own: the configurations take turns under one load, then under the next. Two samples
-        /// that are compared are then close in time.
+        /// Each load has its own boots: all configurations run one load, and then the next. Samples that are compared are
+        /// therefore close in time.
         Loads = "loads",
     }
 }
@@ -220,58 +220,58 @@ words! {
 words! {
     /// When a run ends.
     Until {
-        /// When every comparison is decided: decided ones run no more.
+        /// When every comparison is decided. Decided ones do not run again.
         Decided = "decided",
-        /// When all blocks of the plan have run: each sample is taken as often as every other.
+        /// When all blocks of the plan have run. All cells have the same number of samples.
         Blocks = "blocks",
     }
 }
 
 words! {
-    /// What verdicts are about.
+    /// The figure of the verdicts.
     Metric {
         /// Requests per second; at a fixed rate, the mean latency.
         Speed = "speed",
-        /// CPU time of the server for each request.
+        /// The server's CPU time per request.
         Cpu = "cpu",
     }
 }
 
 words! {
-    /// Which configurations are compared with which.
+    /// The rule for comparisons.
     Against {
         /// Each with the first.
         First = "first",
-        /// The last one with each of the others, of the same values of all axes.
+        /// The last one with each of the others that has the same values of all axes.
         Last = "last",
         /// Each with the one before it: a ladder.
         Previous = "previous",
-        /// Those that differ in one setting.
+        /// Configurations that differ in one setting.
         OneFactor = "one-factor",
     }
 }
 
 words! {
-    /// What a published figure says that happens.
+    /// The result that a published figure predicts.
     Expect {
-        /// It gets better.
+        /// A gain.
         Gain = "gain",
-        /// It gets worse.
+        /// A loss.
         Loss = "loss",
-        /// Nothing happens.
+        /// No difference.
         Equal = "equal",
     }
 }
 
 impl Rw {
-    /// Whether anything is written.
+    /// Whether it writes.
     pub fn writes(self) -> bool {
         !matches!(self, Rw::RandRead | Rw::Read)
     }
 }
 
 impl Client {
-    /// Whether it sleeps while it waits.
+    /// Whether the client sleeps while it waits.
     pub fn sleeps(self) -> bool {
         self != Self::RingPoll
     }
@@ -284,7 +284,7 @@ impl Cache {
     }
 }
 
-/// The message for a word that is not allowed: with the nearest that is.
+/// The message for an unknown word, with the nearest known one.
 pub fn not_one_of(text: &str, words: &[&str]) -> String {
     let all = words.join(", ");
     match nearest(text, words) {
@@ -293,7 +293,7 @@ pub fn not_one_of(text: &str, words: &[&str]) -> String {
     }
 }
 
-/// The allowed word that somebody may have meant.
+/// The nearest known word, if it is near enough for a typing error.
 fn nearest<'a>(text: &str, words: &[&'a str]) -> Option<&'a str> {
     let lower = text.to_lowercase().replace('_', "-");
     let distance = |word: &str| {

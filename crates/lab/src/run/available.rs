@@ -1,4 +1,4 @@
-//! What this host lacks for a configuration.
+//! Whether this host can run a configuration.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::storage::Disk;
 use crate::storage::named::is_thin;
 use crate::storage::rbd::Image;
 
-/// Why a configuration cannot be measured here, and what to do about it; `None` if nothing speaks against it.
+/// Why a configuration cannot run here, and what to do about it; `None` if it can.
 pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path) -> Option<String> {
     let (guest, create) = (plan.guest, plan.create);
     let program = |name: &str, package: &str| {
@@ -131,8 +131,8 @@ fn ring(settings: &Settings) -> Option<String> {
         .then(|| "io_uring is switched off here (kernel.io_uring_disabled=2)".into())
 }
 
-/// Disks that the plan writes to and that the lab does not create itself, and those that it creates under a name: the user
-/// is asked.
+/// Disks of the user's to which the plan writes, and disks that the lab creates under a name in the plan. The lab asks before
+/// it uses them.
 pub fn overwritten(plan: &Plan) -> Vec<String> {
     let writes = plan.workloads.iter().any(crate::plan::Workload::writes);
     let mut names: Vec<String> = Vec::new();
@@ -144,7 +144,7 @@ pub fn overwritten(plan: &Plan) -> Vec<String> {
             }
             (Device::VhostUserBlk, Server::Socket(_), _) => {}
             (_, _, Backing::Named(disks)) => {
-                // What is thin is filled, whatever the loads do.
+                // Thin disks are filled, even for loads that only read.
                 let is_written = |name: &Name| {
                     writes || plan.create || settings.prefill && may_be_thin(name, settings)
                 };

@@ -30,7 +30,7 @@ impl<'a> Recorder<'a> {
     /// Creates and fills disks that the plan names, and records which were filled.
     ///
     /// # Errors
-    /// A disk cannot be created or filled, an end is wanted, or the journal cannot be written.
+    /// A disk cannot be created or filled, the user stops the run, or the journal cannot be written.
     pub fn fill(&mut self, files: &mut Files, plan: &Plan, stop: &Stop) -> Result<()> {
         let progress = &mut *self.progress;
         let fills = files.prepare(plan, stop, &mut |disk, done, of| {

@@ -1,4 +1,4 @@
-//! Images in a Ceph cluster, with the programs that its users have: `rbd`, and fio to fill them.
+//! Images in a Ceph cluster, with the usual programs: `rbd`, and fio to fill them.
 
 use std::fmt;
 use std::fs;
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::plan::ceph::Ceph;
 
-/// An image, and how programs reach it.
+/// An image, and how programs open it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
     /// Its pool.
@@ -26,13 +26,13 @@ pub struct Image {
     pub user: String,
 }
 
-/// How often the removal of an image is tried, and how long between: a client that was killed is watched for 30 s.
+/// Attempts to remove an image, and the pause between them: the cluster waits 30 s for a client that was killed.
 const REMOVALS: u32 = 8;
 const REMOVAL_PAUSE: Duration = Duration::from_secs(5);
 
 impl Image {
-    /// The image of a configuration. Options and the keyring are written into a copy of the configuration file in
-    /// `folder`, which all programs read alike.
+    /// The image of a configuration. Options and the keyring go into a copy of the configuration file in `folder`, which all
+    /// programs read.
     ///
     /// # Errors
     /// The configuration file cannot be read or copied.
@@ -43,7 +43,7 @@ impl Image {
             let text =
                 fs::read_to_string(&conf).with_context(|| format!("reading {}", conf.display()))?;
             fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
-            // Each configuration has a file of its own, which is written once: a program may read it at any time.
+            // Each configuration has its own file, which is written once, because programs may read it at any time.
             let text = format!("{}\n{added}", text.trim_end());
             conf = (0..)
                 .map(|number: u32| folder.join(format!("ceph{number}.conf")))
@@ -66,7 +66,7 @@ impl Image {
         format!("{}/{}", self.pool, self.name)
     }
 
-    /// Creates it.
+    /// Creates the image.
     ///
     /// # Errors
     /// It exists, or the cluster refuses.
@@ -76,10 +76,10 @@ impl Image {
         output(&mut command).map(drop)
     }
 
-    /// Removes it, when nobody has it open any more.
+    /// Removes the image, and waits if a client still has it open.
     ///
     /// # Errors
-    /// Somebody has, or the cluster refuses.
+    /// A client keeps it open, or the cluster refuses.
     pub fn remove(&self) -> Result<()> {
         let mut tries = 0;
         loop {
@@ -94,7 +94,7 @@ impl Image {
         }
     }
 
-    /// Its bytes, and those that have storage.
+    /// Its size, and its allocated bytes.
     ///
     /// # Errors
     /// It does not exist, or the cluster does not answer.
@@ -104,7 +104,7 @@ impl Image {
         let text = output(&mut command)?;
         let json: Value = serde_json::from_str(&text).context("what 'rbd du' printed")?;
         let images = json["images"].as_array();
-        // A snapshot has an entry of its own; the image itself has none of this key.
+        // A snapshot has its own entry, with this key.
         let mut own = images
             .into_iter()
             .flatten()
@@ -117,10 +117,10 @@ impl Image {
         Ok((field("provisioned_size")?, field("used_size")?))
     }
 
-    /// Writes data that does not compress to a part of it.
+    /// Writes incompressible data to a part of the image.
     ///
     /// # Errors
-    /// fio is missing, or fails; the message contains what it said.
+    /// fio is missing, or fails; the message contains its output.
     pub fn fill(&self, offset: u64, bytes: u64, seed: u64) -> Result<()> {
         let mut command = Command::new("fio");
         command
@@ -136,7 +136,7 @@ impl Image {
         output(&mut command).map(drop)
     }
 
-    /// Makes it a block device of the kernel's client.
+    /// Maps the image to a block device with the kernel's client.
     ///
     /// # Errors
     /// The kernel has no client, or does not support a feature of the image.
@@ -151,7 +151,7 @@ impl Image {
         Ok(device)
     }
 
-    /// Takes the block device away again.
+    /// Removes the block device.
     ///
     /// # Errors
     /// It is in use.
@@ -161,7 +161,7 @@ impl Image {
         output(&mut command).map(drop)
     }
 
-    /// QEMU's block device for it.
+    /// QEMU's `-blockdev` for it.
     pub fn blockdev(&self, cache: Value) -> Value {
         serde_json::json!({
             "driver": "rbd", "pool": self.pool, "image": self.name, "conf": self.conf, "user": self.user, "cache": cache,
@@ -189,7 +189,7 @@ impl fmt::Display for Image {
     }
 }
 
-/// What a configuration adds to the file: in the section of the user, which goes before all others.
+/// The lines of a configuration for the file, in the section of the user, which overrides all others.
 fn added_section(ceph: &Ceph, user: &str) -> Option<String> {
     let keyring = ceph.keyring.as_ref().map(|path| {
         let path = String::from_utf8_lossy(path.as_os_str().as_bytes()).into_owned();
@@ -203,10 +203,10 @@ fn added_section(ceph: &Ceph, user: &str) -> Option<String> {
     (!lines.is_empty()).then(|| format!("[client.{user}]\n{}", lines.concat()))
 }
 
-/// Runs a program to its end. What it printed.
+/// Runs a program and returns its output.
 ///
 /// # Errors
-/// It is missing, or fails; the message contains what it said.
+/// It is missing, or fails; the message contains its output.
 pub fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command

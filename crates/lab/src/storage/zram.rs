@@ -1,4 +1,4 @@
-//! A zram device of our own, filled with data that does not compress.
+//! A zram device, filled with incompressible data.
 
 use std::fs;
 use std::io::{self, Write};
@@ -19,14 +19,14 @@ pub struct Zram {
 }
 
 impl Zram {
-    /// Adds a device of so many bytes.
+    /// Adds a device of this size.
     ///
     /// # Errors
     /// This kernel has no zram, or the caller is not root.
     pub fn new(bytes: u64) -> Result<Zram> {
         let control = Path::new("/sys/class/zram-control/hot_add");
         if !control.exists() {
-            // Fails where zram is built in or absent; the next read shows which.
+            // This fails if zram is built in or absent; the next read shows which.
             let _ = Command::new("modprobe").arg("zram").status();
         }
         let number = fs::read_to_string(control).map_err(|e| match e.kind() {

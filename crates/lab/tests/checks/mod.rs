@@ -1,4 +1,4 @@
-//! What must hold for any text, wherever it comes from. The same functions are what `fuzz/` calls.
+//! Checks that must hold for any text. The fuzz targets call them as well.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use lab::plan::{CASES_MAX, Plan, WORKLOADS_MAX};
 use lab::schedule::{Schedule, estimate};
 use lab::window::count;
 
-/// A plan is refused at one of its lines, or is within its limits.
+/// A plan is refused at one of its lines, or is within the limits.
 pub fn plan(text: &str) {
-    // Job files are looked for beside it: there are none.
+    // Job files would be in its folder, which has none.
     let plan = match Plan::parse(Path::new("/nonexistent/plan.toml"), text) {
         Ok(plan) => plan,
         Err(error) => {
@@ -47,7 +47,7 @@ pub fn plan(text: &str) {
     assert!(runs <= estimate.runs);
 }
 
-/// What fio says is refused with a reason, or has requests.
+/// Output of fio is refused with a reason, or has requests.
 pub fn fio(text: &str) {
     let interval = Duration::from_millis(500);
     for run in [Run::parse_json(text), Run::parse(text, interval)] {
@@ -69,7 +69,7 @@ pub fn journal(text: &str) {
     let Ok(journal) = Journal::parse(text) else {
         return;
     };
-    // A report of thousands of charts takes a while, and is as sound as one of a few.
+    // Reports of thousands of charts take too long here.
     if journal.plan.cases.len() * journal.plan.workloads.len() > 64 {
         return;
     }
