@@ -8,12 +8,16 @@
 //!   "fingerprint": "host1 / Some CPU",
 //!   "results": [
 //!     { "recipe": "aio-iothread", "axis": "iothread", "from": "off", "to": "on",
+//!       "scope": "guest", "storage": "block", "allocation": "full",
 //!       "load": "randread 4k depth 1", "metric": "iops",
 //!       "gain-percent": 12.1, "interval-percent": [9.0, 15.2], "verdict": "gain" } ] }
 //! ```
 //!
 //! - `fingerprint` is that of the [facts](crate::facts::Facts): results of other hosts are skipped.
 //! - `axis`, `from` and `to` use the terms of the lab's plans; the other axes are equal on both sides.
+//! - `scope` is `guest` or `host`: whose setting `axis` is. `storage` is a word of the property `disk.protocol`, or `ram`
+//!   or `zram`. `allocation` is `full` or `thin`. A finding shows a result only if all three are as its rule and its disk
+//!   have them; a result without them belongs to no finding.
 //! - `gain-percent` is by how much `to` is better than `from`: more IOPS or bytes per second, less latency or CPU.
 //! - `interval-percent` is its confidence interval (95 %).
 //! - `verdict` is `gain`, `loss`, `equivalent` or `undecided`.
@@ -50,6 +54,12 @@ struct Entry {
     from: String,
     to: String,
     #[serde(default)]
+    scope: String,
+    #[serde(default)]
+    storage: String,
+    #[serde(default)]
+    allocation: String,
+    #[serde(default)]
     load: String,
     #[serde(default)]
     metric: String,
@@ -71,6 +81,9 @@ struct Contrast {
     axis: String,
     from: String,
     to: String,
+    scope: String,
+    storage: String,
+    allocation: String,
 }
 
 /// The measured effect of a change.
@@ -131,6 +144,9 @@ impl Measured {
                 axis: entry.axis,
                 from: entry.from,
                 to: entry.to,
+                scope: entry.scope,
+                storage: entry.storage,
+                allocation: entry.allocation,
             };
             let gain = Gain {
                 load: printable(&entry.load),
@@ -144,10 +160,16 @@ impl Measured {
         Ok(Added::Results(self.results.len() - before))
     }
 
-    /// The results for a change.
-    pub(crate) fn gains(&self, of: &rules::Contrast) -> Vec<Gain> {
-        let is =
-            |found: &Contrast| found.axis == of.axis && found.from == of.from && found.to == of.to;
+    /// The results for a change of disks whose storage is one of `protocols`; any storage if there are none.
+    pub(crate) fn gains(&self, of: &rules::Contrast, protocols: &[String]) -> Vec<Gain> {
+        let is = |found: &Contrast| {
+            found.axis == of.axis
+                && found.from == of.from
+                && found.to == of.to
+                && found.scope == of.scope.word()
+                && found.allocation == of.allocation.word()
+                && (protocols.is_empty() || protocols.contains(&found.storage))
+        };
         let gains = self.results.iter().filter(|(found, _)| is(found));
         gains
             .take(SHOWN_MAX)
@@ -177,4 +199,50 @@ pub enum Added {
     Results(usize),
     /// Nothing: the results are from the host with this fingerprint
     OtherHost(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rules::{Allocation, ContrastScope};
+
+    #[test]
+    fn a_result_belongs_to_findings_about_the_same_kind_of_storage() {
+        let result = |context: &str| {
+            format!(
+                r#"{{ "format": "ringdisk-measured-1", "fingerprint": "here", "results": [
+                    {{ "recipe": "ladder", "axis": "cache", "from": "writeback", "to": "none", {context}
+                       "gain-percent": 50.0, "interval-percent": [40.0, 60.0] }} ] }}"#
+            )
+        };
+        let found = |context: &str, of: &rules::Contrast, protocols: &[&str]| {
+            let mut measured = Measured::default();
+            measured.add("a", &result(context), "here").unwrap();
+            let protocols: Vec<String> = protocols.iter().map(|&it| it.to_owned()).collect();
+            measured.gains(of, &protocols).len()
+        };
+        let rule = rules::Contrast {
+            axis: "cache".into(),
+            from: "writeback".into(),
+            to: "none".into(),
+            scope: ContrastScope::Guest,
+            allocation: Allocation::Full,
+        };
+        let file = r#""scope": "guest", "storage": "file", "allocation": "full","#;
+        assert_eq!(found(file, &rule, &["file"]), 1);
+        assert_eq!(found(file, &rule, &["block", "file"]), 1);
+        assert_eq!(found(file, &rule, &["rbd"]), 0);
+        assert_eq!(found(file, &rule, &[]), 1, "about no disk");
+        assert_eq!(found("", &rule, &["file"]), 0, "of unknown storage");
+        let thin = rules::Contrast {
+            allocation: Allocation::Thin,
+            ..rule.clone()
+        };
+        assert_eq!(found(file, &thin, &["file"]), 0);
+        let of_host = rules::Contrast {
+            scope: ContrastScope::Host,
+            ..rule
+        };
+        assert_eq!(found(file, &of_host, &["file"]), 0);
+    }
 }

@@ -135,6 +135,54 @@ pub struct Contrast {
     pub from: String,
     /// The value that the rule recommends.
     pub to: String,
+    /// Whose setting it is.
+    #[serde(default)]
+    pub scope: ContrastScope,
+    /// The disks that are measured.
+    #[serde(default)]
+    pub allocation: Allocation,
+}
+
+/// Whose setting a comparison varies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ContrastScope {
+    /// The VM's configuration, or a setting inside the guest.
+    #[default]
+    Guest,
+    /// A setting of the host, such as the scheduler of its device.
+    Host,
+}
+
+impl ContrastScope {
+    /// The word of a result.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Guest => "guest",
+            Self::Host => "host",
+        }
+    }
+}
+
+/// What a comparison finds on its disks when it begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Allocation {
+    /// Data everywhere.
+    #[default]
+    Full,
+    /// Nothing: writes allocate.
+    Thin,
+}
+
+impl Allocation {
+    /// The word of a result.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Thin => "thin",
+        }
+    }
 }
 
 /// A rule in its file.

@@ -7,6 +7,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::analysis::Analysis;
+use crate::plan::backing::Name;
+use crate::plan::{Backing, Settings};
 use crate::stats::Verdict;
 
 /// The file's name in a result's folder.
@@ -95,7 +97,8 @@ fn json(analysis: &Analysis) -> Value {
         {
             let load = &plan.workloads[question.workload];
             results.push(json!({
-                "recipe": plan.name, "axis": axis, "from": from.get(axis), "to": to.get(axis), "load": load.name,
+                "recipe": plan.name, "axis": axis, "from": from.get(axis), "to": to.get(axis),
+                "scope": "guest", "storage": storage(from), "allocation": allocation(from), "load": load.name,
                 "metric": if load.rate.is_some() { "latency" } else { "iops" },
                 "gain-percent": gain * 100.0, "interval-percent": [low * 100.0, high * 100.0], "verdict": question.verdict,
             }));
@@ -121,7 +124,7 @@ fn json(analysis: &Analysis) -> Value {
             ) else {
                 continue;
             };
-            if settings.backing != crate::plan::Backing::File || interval.low <= 0.0 {
+            if settings.backing != Backing::File || interval.low <= 0.0 {
                 continue;
             }
             let gain = |iops: f64| (ceiling.iops / iops - 1.0) * 100.0;
@@ -133,6 +136,7 @@ fn json(analysis: &Analysis) -> Value {
             };
             results.push(json!({
                 "recipe": plan.name, "axis": "host", "from": "guest", "to": "host",
+                "scope": "guest", "storage": storage(settings), "allocation": allocation(settings),
                 "load": ceiling.workload, "metric": "iops", "gain-percent": gain(summary.iops),
                 "interval-percent": [low, high], "verdict": verdict,
             }));
@@ -143,4 +147,47 @@ fn json(analysis: &Analysis) -> Value {
         "fingerprint": facts.get("fingerprint").cloned().unwrap_or_default(),
         "results": results,
     })
+}
+
+/// How a disk's storage is accessed, in the words of `ringdisk check`.
+fn storage(settings: &Settings) -> &'static str {
+    match &settings.backing {
+        Backing::File | Backing::Directory(_) => "file",
+        Backing::Ram => "ram",
+        Backing::Zram => "zram",
+        Backing::Null => "null",
+        Backing::Named(_) if settings.is_librbd() => "rbd",
+        Backing::Named(_) => match settings.backing.first() {
+            Some(Name::Path(path)) if !path.starts_with("/dev") => "file",
+            _ => "block",
+        },
+    }
+}
+
+/// Whether writes allocate space.
+fn allocation(settings: &Settings) -> &'static str {
+    if settings.prefill { "full" } else { "thin" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_name_the_storage_on_which_they_were_measured() {
+        let of = |backing: &str, krbd| {
+            let settings = Settings {
+                backing: backing.parse().unwrap(),
+                krbd,
+                ..Settings::default()
+            };
+            storage(&settings)
+        };
+        assert_eq!(of("file", false), "file");
+        assert_eq!(of("/mnt/nfs/", false), "file");
+        assert_eq!(of("/images/a.raw", false), "file");
+        assert_eq!(of("/dev/vg0/a", false), "block");
+        assert_eq!(of("rbd:p/a", false), "rbd");
+        assert_eq!(of("rbd:p/a", true), "block");
+    }
 }
