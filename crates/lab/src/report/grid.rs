@@ -19,89 +19,50 @@ impl Grid {
     /// The grid of a plan's loads. The key with the most values makes the columns; among several, the depth.
     pub fn of(analysis: &Analysis) -> Grid {
         let loads = &analysis.plan().workloads;
-        let values = |key: &str| {
-            let mut values: Vec<String> = Vec::new();
-            for load in loads
-                .iter()
-                .map(|load| load.get(key))
-                .filter(|value| value != "-" && value != "none")
-            {
-                if !values.contains(&load) {
-                    values.push(load);
-                }
-            }
-            values
-        };
-        let wanted = ["iodepth", "rate", "numjobs", "bs"];
-        let key = wanted
+        let key = ["iodepth", "rate", "numjobs", "bs"]
             .into_iter()
-            .max_by_key(|key| (values(key).len(), *key == "iodepth"))
+            .max_by_key(|key| (values(loads, key).len(), *key == "iodepth"))
             .unwrap_or("iodepth");
-        let mut columns = values(key);
-        columns.sort_by_key(|column| size(column).unwrap_or(0));
+        let mut columns = values(loads, key);
         if columns.len() < 2 {
-            let rows = loads
-                .iter()
-                .enumerate()
-                .map(|(index, load)| (load.name.clone(), vec![Some(index)]))
-                .collect();
-            return Grid {
-                key: "",
-                columns: vec![String::new()],
-                rows,
-            };
+            return Grid::one_column(loads);
         }
-        let mut rows: Vec<(Vec<String>, String, Vec<Option<usize>>)> = Vec::new();
-        let varied: Vec<&str> = KEYS
+        columns.sort_by_key(|column| size(column).unwrap_or(0));
+        let row_keys: Vec<&str> = KEYS
             .into_iter()
-            .filter(|other| *other != key && values(other).len() > 1)
+            .filter(|other| *other != key && values(loads, other).len() > 1)
             .collect();
+        let mut rows: Vec<(Vec<String>, Vec<Option<usize>>)> = Vec::new();
+        let mut names = Vec::new();
         for (index, load) in loads.iter().enumerate() {
-            // A load to which the plan gives a name has its own row.
-            let own_name = (load.clone().named().name
-                != Workload {
-                    name: String::new(),
-                    ..load.clone()
-                }
-                .named()
-                .name)
-                .then(|| load.name.clone());
-            let rest: Vec<String> = varied
-                .iter()
-                .map(|key| load.get(key))
-                .chain(own_name.clone())
-                .collect();
-            let column = columns.iter().position(|value| *value == load.get(key));
-            let name = own_name.unwrap_or_else(|| {
-                let words: Vec<String> = varied
-                    .iter()
-                    .map(|key| load.get(key))
-                    .filter(|value| value != "-")
-                    .collect();
-                if words.is_empty() {
-                    format!("{} {}", load.get("rw"), load.get("bs"))
-                } else {
-                    words.join(" ")
-                }
+            let own_name = own_name(load);
+            let row_values = row_keys.iter().map(|key| load.get(key));
+            let row_values: Vec<String> = row_values.chain(own_name.clone()).collect();
+            let known = rows.iter().position(|(values, _)| *values == row_values);
+            let row = known.unwrap_or_else(|| {
+                names.push(own_name.unwrap_or_else(|| row_name(load, &row_keys)));
+                rows.push((row_values, vec![None; columns.len()]));
+                rows.len() - 1
             });
-            let row = match rows.iter().position(|(key, ..)| *key == rest) {
-                Some(row) => row,
-                None => {
-                    rows.push((rest, name, vec![None; columns.len()]));
-                    rows.len() - 1
-                }
-            };
-            if let Some(column) = column {
-                rows[row].2[column] = Some(index);
+            let value = load.get(key);
+            if let Some(column) = columns.iter().position(|column| *column == value) {
+                rows[row].1[column] = Some(index);
             }
         }
+        let loads = rows.into_iter().map(|(_, loads)| loads);
         Grid {
             key,
             columns,
-            rows: rows
-                .into_iter()
-                .map(|(_, name, loads)| (name, loads))
-                .collect(),
+            rows: names.into_iter().zip(loads).collect(),
+        }
+    }
+
+    fn one_column(loads: &[Workload]) -> Grid {
+        let row = |(index, load): (usize, &Workload)| (load.name.clone(), vec![Some(index)]);
+        Grid {
+            key: "",
+            columns: vec![String::new()],
+            rows: loads.iter().enumerate().map(row).collect(),
         }
     }
 
@@ -115,4 +76,33 @@ impl Grid {
             _ => "",
         }
     }
+}
+
+/// The different values of a key, in the order of the loads.
+fn values(loads: &[Workload], key: &str) -> Vec<String> {
+    let mut values: Vec<String> = Vec::new();
+    for value in loads.iter().map(|load| load.get(key)) {
+        if value != "-" && value != "none" && !values.contains(&value) {
+            values.push(value);
+        }
+    }
+    values
+}
+
+/// The name that the plan gives to a load; such a load has its own row.
+fn own_name(load: &Workload) -> Option<String> {
+    let unnamed = Workload {
+        name: String::new(),
+        ..load.clone()
+    };
+    (load.clone().named().name != unnamed.named().name).then(|| load.name.clone())
+}
+
+fn row_name(load: &Workload, row_keys: &[&str]) -> String {
+    let values = row_keys.iter().map(|key| load.get(key));
+    let values: Vec<String> = values.filter(|value| value != "-").collect();
+    if values.is_empty() {
+        return format!("{} {}", load.get("rw"), load.get("bs"));
+    }
+    values.join(" ")
 }
