@@ -208,19 +208,18 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
         );
         return Err(Failed { code: 130, problem });
     }
-    match journal.cells.iter().any(|cell| cell.sample.is_some()) {
-        true => Ok(()),
-        false => {
-            let error = journal
-                .cells
-                .iter()
-                .find_map(|cell| cell.error.clone())
-                .unwrap_or_default();
-            Err(Failed {
-                code: 1,
-                problem: format!("no cell was measured; the first said: {error}"),
-            })
-        }
+    if journal.cells.iter().any(|cell| cell.sample.is_some()) {
+        Ok(())
+    } else {
+        let error = journal
+            .cells
+            .iter()
+            .find_map(|cell| cell.error.clone())
+            .unwrap_or_default();
+        Err(Failed {
+            code: 1,
+            problem: format!("no cell was measured; the first error: {error}"),
+        })
     }
 }
 

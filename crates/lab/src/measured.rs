@@ -31,9 +31,10 @@ pub fn folders() -> Vec<PathBuf> {
         .filter(|home| home.is_absolute())
         .map(|home| own(home.join(".local/state")));
     let shared = PathBuf::from(SHARED);
-    match rustix::process::geteuid().is_root() {
-        true => std::iter::once(shared).chain(home).collect(),
-        false => home.into_iter().chain([shared]).collect(),
+    if rustix::process::geteuid().is_root() {
+        std::iter::once(shared).chain(home).collect()
+    } else {
+        home.into_iter().chain([shared]).collect()
     }
 }
 

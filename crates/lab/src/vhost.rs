@@ -100,9 +100,10 @@ impl Queue {
     pub fn prepare(&mut self, slot: usize, write: bool, offset: u64) {
         let buffer = std::ptr::with_exposed_provenance_mut(self.buffers + slot * self.block);
         let flags = ReqFlags::empty();
-        match write {
-            true => self.queue.write(offset, buffer, self.block, slot, flags),
-            false => self.queue.read(offset, buffer, self.block, slot, flags),
+        if write {
+            self.queue.write(offset, buffer, self.block, slot, flags)
+        } else {
+            self.queue.read(offset, buffer, self.block, slot, flags)
         }
     }
 

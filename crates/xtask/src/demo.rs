@@ -71,28 +71,25 @@ pub fn run(args: &Args) -> Result<()> {
     progress.say(&format!("guests run under {accel:?}"));
 
     let started = Instant::now();
-    let (ours, theirs) = match args.ceph {
-        false => {
-            let ours = Storage::File(make_disk(&folder.join("ringdisk.raw"))?);
-            let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &ours)?;
-            let theirs = Storage::File(make_disk(&folder.join("qemu.raw"))?);
-            (ours, on_qemu(&progress, &qemu, &folder, &theirs)?)
+    let (ours, theirs) = if args.ceph {
+        progress.say("starting a Ceph cluster: a monitor, three OSDs, three copies, cephx");
+        let cluster = folder.join("ceph");
+        if cluster.exists() {
+            fs::remove_dir_all(&cluster).context("removing what an earlier demo left")?;
         }
-        true => {
-            progress.say("starting a Ceph cluster: a monitor, three OSDs, three copies, cephx");
-            let cluster = folder.join("ceph");
-            if cluster.exists() {
-                fs::remove_dir_all(&cluster).context("removing what an earlier demo left")?;
-            }
-            let ceph = Ceph::start(&cluster, Options::default())?;
-            progress.say("Ceph runs");
-            let image = |name| {
-                ceph.create(name, DISK_BYTES >> 20)?;
-                Ok::<_, anyhow::Error>(Storage::Image(&ceph, name))
-            };
-            let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &image("ringdisk")?)?;
-            (ours, on_qemu(&progress, &qemu, &folder, &image("qemu")?)?)
-        }
+        let ceph = Ceph::start(&cluster, Options::default())?;
+        progress.say("Ceph runs");
+        let image = |name| {
+            ceph.create(name, DISK_BYTES >> 20)?;
+            Ok::<_, anyhow::Error>(Storage::Image(&ceph, name))
+        };
+        let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &image("ringdisk")?)?;
+        (ours, on_qemu(&progress, &qemu, &folder, &image("qemu")?)?)
+    } else {
+        let ours = Storage::File(make_disk(&folder.join("ringdisk.raw"))?);
+        let ours = on_ringdisk(&progress, &qemu, &ringdisk, &folder, &ours)?;
+        let theirs = Storage::File(make_disk(&folder.join("qemu.raw"))?);
+        (ours, on_qemu(&progress, &qemu, &folder, &theirs)?)
     };
     print_table(&ours, &theirs);
     if accel == Accel::Tcg {

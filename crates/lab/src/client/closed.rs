@@ -89,9 +89,10 @@ impl Once {
                 return None;
             }
             // Multiplication by an odd number permutes the indexes.
-            let area = match sequential {
-                true => number,
-                false => number.wrapping_mul(0x9e37_79b9_7f4a_7c15) & (all - 1),
+            let area = if sequential {
+                number
+            } else {
+                number.wrapping_mul(0x9e37_79b9_7f4a_7c15) & (all - 1)
             };
             if area < self.areas {
                 return Some(area * self.area_blocks + random % self.area_blocks);

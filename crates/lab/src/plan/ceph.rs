@@ -45,14 +45,15 @@ impl Ceph {
     /// Whether this can be configured.
     ///
     /// # Errors
-    /// What cannot, and why.
+    /// The kernel's client does not support a setting.
     pub fn check(&self, krbd: bool) -> Result<(), String> {
-        match krbd && !self.options.is_empty() {
-            true => Err(
+        if krbd && !self.options.is_empty() {
+            Err(
                 "ceph-options are librbd's; the kernel's client (krbd=on) does not read them"
                     .into(),
-            ),
-            false => Ok(()),
+            )
+        } else {
+            Ok(())
         }
     }
 }
@@ -67,9 +68,10 @@ pub fn user(text: &str) -> Result<String, String> {
         && plain
             .chars()
             .all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
-    match is_name {
-        true => Ok(plain.into()),
-        false => Err(format!("'{text}' is no user of Ceph's, as in admin or vm")),
+    if is_name {
+        Ok(plain.into())
+    } else {
+        Err(format!("'{text}' is not a Ceph user, such as admin or vm"))
     }
 }
 

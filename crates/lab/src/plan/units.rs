@@ -23,9 +23,10 @@ pub fn size(text: &str) -> Result<u64, String> {
     let plain = number.chars().all(|c| c.is_ascii_digit() || c == '.');
     let value: f64 = number.parse().map_err(|_| problem())?;
     let bytes = value * (1_u64 << shift) as f64;
-    match plain && bytes.fract() == 0.0 && (1.0..=2_f64.powi(60)).contains(&bytes) {
-        true => Ok(bytes as u64),
-        false => Err(problem()),
+    if plain && bytes.fract() == 0.0 && (1.0..=2_f64.powi(60)).contains(&bytes) {
+        Ok(bytes as u64)
+    } else {
+        Err(problem())
     }
 }
 
@@ -59,9 +60,10 @@ pub fn time(text: &str) -> Result<Duration, String> {
         .unwrap_or((text, 1.0));
     let plain = number.chars().all(|c| c.is_ascii_digit() || c == '.');
     let seconds = number.parse::<f64>().map_err(|_| problem())? * unit;
-    match plain && (0.0..=31.0 * 86_400.0).contains(&seconds) {
-        true => Ok(Duration::from_secs_f64(seconds)),
-        false => Err(problem()),
+    if plain && (0.0..=31.0 * 86_400.0).contains(&seconds) {
+        Ok(Duration::from_secs_f64(seconds))
+    } else {
+        Err(problem())
     }
 }
 
@@ -87,9 +89,10 @@ pub fn share(text: &str) -> Result<f64, String> {
         None => (text, 1.0),
     };
     let value = number.parse::<f64>().map_err(|_| problem())? * scale;
-    match (0.001..=0.9).contains(&value) {
-        true => Ok(value),
-        false => Err(problem()),
+    if (0.001..=0.9).contains(&value) {
+        Ok(value)
+    } else {
+        Err(problem())
     }
 }
 

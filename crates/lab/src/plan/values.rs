@@ -85,12 +85,15 @@ pub fn entries<'a>(table: &'a DeTable<'a>) -> Parsed<Vec<Entry<'a>>> {
 }
 
 pub fn pairs(entries: &[Entry], known: &[&str]) -> Parsed<Vec<(String, String)>> {
-    let pair = |entry: &Entry| match known.contains(&entry.key) {
-        true => Ok((entry.key.to_owned(), single(entry)?)),
-        false => Err(Mistake::new(
-            entry.span.clone(),
-            not_one_of(entry.key, known),
-        )),
+    let pair = |entry: &Entry| {
+        if known.contains(&entry.key) {
+            Ok((entry.key.to_owned(), single(entry)?))
+        } else {
+            Err(Mistake::new(
+                entry.span.clone(),
+                not_one_of(entry.key, known),
+            ))
+        }
     };
     entries.iter().map(pair).collect()
 }
@@ -149,9 +152,10 @@ pub fn word(text: &str) -> Result<String, String> {
 
 pub fn host(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-.:".contains(c);
-    match !text.is_empty() && text.chars().all(plain) && !text.starts_with('-') {
-        true => Ok(text.into()),
-        false => Err(format!("'{text}' is not a host name")),
+    if !text.is_empty() && text.chars().all(plain) && !text.starts_with('-') {
+        Ok(text.into())
+    } else {
+        Err(format!("'{text}' is not a host name"))
     }
 }
 
@@ -166,9 +170,10 @@ pub fn line(text: String) -> Result<String, String> {
 }
 
 pub fn absolute(text: &str) -> Result<PathBuf, String> {
-    match text.starts_with('/') {
-        true => Ok(text.into()),
-        false => Err(format!("'{text}' is not an absolute path")),
+    if text.starts_with('/') {
+        Ok(text.into())
+    } else {
+        Err(format!("'{text}' is not an absolute path"))
     }
 }
 
@@ -179,8 +184,9 @@ pub fn number(text: &str, min: u64, max: u64) -> Result<u64, String> {
 
 pub fn between(text: &str, min_s: f64, max_s: f64) -> Result<Duration, String> {
     let found = time(text)?;
-    match (min_s..=max_s).contains(&found.as_secs_f64()) {
-        true => Ok(found),
-        false => Err(format!("'{text}' is not between {min_s} and {max_s} s")),
+    if (min_s..=max_s).contains(&found.as_secs_f64()) {
+        Ok(found)
+    } else {
+        Err(format!("'{text}' is not between {min_s} and {max_s} s"))
     }
 }

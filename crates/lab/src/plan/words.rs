@@ -313,12 +313,12 @@ mod tests {
 
     #[test]
     fn the_nearest_word_is_offered_only_if_it_is_near() {
-        let said = "vhostuser-blk".parse::<Device>().unwrap_err();
-        assert!(said.contains("did you mean 'vhost-user-blk'"), "{said}");
-        let said = "iouring".parse::<Aio>().unwrap_err();
-        assert!(said.contains("did you mean 'io_uring'"), "{said}");
-        let said = "nvme".parse::<Device>().unwrap_err();
-        assert!(!said.contains("did you mean"), "{said}");
-        assert!(said.contains("ide, virtio-blk"), "{said}");
+        let error = "vhostuser-blk".parse::<Device>().unwrap_err();
+        assert!(error.contains("did you mean 'vhost-user-blk'"), "{error}");
+        let error = "iouring".parse::<Aio>().unwrap_err();
+        assert!(error.contains("did you mean 'io_uring'"), "{error}");
+        let error = "nvme".parse::<Device>().unwrap_err();
+        assert!(!error.contains("did you mean"), "{error}");
+        assert!(error.contains("ide, virtio-blk"), "{error}");
     }
 }

@@ -251,7 +251,7 @@ pub fn heat_map(title: &str, grid: &Grid, questions: &[Question]) -> String {
             let interval = question.interval.map_or_else(String::new, |(low, high)| {
                 format!(" [{:+.1}, {:+.1}]", low * 100.0, high * 100.0)
             });
-            let told = format!(
+            let tooltip = format!(
                 "{} {:+.1} %{interval}, {} pairs",
                 question.verdict,
                 gain * 100.0,
@@ -262,7 +262,7 @@ pub fn heat_map(title: &str, grid: &Grid, questions: &[Question]) -> String {
                 (cell.0 - 2.0, cell.1 - 2.0),
                 class,
                 &format!("fill-opacity:{strength:.2}"),
-                &told,
+                &tooltip,
             );
             let text = match (question.verdict, question.gain) {
                 (_, None) => "–".into(),

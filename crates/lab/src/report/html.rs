@@ -82,7 +82,7 @@ fn top(page: &mut String, analysis: &Analysis, questions: &[Question]) {
         .iter()
         .filter(|question| question.to >= analysis.plan().cases.len())
         .collect();
-    let told_apart = twins
+    let differing = twins
         .iter()
         .filter(|q| {
             matches!(
@@ -101,14 +101,14 @@ fn top(page: &mut String, analysis: &Analysis, questions: &[Question]) {
                 .into()
         }
     };
-    let apart = match told_apart {
+    let difference = match differing {
         0 => "and no load shows a difference between them.".to_owned(),
         n => format!(
             "and {n} of {} loads show a difference between them: this host drifts, so other verdicts may be wrong too.",
             twins.len()
         ),
     };
-    let _ = writeln!(page, "<p>{noise}, {apart}</p>");
+    let _ = writeln!(page, "<p>{noise}, {difference}</p>");
     let names = analysis.plan().cases.iter().enumerate().map(|(index, case)| {
         format!("<span class=\"key\"><svg width=\"14\" height=\"14\"><rect class=\"bar c{}\" width=\"14\" height=\"14\"/></svg>{}</span>", index % charts::COLOURS, escape(&case.name))
     });

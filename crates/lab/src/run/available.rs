@@ -90,9 +90,10 @@ fn named(name: &Name, settings: &Settings, create: bool) -> Option<String> {
 fn opened_by_qemu(settings: &Settings) -> bool {
     let daemon = settings.device == Device::VhostUserBlk;
     !settings.krbd
-        && match daemon {
-            true => settings.server == Server::QemuStorageDaemon,
-            false => settings.device != Device::Host && settings.qemu.is_none(),
+        && if daemon {
+            settings.server == Server::QemuStorageDaemon
+        } else {
+            settings.device != Device::Host && settings.qemu.is_none()
         }
 }
 
@@ -150,9 +151,12 @@ pub fn overwritten(plan: &Plan) -> Vec<String> {
                 };
                 let disks = disks.all(settings.guests, settings.volumes);
                 let disks = disks.iter().filter(|name| is_written(name));
-                names.extend(disks.map(|name| match plan.create {
-                    true => format!("{name} (which is created, and removed at the end)"),
-                    false => name.to_string(),
+                names.extend(disks.map(|name| {
+                    if plan.create {
+                        format!("{name} (which is created, and removed at the end)")
+                    } else {
+                        name.to_string()
+                    }
                 }));
             }
             _ => {}

@@ -80,9 +80,10 @@ impl Display {
 
 impl Progress for Display {
     fn say(&mut self, line: &str) {
-        match self.on_terminal {
-            true => drop(self.bars.println(line)),
-            false => eprintln!("[{:>5} s] {line}", self.started.elapsed().as_secs()),
+        if self.on_terminal {
+            drop(self.bars.println(line))
+        } else {
+            eprintln!("[{:>5} s] {line}", self.started.elapsed().as_secs())
         }
     }
 

@@ -141,10 +141,10 @@ mod tests {
     #[test]
     fn the_knee_of_a_queue_is_found_to_a_tenth() {
         for capacity in [50.0, 1234.0, 800_000.0] {
-            let mut asked = 0;
+            let mut measured = 0;
             // One server with exponential times: the 99th percentile of M/M/1.
             let (lowest, knee) = knee(capacity, |rate| {
-                asked += 1;
+                measured += 1;
                 let load = f64::from(rate) / capacity;
                 Ok(if load < 1.0 {
                     (f64::from(rate), 4.6e6 / capacity / (1.0 - load))
@@ -153,7 +153,7 @@ mod tests {
                 })
             })
             .unwrap();
-            assert_eq!(asked, RUNS - 1);
+            assert_eq!(measured, RUNS - 1);
             assert!((f64::from(lowest) / capacity - 0.1).abs() < 0.011);
             // Five times the percentile at a load of 0.1 is that at 0.82.
             let share = f64::from(knee) / capacity;

@@ -69,9 +69,10 @@ impl Sequential {
         let (mut low, mut high) = (level / self.tests as f64 / 2.0, level);
         for _ in 0..60 {
             let middle = f64::midpoint(low, high);
-            match self.two_sided(middle) > level {
-                true => high = middle,
-                false => low = middle,
+            if self.two_sided(middle) > level {
+                high = middle
+            } else {
+                low = middle
             }
         }
         low
@@ -80,9 +81,10 @@ impl Sequential {
     fn corrected(&self, p: f64, least: &[f64]) -> f64 {
         let simulated =
             |p: f64| (least.partition_point(|x| *x <= p) + 1) as f64 / (PATHS + 1) as f64;
-        match p < P_MIN {
-            true => (p * self.tests as f64).min(simulated(P_MIN)),
-            false => simulated(p).clamp(p, 1.0),
+        if p < P_MIN {
+            (p * self.tests as f64).min(simulated(P_MIN))
+        } else {
+            simulated(p).clamp(p, 1.0)
         }
     }
 }

@@ -24,9 +24,10 @@ pub fn quantile(tail: f64, freedom: f64) -> f64 {
         if middle <= low || middle >= high {
             break;
         }
-        match above(middle, freedom) > tail {
-            true => low = middle,
-            false => high = middle,
+        if above(middle, freedom) > tail {
+            low = middle
+        } else {
+            high = middle
         }
     }
     high
