@@ -418,14 +418,12 @@ impl Settings {
 
     /// What is not as by default, such as `device=ide cache=writeback`.
     pub fn label(&self) -> String {
-        let plain = Settings {
-            device: self.device,
-            ..Settings::default()
-        };
+        let plain = Settings::default();
         let words = KEYS.into_iter().filter_map(|key| match key {
             "device" => Some(self.device.to_string()),
             "server" => self.has(key).then(|| format!("by {}", self.server)),
-            _ => (self.get(key) != plain.get(key)).then(|| format!("{key}={}", self.get(key))),
+            _ => (self.has(key) && self.value(key) != plain.value(key))
+                .then(|| format!("{key}={}", self.value(key))),
         });
         words.collect::<Vec<_>>().join(" ")
     }
