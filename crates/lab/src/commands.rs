@@ -5,6 +5,7 @@ use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::Context;
 use thiserror::Error;
 
 use crate::analysis::Analysis;
@@ -122,8 +123,49 @@ pub fn compare(what: &CompareOptions, options: &RunOptions) -> Result<(), Failed
     )
 }
 
+/// Runs the text of a plan, and writes its reports.
+fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed> {
+    let text = &with_changes(text, options).map_err(Failed::usage)?;
+    let (plan, options_of_run) = checked(file, text, options)?;
+    let Options {
+        folder,
+        ringdisk,
+        accel,
+        ..
+    } = &options_of_run;
+    let left_out: Vec<String> = run::left_out(&plan, ringdisk).into_keys().collect();
+    let reduced = plan.without(&left_out);
+    describe(&reduced, &plan, ringdisk, *accel);
+    if options.dry_run {
+        return Ok(());
+    }
+    if !options.overwrite {
+        ask(&available::overwritten(&reduced))?;
+    }
+    let stop = stop_on_signals()?;
+    let mut display = Display::new(&reduced);
+    let journal = run::run(text, &options_of_run, &stop, &mut display);
+    drop(display);
+    let journal = journal?;
+    write_report(&Analysis::of(&journal), folder)?;
+    if stop.is_wanted() {
+        let folder = folder.display();
+        let problem = format!("interrupted; --resume --output {folder} continues it");
+        return Err(Failed { code: 130, problem });
+    }
+    if journal.cells.iter().any(|cell| cell.sample.is_some()) {
+        return Ok(());
+    }
+    let mut errors = journal.cells.iter().filter_map(|cell| cell.error.as_ref());
+    let error = errors.next().map_or("", String::as_str);
+    Err(Failed {
+        code: 1,
+        problem: format!("no cell was measured; the first error: {error}"),
+    })
+}
+
 /// The plan's text with the changes of the command line.
-fn changed(text: &str, options: &RunOptions) -> Result<String, String> {
+fn with_changes(text: &str, options: &RunOptions) -> Result<String, String> {
     let mut text = text.to_owned();
     if !options.set.is_empty() {
         text = changes::set(&text, &options.set).map_err(|e| format!("--set: {e}"))?;
@@ -134,8 +176,8 @@ fn changed(text: &str, options: &RunOptions) -> Result<String, String> {
     }
 }
 
-fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed> {
-    let text = &changed(text, options).map_err(Failed::usage)?;
+/// The plan, with the filters and the budget of the command line, and the options for [`run::run`].
+fn checked(file: &Path, text: &str, options: &RunOptions) -> Result<(Plan, Options), Failed> {
     let only: Vec<Filter> = options
         .only
         .iter()
@@ -151,76 +193,33 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
     plan.budget = budget.unwrap_or(plan.budget);
     let ringdisk = match &options.ringdisk {
         Some(path) => path.clone(),
-        None => std::env::current_exe().map_err(|e| Failed {
-            code: 1,
-            problem: format!("finding this program: {e}"),
-        })?,
+        None => std::env::current_exe().context("finding this program")?,
     };
-    let accel = match plan.guest {
-        GuestKind::None => Accel::Kvm,
-        _ => options.accel.unwrap_or_else(accel),
-    };
-    let reduced = plan.without(
-        &run::left_out(&plan, &ringdisk)
-            .into_keys()
-            .collect::<Vec<_>>(),
-    );
-    describe(&reduced, &plan, &ringdisk, accel);
-    if options.dry_run {
-        return Ok(());
-    }
-    if !options.overwrite {
-        ask(&available::overwritten(&reduced))?;
-    }
-    let folder = options
-        .output
-        .clone()
-        .unwrap_or_else(|| format!("lab-{}", plan.name).into());
-    let stop = Stop::default();
-    // A second Ctrl-C ends at once.
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        let registered = signal_hook::flag::register_conditional_shutdown(signal, 130, stop.flag())
-            .and_then(|_| signal_hook::flag::register(signal, stop.flag()));
-        registered.map_err(|e| Failed {
-            code: 1,
-            problem: format!("signals: {e}"),
-        })?;
-    }
+    let output = options.output.clone();
     let options = Options {
-        folder: folder.clone(),
+        folder: output.unwrap_or_else(|| format!("lab-{}", plan.name).into()),
         ringdisk,
-        accel: Some(accel),
+        accel: match plan.guest {
+            GuestKind::None => Accel::Kvm,
+            _ => options.accel.unwrap_or_else(accel),
+        },
         resume: options.resume,
         file: file.to_owned(),
         budget,
         only,
     };
-    let mut display = Display::new(&reduced);
-    let journal = run::run(text, &options, &stop, &mut display);
-    drop(display);
-    let journal = journal?;
-    let analysis = Analysis::of(&journal);
-    write_report(&analysis, &folder)?;
-    if stop.is_wanted() {
-        let problem = format!(
-            "interrupted; --resume --output {} continues it",
-            folder.display()
-        );
-        return Err(Failed { code: 130, problem });
+    Ok((plan, options))
+}
+
+/// The first Ctrl-C ends the current cell, and the second ends the process.
+fn stop_on_signals() -> Result<Stop, Failed> {
+    let stop = Stop::default();
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register_conditional_shutdown(signal, 130, stop.flag())
+            .and_then(|_| signal_hook::flag::register(signal, stop.flag()))
+            .context("handling signals")?;
     }
-    if journal.cells.iter().any(|cell| cell.sample.is_some()) {
-        Ok(())
-    } else {
-        let error = journal
-            .cells
-            .iter()
-            .find_map(|cell| cell.error.clone())
-            .unwrap_or_default();
-        Err(Failed {
-            code: 1,
-            problem: format!("no cell was measured; the first error: {error}"),
-        })
-    }
+    Ok(stop)
 }
 
 /// Writes the reports of a result, and prints their path.

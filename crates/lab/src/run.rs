@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 
 use crate::analysis::ClaimResult;
-use crate::guest::{Accel, Kernel, Stop, accel, version, write_initramfs};
+use crate::guest::{Accel, Kernel, Stop, version, write_initramfs};
 use crate::host::{Facts, facts, now_ms};
 use crate::journal::{Header, Journal, Rates, Record, Writer};
 use crate::plan::words::GuestKind;
@@ -39,8 +39,8 @@ pub struct Options {
     pub folder: PathBuf,
     /// The ringdisk that is measured.
     pub ringdisk: PathBuf,
-    /// How guests run; `None` uses KVM if it works.
-    pub accel: Option<Accel>,
+    /// How guests run.
+    pub accel: Accel,
     /// Whether to continue the result in `folder`.
     pub resume: bool,
     /// The plan's file, for messages.
@@ -67,7 +67,7 @@ pub fn run(
     if let Some(budget) = options.budget {
         plan.budget = budget;
     }
-    let accel = options.accel.unwrap_or_else(accel);
+    let accel = options.accel;
     let disks = plan
         .directory
         .clone()

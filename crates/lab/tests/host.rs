@@ -31,7 +31,7 @@ fn options(folder: &Path, resume: bool) -> Options {
     Options {
         folder: folder.join("result"),
         ringdisk: "/nonexistent/ringdisk".into(),
-        accel: Some(Accel::Tcg),
+        accel: Accel::Tcg,
         resume,
         file: folder.join("plan.toml"),
         budget: None,
