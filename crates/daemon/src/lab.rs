@@ -81,9 +81,11 @@ Exit codes: 0 not worse, 3 worse, 4 not comparable.")]
         /// What to measure, as JSON
         job: String,
     },
-    /// Make a result from fio's JSON; the other configurations are compared with that of the first file
+    /// Make a result from files of fio (JSON), DiskSpd (XML) or CrystalDiskMark (text); the other configurations are
+    /// compared with that of the first file
     #[command(after_help = "Example:
   fio --output-format=json+ --output=a1.json job.fio      once for each boot, in turn: a1, b1, a2, b2, ...
+  diskspd -Rxml -L ... > a1.xml                           in a Windows guest
   ringdisk lab import before=a1.json before=a2.json before=a3.json \\
                       after=b1.json after=b2.json after=b3.json --output RESULT
 

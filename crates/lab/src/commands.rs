@@ -428,10 +428,10 @@ pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
     }
 }
 
-/// Makes a result from fio's JSON.
+/// Makes a result from files of fio, DiskSpd or CrystalDiskMark.
 ///
 /// # Errors
-/// A file is not JSON of fio.
+/// A file is from none of these tools.
 pub fn import(files: &[String], output: &Path) -> Result<(), Failed> {
     import::import(files, output)?;
     report(output, None)

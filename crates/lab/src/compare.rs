@@ -12,12 +12,14 @@ use crate::stats::welch::Difference;
 
 /// Facts that must be equal, so that the figures are of the same thing. ringdisk itself may differ: most comparisons are
 /// about that.
-const SAME: [&str; 9] = [
+const SAME: [&str; 11] = [
     "cpu",
     "cpus",
     "microcode",
     "kernel",
     "fio",
+    "diskspd",
+    "crystaldiskmark",
     "qemu",
     "accelerator",
     "guest kernel",

@@ -345,8 +345,7 @@ impl Run {
     }
 }
 
-/// Fills a histogram from percentiles, because plain `json` has no bins. Requests between two of fio's percentiles are
-/// counted at the upper one.
+/// Fills a histogram from percentiles, because plain `json` has no bins.
 fn percentiles(list: &Value, count: u64, latencies: &mut Histogram) {
     let parsed =
         |(share, latency): (&String, &Value)| Some((share.parse::<f64>().ok()?, latency.as_u64()?));
@@ -359,6 +358,12 @@ fn percentiles(list: &Value, count: u64, latencies: &mut Histogram) {
         .collect();
     points.retain(|(share, _)| (0.0..=100.0).contains(share));
     points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    add_between(points, count, latencies);
+}
+
+/// Adds `count` requests of which only percentiles are known, in ascending order. Requests between two percentiles are
+/// counted at the upper one.
+pub(crate) fn add_between(points: Vec<(f64, u64)>, count: u64, latencies: &mut Histogram) {
     let mut counted = 0;
     for (share, latency) in points {
         let upto = (share / 100.0 * count as f64) as u64;

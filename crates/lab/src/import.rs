@@ -1,4 +1,7 @@
-//! Imports results of fio that was run by hand, for the same statistics and charts.
+//! Imports results of fio, DiskSpd and CrystalDiskMark that were run by hand, for the same statistics and charts.
+
+mod crystaldiskmark;
+mod diskspd;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -15,17 +18,35 @@ use crate::journal::{Cell, Header, Record, Sample, Writer};
 /// The largest file that is read.
 const BYTES_MAX: u64 = 1 << 30;
 
-/// Makes a result from `NAME=FILE` arguments. Files with the same name are repeats of one configuration, in this order. The
-/// other configurations are compared with the first.
+/// What a file says.
+#[derive(Debug)]
+pub struct Results {
+    /// `fio`, `diskspd` or `crystaldiskmark`.
+    pub tool: &'static str,
+    pub version: String,
+    pub loads: Vec<Load>,
+}
+
+/// A load with its result.
+#[derive(Debug)]
+pub struct Load {
+    pub name: String,
+    pub sample: Sample,
+    /// What speaks against the sample.
+    pub flag: Option<&'static str>,
+}
+
+/// Makes a result from `NAME=FILE` arguments. Files with the same name are of one configuration; if several of them have
+/// the same load, these are repeats, in this order. The other configurations are compared with the first.
 ///
 /// # Errors
-/// A file is not JSON of fio, or the files are from several versions of fio.
+/// A file is from none of these tools, or the files are from several tools or versions.
 pub fn import(files: &[String], output: &Path) -> Result<()> {
     let mut cells = Vec::new();
     let mut names: Vec<String> = Vec::new();
     let mut loads: Vec<String> = Vec::new();
-    let mut repeats: BTreeMap<String, u32> = BTreeMap::new();
-    let mut versions = BTreeSet::new();
+    let mut repeats: BTreeMap<(&str, String), u32> = BTreeMap::new();
+    let mut tools = BTreeSet::new();
     for pair in files {
         let (name, path) = pair
             .split_once('=')
@@ -37,46 +58,32 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
         if !names.iter().any(|known| known == name) {
             names.push(name.into());
         }
-        let block = repeats.entry(name.into()).or_default();
-        for (load, run) in read(Path::new(path))? {
-            versions.insert(run.version.clone());
-            if !loads.contains(&load) {
-                loads.push(load.clone());
+        let results = read(Path::new(path)).with_context(|| path.to_owned())?;
+        tools.insert((results.tool, results.version));
+        for load in results.loads {
+            if !loads.contains(&load.name) {
+                loads.push(load.name.clone());
             }
-            let sample = Sample {
-                iops: run.iops,
-                bytes_per_s: run.iops * run.bytes as f64 / run.requests.max(1) as f64,
-                mean_ns: run.latencies.mean().unwrap_or(0.0),
-                window_s: run
-                    .jobs
-                    .iter()
-                    .flatten()
-                    .map(|part| part.length_ms)
-                    .max()
-                    .unwrap_or(0) as f64
-                    / 1000.0,
-                latencies: run.latencies.coarse(),
-                ..Sample::default()
-            };
-            let flags = vec!["imported: the conditions of the measurement are unknown".into()];
+            let repeat = repeats.entry((name, load.name.clone())).or_default();
+            let unknown = "imported: the conditions of the measurement are unknown";
             cells.push(Cell {
-                block: *block,
+                block: *repeat,
                 case: name.into(),
-                workload: load,
-                flags,
-                sample: Some(sample),
+                workload: load.name,
+                flags: vec![load.flag.unwrap_or(unknown).into()],
+                sample: Some(load.sample),
                 ..Cell::default()
             });
+            *repeat += 1;
         }
-        *block += 1;
     }
     ensure!(
-        versions.len() == 1,
-        "the results are from several versions of fio, and so are not comparable: {versions:?}"
+        tools.len() == 1,
+        "the results are from several tools or versions, and so are not comparable: {tools:?}"
     );
     let quoted = |text: &String| json!(text).to_string();
     let mut plan = String::from(
-        "name = \"imported\"\ntitle = \"Results of fio that were imported\"\nguest = \"none\"\n",
+        "name = \"imported\"\ntitle = \"Results that were imported\"\nguest = \"none\"\n",
     );
     names
         .iter()
@@ -91,9 +98,9 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
         jobs: Default::default(),
         seed: 0,
         started_ms: now_ms(),
-        facts: versions
+        facts: tools
             .into_iter()
-            .map(|version| ("fio".into(), version))
+            .map(|(tool, version)| (tool.into(), version))
             .collect::<Facts>(),
         only: Vec::new(),
         left_out: BTreeMap::new(),
@@ -104,69 +111,143 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
         .try_for_each(|cell| writer.write(&Record::Cell(cell)))
 }
 
-/// The runs of a file, one for each job name.
-fn read(path: &Path) -> Result<Vec<(String, Run)>> {
-    let mut text = String::new();
-    let file = File::open(path).with_context(|| path.display().to_string())?;
-    file.take(BYTES_MAX)
-        .read_to_string(&mut text)
-        .with_context(|| format!("reading {}", path.display()))?;
-    let start = text
-        .find('{')
-        .with_context(|| format!("{}: has no JSON of fio", path.display()))?;
+fn read(path: &Path) -> Result<Results> {
+    let mut bytes = Vec::new();
+    File::open(path)?
+        .take(BYTES_MAX + 1)
+        .read_to_end(&mut bytes)?;
+    ensure!(
+        bytes.len() as u64 <= BYTES_MAX,
+        "the file is larger than {BYTES_MAX} bytes; it is not a result"
+    );
+    parse(&bytes)
+}
+
+/// Reads a result of any of the tools.
+///
+/// # Errors
+/// It is none, or the tool failed.
+pub fn parse(bytes: &[u8]) -> Result<Results> {
+    let text = decode(bytes);
+    let results = if text.trim_start().starts_with('<') {
+        diskspd::parse(&text).context("this is not a result of DiskSpd")?
+    } else if crystaldiskmark::is(&text) {
+        crystaldiskmark::parse(&text).context("this is not a result of CrystalDiskMark")?
+    } else {
+        fio(&text)?
+    };
+    for Load { name, sample, .. } in &results.loads {
+        let figures = [
+            sample.iops,
+            sample.bytes_per_s,
+            sample.mean_ns,
+            sample.window_s,
+        ];
+        let is_possible = figures.iter().all(|figure| (0.0..1e15).contains(figure));
+        ensure!(is_possible, "{name}: a figure is too large to be measured");
+    }
+    Ok(results)
+}
+
+/// Text as Windows writes it: `>` of Windows PowerShell writes UTF-16. Other characters occur only in names that are not
+/// used.
+fn decode(bytes: &[u8]) -> String {
+    let units = |unit: fn([u8; 2]) -> u16| {
+        let units = bytes[2..]
+            .chunks_exact(2)
+            .map(|pair| unit([pair[0], pair[1]]));
+        char::decode_utf16(units)
+            .map(|unit| unit.unwrap_or(char::REPLACEMENT_CHARACTER))
+            .collect()
+    };
+    match bytes {
+        [0xff, 0xfe, ..] => units(u16::from_le_bytes),
+        [0xfe, 0xff, ..] => units(u16::from_be_bytes),
+        _ => String::from_utf8_lossy(bytes)
+            .trim_start_matches('\u{feff}')
+            .to_owned(),
+    }
+}
+
+/// fio's JSON: one run for each name of a job.
+fn fio(text: &str) -> Result<Results> {
+    let start = text.find('{').context(
+        "it is neither JSON of fio, nor XML of DiskSpd (-Rxml), nor text of CrystalDiskMark",
+    )?;
     let mut values = serde_json::Deserializer::from_str(&text[start..]).into_iter::<Value>();
     let all = values
         .next()
         .context("it is empty")?
-        .with_context(|| format!("{}: is not JSON", path.display()))?;
+        .context("it is not JSON")?;
     let mut by_name: BTreeMap<String, Vec<Value>> = BTreeMap::new();
-    for job in all["jobs"]
-        .as_array()
-        .with_context(|| format!("{}: has no jobs of fio", path.display()))?
-    {
+    for job in all["jobs"].as_array().context("it has no jobs of fio")? {
         let name = job["jobname"]
             .as_str()
             .unwrap_or("job")
             .replace(char::is_control, " ");
         by_name.entry(name).or_default().push(job.clone());
     }
-    let run = |(name, jobs): (String, Vec<Value>)| {
+    let mut version = String::from("unknown");
+    let mut loads = Vec::new();
+    for (name, jobs) in by_name {
         let one = json!({ "fio version": all["fio version"], "timestamp_ms": all["timestamp_ms"], "jobs": jobs });
-        let run = Run::parse_json(&one.to_string())
-            .with_context(|| format!("{}: {name}", path.display()))?;
-        Ok((name, run))
+        let run = Run::parse_json(&one.to_string()).with_context(|| name.clone())?;
+        let lengths = run.jobs.iter().flatten().map(|part| part.length_ms);
+        let sample = Sample {
+            iops: run.iops,
+            bytes_per_s: run.iops * run.bytes as f64 / run.requests.max(1) as f64,
+            mean_ns: run.latencies.mean().unwrap_or(0.0),
+            window_s: lengths.max().unwrap_or(0) as f64 / 1000.0,
+            latencies: run.latencies.coarse(),
+            ..Sample::default()
+        };
+        version = run.version;
+        loads.push(Load {
+            name,
+            sample,
+            flag: None,
+        });
+    }
+    ensure!(!loads.is_empty(), "it has no jobs of fio");
+    Ok(Results {
+        tool: "fio",
+        version,
+        loads,
+    })
+}
+
+/// The name of a load in the words of the lab's own.
+fn name(is_random: bool, write_percent: u64, block_size: u64, depth: u64, threads: u64) -> String {
+    let random = if is_random { "rand" } else { "" };
+    let kind = match write_percent {
+        0 => format!("{random}read"),
+        100 => format!("{random}write"),
+        percent => format!("{random}rw {percent} % writes"),
     };
-    by_name.into_iter().map(run).collect()
+    let size = match block_size {
+        bytes if bytes > 0 && bytes % (1 << 20) == 0 => format!("{}m", bytes >> 20),
+        bytes if bytes > 0 && bytes % (1 << 10) == 0 => format!("{}k", bytes >> 10),
+        bytes => bytes.to_string(),
+    };
+    let mut name = format!("{kind} {size} depth {depth}");
+    if threads > 1 {
+        name += &format!(", {threads} threads");
+    }
+    name
+}
+
+/// The name, with a number if another load of the file has it.
+fn unused(name: String, loads: &[Load]) -> String {
+    let is_used = |name: &str| loads.iter().any(|load| load.name == name);
+    if !is_used(&name) {
+        return name;
+    }
+    let numbered = (2..).map(|number| format!("{name} ({number})"));
+    numbered
+        .into_iter()
+        .find(|name| !is_used(name))
+        .unwrap_or(name)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::analysis::Analysis;
-    use crate::journal::Journal;
-    use crate::stats::Verdict;
-
-    #[test]
-    fn repeats_of_two_configurations_are_compared() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut files = Vec::new();
-        for (name, iops) in [("slow", 1000), ("fast", 1500)] {
-            for repeat in 0..6 {
-                let path = folder.path().join(format!("{name}{repeat}.json"));
-                let side = json!({ "total_ios": 9000, "io_bytes": 36_864_000, "iops": iops + repeat, "runtime": 9000,
-                    "clat_ns": { "percentile": { "50.0": 1000, "99.0": 2000 } } });
-                let json = json!({ "fio version": "fio-3.36", "jobs": [{ "jobname": "a\"b", "error": 0, "read": side }] });
-                std::fs::write(&path, json.to_string()).unwrap();
-                files.push(format!("{name}={}", path.display()));
-            }
-        }
-        let output = folder.path().join("result");
-        import(&files, &output).unwrap();
-        let journal = Journal::read(&output).unwrap();
-        let analysis = Analysis::of(&journal);
-        let question = &analysis.questions()[1];
-        assert_eq!((question.verdict, question.pairs), (Verdict::Gain, 6));
-        assert!((question.gain.unwrap() - 0.5).abs() < 0.01);
-        assert!(import(&["x".into()], &output).is_err());
-    }
-}
+mod tests;

@@ -55,6 +55,10 @@ fn changed(texts: Vec<String>) -> impl Strategy<Value = String> {
 fn seeds_hold() {
     plans().iter().for_each(|text| checks::plan(text));
     seeds("lab_fio").iter().for_each(|text| checks::fio(text));
+    for text in seeds("lab_import") {
+        assert!(lab::import::parse(text.as_bytes()).is_ok(), "{text}");
+        checks::import(&text);
+    }
     for text in seeds("lab_journal") {
         assert!(lab::journal::Journal::parse(&text).is_ok(), "{text}");
         checks::journal(&text);
@@ -78,6 +82,11 @@ proptest! {
     #[test]
     fn any_answer_of_fio(text in changed(seeds("lab_fio"))) {
         checks::fio(&text);
+    }
+
+    #[test]
+    fn any_imported_file(text in changed(seeds("lab_import"))) {
+        checks::import(&text);
     }
 
     #[test]

@@ -204,6 +204,9 @@ fn curves(page: &mut String, analysis: &Analysis, grid: &Grid) {
             Some((summary.iops, low, high))
         }),
         ("99th percentile, µs", |summary| {
+            if summary.latencies.is_empty() {
+                return None;
+            }
             let (low, high) = summary
                 .p99_interval
                 .map_or((summary.p99_us, summary.p99_us), |found| {

@@ -14,6 +14,10 @@ pub fn cells_csv(analysis: &Analysis) -> String {
     for cell in &analysis.journal.cells {
         let number =
             |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.3}"));
+        // CrystalDiskMark has only means.
+        let percentile = |share: f64, sample: &crate::journal::Sample| {
+            (!sample.latencies.is_empty()).then(|| sample.percentile_us(share))
+        };
         let of = |get: &dyn Fn(&crate::journal::Sample) -> Option<f64>| {
             number(cell.sample.as_ref().and_then(get))
         };
@@ -36,9 +40,9 @@ pub fn cells_csv(analysis: &Analysis) -> String {
             of(&|sample| Some(sample.iops)),
             of(&|sample| Some(sample.bytes_per_s)),
             of(&|sample| Some(sample.mean_ns / 1000.0)),
-            of(&|sample| Some(sample.percentile_us(0.5))),
-            of(&|sample| Some(sample.percentile_us(0.99))),
-            of(&|sample| Some(sample.percentile_us(0.999))),
+            of(&|sample| percentile(0.5, sample)),
+            of(&|sample| percentile(0.99, sample)),
+            of(&|sample| percentile(0.999, sample)),
             of(&|sample| Some(sample.window_s)),
             of(&|sample| sample.cpu_us),
             of(&|sample| sample.switches),

@@ -64,6 +64,30 @@ pub fn fio(text: &str) {
     }
 }
 
+/// An imported file is refused with a reason, or its figures are finite.
+pub fn import(text: &str) {
+    match lab::import::parse(text.as_bytes()) {
+        Err(error) => assert!(!error.to_string().is_empty()),
+        Ok(results) => {
+            assert!(!results.loads.is_empty() && !results.version.is_empty());
+            for load in &results.loads {
+                let sample = &load.sample;
+                let figures = [
+                    sample.iops,
+                    sample.bytes_per_s,
+                    sample.mean_ns,
+                    sample.window_s,
+                ];
+                assert!(
+                    figures.iter().all(|figure| figure.is_finite()),
+                    "{}",
+                    load.name
+                );
+            }
+        }
+    }
+}
+
 /// A journal is refused, or has a report.
 pub fn journal(text: &str) {
     let Ok(journal) = Journal::parse(text) else {
