@@ -116,7 +116,10 @@ fn nvme_namespaces_have_the_facts_of_their_connections() {
             "nic-pcie-mbps": 126_031, "nic-ports-mbps": 200_000,
         })
     );
-    assert_eq!(device(&facts, "nvme2n1"), json!({ "transport": "pcie" }));
+    assert_eq!(
+        device(&facts, "nvme2n1"),
+        json!({ "transport": "pcie", "paths": 1 })
+    );
 }
 
 #[test]
@@ -152,14 +155,23 @@ fn iscsi_disks_have_the_facts_of_their_session() {
     );
     assert_eq!(
         device(&facts, "sdc"),
-        json!({ "transport": "local", "scsi-queue-depth": 64 })
+        json!({ "transport": "local", "paths": 1, "scsi-queue-depth": 64 })
     );
     assert_eq!(
         device(&facts, "sda"),
         json!({
-            "transport": "iscsi", "multipath": true, "scsi-queue-depth": 32, "header-digest": false, "data-digest": false,
+            "transport": "iscsi", "paths": 1, "multipath": true, "scsi-queue-depth": 32, "header-digest": false, "data-digest": false,
             "nic": "ens1f0", "nic-mbps": 100_000, "nic-shared": false, "nic-pcie-mbps": 126_031, "nic-ports-mbps": 200_000,
         })
+    );
+    // A disk that is no multipath map is not asked for its path groups.
+    let rules = Rules::built_in().unwrap();
+    let mut local = facts.clone();
+    local.devices.retain(|name, _| name == "sdc");
+    let unknown = check_host(&local, Table::default(), &rules, &[]).unknown;
+    assert!(
+        !unknown.contains_key("device.paths-together"),
+        "{unknown:?}"
     );
     let second = device(&facts, "sdb");
     assert_eq!(

@@ -15,10 +15,10 @@ impl Host {
     /// Adds how the host reaches a block device.
     pub(super) fn add_paths(&self, name: &str, map: &mut Map) {
         let block = format!("/sys/block/{name}");
-        if self.dm_name(name).is_some() {
-            let paths = self.names(&format!("{block}/slaves"));
-            map.insert("paths".into(), json!(paths.len()));
-        }
+        let is_multipath = self.dm_name(name).is_some();
+        let slaves = || self.names(&format!("{block}/slaves")).len();
+        let paths = if is_multipath { slaves() } else { 1 };
+        map.insert("paths".into(), json!(paths));
         let Ok(at) = fs::canonicalize(self.path(&block)) else {
             return;
         };
