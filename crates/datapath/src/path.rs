@@ -19,7 +19,7 @@ mod zeroes;
 use std::io;
 use std::mem;
 
-use block::{Engine, FileOffset};
+use block::{Engine, FileOffset, Request};
 use guest::RingError;
 use tracing::error;
 
@@ -167,11 +167,16 @@ impl<E: Engine> Worker<E> {
             count += 1;
             let scratch = &mut self.fetching.scratch[..queue.ring.max_segments()];
             let chain = queue.ring.fetch(scratch)?;
-            let Some(fetched) = fetch::parse(queue, &chain, scratch) else {
+            let (readable, writable) = fetch::buffers(&chain, scratch);
+            let Some(request) = fetch::parse(queue, &chain, readable) else {
                 continue;
             };
+            let segments = match request {
+                Request::Read { .. } => writable,
+                _ => readable,
+            };
             if HAS_NEEDS {
-                match admit::admit(queue, &fetched, needs) {
+                match admit::admit(queue, chain.ticket(), request, segments, needs) {
                     Admitted::Yes => {}
                     Admitted::Held => continue,
                     Admitted::HeldFirst => {
@@ -180,44 +185,33 @@ impl<E: Engine> Worker<E> {
                     }
                 }
             }
-            let (segments, stamps) = (fetched.segments, needs.stamps);
-            match plan::plan(&queue.disk, &queue.image, fetched.request) {
-                Plan::Operation(request, at) => {
+            let stamps = needs.stamps;
+            match plan::plan(&queue.disk, &queue.image, request) {
+                Plan::Operation(at) => {
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
-                    self.submit(RequestId {
-                        queue: number,
-                        slot,
-                    });
+                    self.submit(RequestId::new(number, slot));
                     submitted += 1;
                     continue;
                 }
-                Plan::Map(request) => {
+                Plan::Map => {
                     let at = FileOffset(0);
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
                     self.fetching.starting.push(slot);
                     submitted += 1;
                     continue;
                 }
-                Plan::Sync(request) => {
+                Plan::Sync => {
                     let at = FileOffset(0);
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
-                    self.advance(
-                        RequestId {
-                            queue: number,
-                            slot,
-                        },
-                        Next::Sync,
-                    );
+                    self.sync(RequestId::new(number, slot));
                     submitted += 1;
                     continue;
                 }
                 Plan::Done(status, written) => {
-                    queue.tally.answered(&fetched.request, status, stamps);
-                    queue
-                        .ring
-                        .complete(&chain.ticket(), status as u8, written + 1);
+                    queue.tally.answered(&request, status, stamps);
+                    (queue.ring).complete(&chain.ticket(), status as u8, written + 1);
                 }
-                Plan::Id => fetch::answer_id(queue, &fetched),
+                Plan::Id => fetch::answer_id(queue, &chain, writable),
             }
             if count % PUBLISH == 0 {
                 self.notify_queue(number);
@@ -242,10 +236,7 @@ impl<E: Engine> Worker<E> {
             let queue = self.queues.get(number);
             let disk = self.disks.get(queue.thread_disk);
             let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
-            let id = RequestId {
-                queue: number,
-                slot,
-            };
+            let id = RequestId::new(number, slot);
             match mapped::start(queue, slot, disk, budget, cow) {
                 // Nearly all requests.
                 Next::Submit if self.engine.room() > 0 => self.submit(id),
@@ -285,13 +276,7 @@ impl<E: Engine> Worker<E> {
                 result = FetchResult::All;
             }
             for slot in released.drain(..) {
-                self.start_admitted(
-                    RequestId {
-                        queue: number,
-                        slot,
-                    },
-                    now,
-                );
+                self.start_admitted(RequestId::new(number, slot), now);
             }
             match verdict {
                 Verdict::Empty => {
@@ -320,18 +305,15 @@ impl<E: Engine> Worker<E> {
         (s.stamps.admitted, s.stamps.submitted) = (now, now);
         let plan = plan::plan(&queue.disk, &queue.image, s.request);
         let next = match plan {
-            Plan::Operation(request, at) => {
-                (s.request, s.at, s.state) = (request, at, RequestState::Moving);
+            Plan::Operation(at) => {
+                (s.at, s.state) = (at, RequestState::Moving);
                 Next::Submit
             }
-            Plan::Map(request) => {
-                s.request = request;
-                Next::Start
-            }
+            Plan::Map => Next::Start,
             Plan::Done(status, written) => {
                 return complete::answer(queue, id.slot, status, written);
             }
-            Plan::Id | Plan::Sync(_) => unreachable!("no limit applies to these"),
+            Plan::Id | Plan::Sync => unreachable!("no limit applies to these"),
         };
         self.advance(id, next);
     }

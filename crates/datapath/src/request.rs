@@ -9,6 +9,12 @@ pub(crate) struct RequestId {
     pub slot: u16,
 }
 
+impl RequestId {
+    pub const fn new(queue: usize, slot: u16) -> Self {
+        Self { queue, slot }
+    }
+}
+
 /// How a request ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ending {

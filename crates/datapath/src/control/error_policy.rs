@@ -206,10 +206,7 @@ impl<E: Engine> Worker<E> {
             );
         }
         for slot in left {
-            let id = RequestId {
-                queue: number,
-                slot,
-            };
+            let id = RequestId::new(number, slot);
             if !is_tracked {
                 self.finish(id, Ending::io_error(Errno::IO.raw_os_error()));
                 continue;

@@ -3,8 +3,11 @@
 //! A disk without limits pays one look per batch. With limits, each request takes [a slot](crate::queue::held) as soon as
 //! it is fetched, and waits there. A timer wakes the thread.
 
+use block::{Request, Segment};
+use guest::Ticket;
+
 use crate::clock::now_ns;
-use crate::path::fetch::{BatchNeeds, Fetched};
+use crate::path::fetch::BatchNeeds;
 use crate::queue::Queue;
 use crate::queue::held::{HeldRequests, Verdict};
 
@@ -20,20 +23,26 @@ pub(crate) enum Admitted {
 
 /// Holds a request back if a limit applies to it. A slot must be free.
 #[inline]
-pub(crate) fn admit(queue: &mut Queue, fetched: &Fetched, needs: BatchNeeds) -> Admitted {
+pub(crate) fn admit(
+    queue: &mut Queue,
+    ticket: Ticket,
+    request: Request,
+    segments: &[Segment],
+    needs: BatchNeeds,
+) -> Admitted {
     if !needs.is_limited {
         return Admitted::Yes;
     }
-    if !HeldRequests::concerns(&fetched.request) {
+    if !HeldRequests::concerns(&request) {
         queue.held.note_unlimited(now_ns());
         return Admitted::Yes;
     }
     let is_first = queue.held.is_empty();
     queue.held.hold(
         &mut queue.slots,
-        fetched.chain.ticket(),
-        fetched.request,
-        fetched.segments,
+        ticket,
+        request,
+        segments,
         needs.stamps.fetched,
     );
     if is_first {

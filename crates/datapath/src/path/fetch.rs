@@ -1,6 +1,6 @@
 //! Stage 1: from the available rings to parsed requests, a bounded batch at a time.
 
-use block::{Request, Segment};
+use block::{Discard, Request, Segment};
 use guest::blk::{self, Status};
 use guest::{Chain, Notifier, RingError};
 use tracing::warn;
@@ -80,55 +80,42 @@ pub(crate) enum FetchResult {
     More,
 }
 
-/// A request from the ring.
-pub(crate) struct Fetched<'a> {
-    pub chain: &'a Chain,
-    pub request: Request,
-    /// The guest's buffers for its data.
-    pub segments: &'a [Segment],
-    /// All buffers that the guest lets ringdisk write to, but for the status.
-    pub writable: &'a [Segment],
+/// The guest's buffers of a chain that was fetched into `scratch`, without header and status: those that the guest lets
+/// ringdisk read, and those that it lets ringdisk write to.
+#[inline(always)]
+pub(crate) fn buffers<'a>(chain: &Chain, scratch: &'a [Segment]) -> (&'a [Segment], &'a [Segment]) {
+    let (readable, rest) = scratch.split_at(usize::from(chain.readable));
+    (readable, &rest[..usize::from(chain.writable)])
 }
 
-/// Parses a request whose chain was fetched, and whose buffers are in `scratch`. `None` if the disk does not allow the
+/// Parses a request that was fetched. It may unmap only where the operator lets it. `None` if the disk does not allow the
 /// request, and it was refused.
 #[inline(always)]
-pub(crate) fn parse<'a>(
-    queue: &mut Queue,
-    chain: &'a Chain,
-    scratch: &'a [Segment],
-) -> Option<Fetched<'a>> {
+pub(crate) fn parse(queue: &mut Queue, chain: &Chain, readable: &[Segment]) -> Option<Request> {
     let Queue {
         disk, ring, tally, ..
     } = queue;
-    let (readable, rest) = scratch.split_at(usize::from(chain.readable));
-    let writable = &rest[..usize::from(chain.writable)];
     let payload = |to: &mut [u8; 16]| ring.copy_from(readable, to);
-    let request = match blk::parse(chain, disk.size(), &disk.facts, payload) {
-        Ok(request) => request,
+    match blk::parse(chain, disk.size(), &disk.facts, payload) {
+        Ok(Request::WriteZeroes { at, len, unmap }) => Some(Request::WriteZeroes {
+            at,
+            len,
+            unmap: unmap && disk.options.discard == Discard::Unmap,
+        }),
+        Ok(request) => Some(request),
         Err(status) => {
             tally.refused();
             refused(disk, chain);
             ring.complete(&chain.ticket(), status as u8, 1);
-            return None;
+            None
         }
-    };
-    let segments = match request {
-        Request::Read { .. } => writable,
-        _ => readable,
-    };
-    Some(Fetched {
-        chain,
-        request,
-        segments,
-        writable,
-    })
+    }
 }
 
 /// Answers a request for the disk's serial.
-pub(crate) fn answer_id(queue: &mut Queue, fetched: &Fetched) {
-    let written = queue.ring.copy_to(fetched.writable, &queue.disk.id) as u32;
-    let ticket = fetched.chain.ticket();
+pub(crate) fn answer_id(queue: &mut Queue, chain: &Chain, writable: &[Segment]) {
+    let written = queue.ring.copy_to(writable, &queue.disk.id) as u32;
+    let ticket = chain.ticket();
     queue.ring.complete(&ticket, Status::Ok as u8, written + 1);
 }
 

@@ -1,6 +1,6 @@
 //! Stage 3: what a request needs. The image says where its range is.
 
-use block::{Discard, FileOffset, Request};
+use block::{FileOffset, Request};
 use guest::blk::Status;
 use image::{Extent, Image};
 
@@ -12,35 +12,27 @@ pub(crate) enum Plan {
     /// The disk's serial.
     Id,
     /// The image's tables are looked up, piece by piece.
-    Map(Request),
+    Map,
     /// An operation on the file, from this offset on.
-    Operation(Request, FileOffset),
+    Operation(FileOffset),
     /// A flush: an fdatasync, which it may share with others.
-    Sync(Request),
+    Sync,
 }
 
 #[inline]
 pub(crate) fn plan(disk: &Disk, image: &Image, request: Request) -> Plan {
     let at = match request {
         Request::GetId => return Plan::Id,
-        Request::Flush if !disk.flushes() => return Plan::Done(Status::Ok, 0),
-        Request::Flush => return Plan::Sync(request),
+        Request::Flush if disk.flushes() => return Plan::Sync,
+        Request::Flush => return Plan::Done(Status::Ok, 0),
         Request::Read { at, .. }
         | Request::Write { at, .. }
         | Request::Discard { at, .. }
         | Request::WriteZeroes { at, .. } => at,
     };
-    let request = match request {
-        Request::WriteZeroes { at, len, unmap } => Request::WriteZeroes {
-            at,
-            len,
-            unmap: unmap && disk.options.discard == Discard::Unmap,
-        },
-        request => request,
-    };
     match (image.map(at), request) {
-        (Extent::File(at), request) => Plan::Operation(request, at),
-        (Extent::Mapped, request) => Plan::Map(request),
+        (Extent::File(at), _) => Plan::Operation(at),
+        (Extent::Mapped, _) => Plan::Map,
         (Extent::Nowhere, Request::Read { len, .. }) => Plan::Done(Status::Ok, len as u32),
         (Extent::Nowhere, _) => Plan::Done(Status::Ok, 0),
     }
