@@ -33,6 +33,7 @@ use crate::resources::blocking_pool::{AbortEnd, Job};
 use crate::worker::{RELEASE_MAX, Worker};
 use admit::Admitted;
 use fetch::{BATCH, BatchNeeds, CHUNK_INSTANT_MAX, FetchResult, PUBLISH};
+use mapped::MappedStage;
 use next::{Next, SyncResult};
 use plan::Plan;
 
@@ -233,11 +234,8 @@ impl<E: Engine> Worker<E> {
         let mut starting = mem::take(&mut self.fetching.starting);
         mapped::touch(self.queues.get(number), &starting);
         for slot in starting.drain(..) {
-            let queue = self.queues.get(number);
-            let disk = self.disks.get(queue.thread_disk);
-            let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
             let id = RequestId::new(number, slot);
-            match mapped::start(queue, slot, disk, budget, cow) {
+            match self.mapped(id).map() {
                 // Nearly all requests.
                 Next::Submit if self.engine.room() > 0 => self.submit(id),
                 next => self.advance(id, next),
@@ -309,7 +307,7 @@ impl<E: Engine> Worker<E> {
                 (s.at, s.state) = (at, RequestState::Moving);
                 Next::Submit
             }
-            Plan::Map => Next::Start,
+            Plan::Map => Next::Map,
             Plan::Done(status, written) => {
                 return complete::answer(queue, id.slot, status, written);
             }
@@ -328,7 +326,10 @@ impl<E: Engine> Worker<E> {
                 && let Some(id) = disk.zeroing.pop_front()
             {
                 self.zeroing.rotation.waiting -= 1;
-                let next = mapped::next_turn(self.queues.get(id.queue), id.slot);
+                let next = match self.queues.get(id.queue).file {
+                    Some(_) => Next::Submit,
+                    None => Next::Map,
+                };
                 self.advance(id, next);
             }
         }
@@ -376,13 +377,11 @@ impl<E: Engine> Worker<E> {
                     let queue = self.queues.get(id.queue);
                     let mut next = complete::operation(queue, id.slot, completion.result);
                     if let Next::PieceMoved = next {
-                        let disk = self.disks.get(queue.thread_disk);
-                        let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
-                        next = mapped::piece_moved(queue, id.slot, disk, budget, cow);
+                        next = self.mapped(id).piece_moved();
                     }
                     match next {
                         // Nearly all requests, past the other stages: this saves 60 instructions for each.
-                        Next::Moved if !sync::is_needed(queue, id.slot) => {
+                        Next::Moved if !sync::is_needed(self.queues.get(id.queue), id.slot) => {
                             self.finish(id, Ending::OK);
                         }
                         next => self.advance(id, next),
@@ -408,15 +407,12 @@ impl<E: Engine> Worker<E> {
 
     /// Takes a request from stage to stage, until it has ended or something else takes it further.
     pub fn advance(&mut self, id: RequestId, mut next: Next) {
-        let slot = id.slot;
-        let queue = self.queues.get(id.queue);
-        let index = queue.thread_disk;
         loop {
-            let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
+            let queue = self.queues.get(id.queue);
+            let index = queue.thread_disk;
             next = match next {
                 Next::InProgress => return,
-                Next::Start => mapped::start(queue, slot, self.disks.get(index), budget, cow),
-                Next::Map => mapped::next_piece(queue, slot, self.disks.get(index), budget, cow),
+                Next::Map => self.mapped(id).map(),
                 // Completions that were handled before in this batch may have taken the room of this one.
                 Next::Submit if self.engine.room() == 0 => Next::WaitForBuffer,
                 Next::Submit => return self.submit(id),
@@ -430,11 +426,9 @@ impl<E: Engine> Worker<E> {
                     self.zeroing.rotation.waiting += 1;
                     return;
                 }
-                Next::Block(job) => return self.start_job(id, job),
-                Next::PieceMoved => {
-                    mapped::piece_moved(queue, slot, self.disks.get(index), budget, cow)
-                }
-                Next::Moved if sync::is_needed(queue, slot) => Next::Sync,
+                Next::StartJob(job) => return self.start_job(id, job),
+                Next::PieceMoved => self.mapped(id).piece_moved(),
+                Next::Moved if sync::is_needed(queue, id.slot) => Next::Sync,
                 Next::Moved => Next::Finish(Ending::OK),
                 Next::Sync => return self.sync(id),
                 Next::Synced(result) => return self.end_sync(index, result),
@@ -452,6 +446,15 @@ impl<E: Engine> Worker<E> {
                 }
             }
         }
+    }
+
+    /// What the mapped stage needs for a request.
+    #[inline(always)]
+    pub fn mapped(&mut self, id: RequestId) -> MappedStage<'_> {
+        let queue = self.queues.get(id.queue);
+        let disk = self.disks.get(queue.thread_disk);
+        let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
+        MappedStage::new(queue, id.slot, disk, budget, cow)
     }
 
     /// Submits the operation that a request needs next. The engine has room for it.
@@ -502,11 +505,8 @@ impl<E: Engine> Worker<E> {
 
     /// Continues the requests for which the blocking pool has done something.
     fn take_job_results(&mut self) {
-        for (id, result) in self.blocking_pool.collect() {
-            let queue = self.queues.get(id.queue);
-            let disk = self.disks.get(queue.thread_disk);
-            let (budget, cow) = (&mut self.zeroing.budget, &mut self.buffers.cow);
-            let next = mapped::take_result(queue, id.slot, disk, budget, cow, result);
+        for (id, result) in self.blocking_pool.take_results() {
+            let next = self.mapped(id).take_result(result);
             self.advance(id, next);
         }
     }

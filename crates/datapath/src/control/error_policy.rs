@@ -143,7 +143,7 @@ impl<E: Engine> Worker<E> {
             Retry::Operation | Retry::Fill => Next::Submit,
             Retry::Sync => Next::Sync,
             Retry::Piece => Next::Map,
-            Retry::Commit => mapped::commit(queue, id.slot),
+            Retry::Commit => self.mapped(id).retry_commit(),
         };
         self.advance(id, next);
     }
@@ -212,7 +212,7 @@ impl<E: Engine> Worker<E> {
                 continue;
             }
             match mapped::abort(self.queues.get(number), slot, AbortEnd::Leave) {
-                Some(job) => self.advance(id, Next::Block(job)),
+                Some(job) => self.advance(id, Next::StartJob(job)),
                 None => self.leave(id),
             }
         }

@@ -20,7 +20,7 @@ pub(crate) fn blocking(
             disk.image_failed(&e);
             JobResult::Failed {
                 errno: e.errno(),
-                lasting: e.is_permanent(),
+                is_permanent: e.is_permanent(),
             }
         })
     })
@@ -36,7 +36,7 @@ pub(crate) fn commit(chain: &Chain, disk: &Disk, allocation: Allocation) -> JobR
         chain.abort(allocation);
         JobResult::Failed {
             errno: e.errno(),
-            lasting: true,
+            is_permanent: true,
         }
     } else {
         JobResult::NotCommitted(allocation, e.errno())
@@ -85,8 +85,8 @@ pub(crate) fn part_of_block(
 /// Takes clusters for a write, and fills what the guest does not write of them.
 pub(crate) fn prepare(chain: &Chain, at: GuestOffset, len: u64) -> Result<JobResult, ImageError> {
     Ok(match chain.prepare_write(at, len)? {
-        Prepared::Mapped => JobResult::Again,
-        Prepared::Wait(waiting) => JobResult::Wait(waiting),
+        Prepared::Mapped => JobResult::LookUpAgain,
+        Prepared::Wait(waiting) => JobResult::WaitFor(waiting),
         Prepared::Allocated(allocation) => fill(chain, allocation)?,
     })
 }
@@ -97,7 +97,7 @@ pub(crate) fn fill(chain: &Chain, allocation: Allocation) -> Result<JobResult, I
         return Ok(JobResult::Prepared(allocation));
     }
     match CowWrite::read(chain, &allocation) {
-        Ok(Some(write)) => Ok(JobResult::Merged(allocation, write)),
+        Ok(Some(write)) => Ok(JobResult::PreparedCow(allocation, write)),
         Ok(None) => chain.fill(allocation).map(JobResult::Prepared),
         Err(e) => {
             chain.abort(allocation);
@@ -114,7 +114,7 @@ pub(crate) fn zero(
     why: ZeroMode,
 ) -> Result<JobResult, ImageError> {
     Ok(match chain.zero(at, len, why)? {
-        (0, Some(waiting)) => JobResult::Wait(waiting),
+        (0, Some(waiting)) => JobResult::WaitFor(waiting),
         // The rest is looked up again.
         (done, _) => JobResult::Zeroed { done },
     })

@@ -47,59 +47,10 @@ pub(crate) fn touch(queue: &mut Queue, slots: &[u16]) {
     }
 }
 
-/// Looks up the first piece of a request in a slot that holds its segments.
-#[inline(always)]
-pub(crate) fn start(
-    queue: &mut Queue,
-    slot: u16,
-    disk: &mut ThreadDisk,
-    zero_budget: &mut u64,
-    buffers: &mut CowBuffers,
-) -> Next {
-    queue.mapped.ensure(slot);
-    Stage::of(queue, slot, disk, zero_budget, buffers).start()
-}
-
-/// Looks up the next piece of a request, after what is done of it.
-pub(crate) fn next_piece(
-    queue: &mut Queue,
-    slot: u16,
-    disk: &mut ThreadDisk,
-    zero_budget: &mut u64,
-    buffers: &mut CowBuffers,
-) -> Next {
-    Stage::of(queue, slot, disk, zero_budget, buffers).next_piece()
-}
-
-/// The operation of a piece has moved all its bytes.
-#[inline(always)]
-pub(crate) fn piece_moved(
-    queue: &mut Queue,
-    slot: u16,
-    disk: &mut ThreadDisk,
-    zero_budget: &mut u64,
-    buffers: &mut CowBuffers,
-) -> Next {
-    Stage::of(queue, slot, disk, zero_budget, buffers).piece_moved()
-}
-
-/// Continues a request for which the blocking pool has done something.
-pub(crate) fn take_result(
-    queue: &mut Queue,
-    slot: u16,
-    disk: &mut ThreadDisk,
-    zero_budget: &mut u64,
-    buffers: &mut CowBuffers,
-    result: JobResult,
-) -> Next {
-    queue.mapped.ensure(slot);
-    Stage::of(queue, slot, disk, zero_budget, buffers).take_result(result)
-}
-
-/// One request, and what this stage needs for it.
-struct Stage<'a> {
-    s: &'a mut Slot,
-    request: &'a mut MappedRequest,
+/// A request to a mapped image, and what this stage needs for it.
+pub(crate) struct MappedStage<'a> {
+    slot: &'a mut Slot,
+    mapped: &'a mut MappedRequest,
     chain: &'a Arc<Chain>,
     ring: &'a mut Virtqueue,
     disk: &'a Arc<Disk>,
@@ -110,9 +61,9 @@ struct Stage<'a> {
     buffers: &'a mut CowBuffers,
 }
 
-impl<'a> Stage<'a> {
+impl<'a> MappedStage<'a> {
     #[inline(always)]
-    fn of(
+    pub fn new(
         queue: &'a mut Queue,
         slot: u16,
         thread_disk: &'a mut ThreadDisk,
@@ -120,8 +71,8 @@ impl<'a> Stage<'a> {
         buffers: &'a mut CowBuffers,
     ) -> Self {
         Self {
-            s: queue.slots.get(slot),
-            request: queue.mapped.get(slot),
+            slot: queue.slots.get(slot),
+            mapped: queue.mapped.get_or_add(slot),
             chain: chain(&queue.image),
             ring: &mut queue.ring,
             disk: &queue.disk,
@@ -132,33 +83,36 @@ impl<'a> Stage<'a> {
         }
     }
 
+    /// Looks up the next piece of the request; of one that has not begun, the first.
     #[inline(always)]
-    fn start(mut self) -> Next {
-        self.s.state = RequestState::Mapping;
-        if !zeroes::detect(self.disk, self.ring, self.s, self.zero_budget) {
-            return Next::WaitForTurn;
+    pub fn map(mut self) -> Next {
+        self.slot.state = RequestState::Mapping;
+        if !self.mapped.has_begun() {
+            if !zeroes::detect(self.disk, self.ring, self.slot, self.zero_budget) {
+                return Next::WaitForTurn;
+            }
+            self.begin();
         }
+        self.look_up()
+    }
+
+    #[inline(always)]
+    fn begin(&mut self) {
         let (Request::Read { at, len }
         | Request::Write { at, len }
         | Request::Discard { at, len }
-        | Request::WriteZeroes { at, len, .. }) = self.s.request
+        | Request::WriteZeroes { at, len, .. }) = self.slot.request
         else {
             unreachable!("a request without a range is not mapped");
         };
         let pin = self.thread_disk.pins.pin(self.chain.pins());
-        self.request.begin(at, len, pin);
-        self.look_up()
-    }
-
-    fn next_piece(mut self) -> Next {
-        self.s.state = RequestState::Mapping;
-        self.look_up()
+        self.mapped.begin(at, len, pin);
     }
 
     #[inline(always)]
-    fn look_up(&mut self) -> Next {
-        while self.request.rest > 0 {
-            let next = match self.s.request {
+    fn look_up(mut self) -> Next {
+        while self.mapped.rest > 0 {
+            let next = match self.slot.request {
                 Request::Read { .. } => self.next_read(),
                 Request::Write { .. } => Some(self.next_write()),
                 Request::Discard { .. } => Some(self.give_up_range(ZeroMode::Discard)),
@@ -177,15 +131,15 @@ impl<'a> Stage<'a> {
     /// Looks up the next piece of a read; `None` if that was of zeroes, which the guest has now.
     #[inline(always)]
     fn next_read(&mut self) -> Option<Next> {
-        let (at, rest) = (self.request.at, self.request.rest);
-        Some(match self.chain.map(self.request.pin(), at, rest) {
+        let (at, rest) = (self.mapped.at, self.mapped.rest);
+        Some(match self.chain.map(self.mapped.pin(), at, rest) {
             ReadLocation::Data {
                 file,
                 at: from,
                 len,
             } => match map_jobs::whole_blocks(from, len, self.alignment.len) {
                 Ok(len) => self.move_piece(self.thread_disk.files[usize::from(file.0)], from, len),
-                Err(len) => self.block(move |chain| {
+                Err(len) => self.start_job(move |chain| {
                     map_jobs::part_of_block(chain, at, len).map(JobResult::Bytes)
                 }),
             },
@@ -193,16 +147,16 @@ impl<'a> Stage<'a> {
             ReadLocation::Zero { len } => {
                 let len = len.min(*self.zero_budget);
                 *self.zero_budget -= len;
-                self.request.set_len(self.s, len);
-                self.ring.zero(self.s.segments());
-                self.request.advance(len);
+                self.mapped.set_len(self.slot, len);
+                self.ring.zero(self.slot.segments());
+                self.mapped.advance(len);
                 return None;
             }
             ReadLocation::Compressed(packed) => {
-                self.block(move |chain| chain.unpack(&packed).map(JobResult::Bytes))
+                self.start_job(move |chain| chain.unpack(&packed).map(JobResult::Bytes))
             }
             ReadLocation::Load(missing) => {
-                self.block(move |chain| chain.load(missing).map(|()| JobResult::Again))
+                self.start_job(move |chain| chain.load(missing).map(|()| JobResult::LookUpAgain))
             }
             ReadLocation::Damaged { .. } => damaged(),
         })
@@ -211,39 +165,37 @@ impl<'a> Stage<'a> {
     /// Looks up the next piece of a write, or takes clusters for it.
     #[inline(always)]
     fn next_write(&mut self) -> Next {
-        let at = self.request.at;
-        match self
-            .chain
-            .map_write(self.request.pin(), at, self.request.rest)
-        {
+        let at = self.mapped.at;
+        let pin = self.mapped.pin();
+        match self.chain.map_write(pin, at, self.mapped.rest) {
             WriteLocation::InPlace { file, at, len } => {
                 self.move_piece(self.thread_disk.files[usize::from(file.0)], at, len)
             }
             WriteLocation::Allocate { len } => self.allocate(at, len),
             WriteLocation::Load(missing) => {
-                self.block(move |chain| chain.load(missing).map(|()| JobResult::Again))
+                self.start_job(move |chain| chain.load(missing).map(|()| JobResult::LookUpAgain))
             }
             // To prepare it says what is wrong, and sees to it that nothing more is written.
             WriteLocation::Damaged { len } => {
-                self.block(move |chain| map_jobs::prepare(chain, at, len))
+                self.start_job(move |chain| map_jobs::prepare(chain, at, len))
             }
         }
     }
 
     /// Takes clusters for the next piece of a write.
     fn allocate(&mut self, at: GuestOffset, len: u64) -> Next {
-        let Some(allocation) = self.chain.try_prepare_write(self.request.pin(), at, len) else {
-            return self.block(move |chain| map_jobs::prepare(chain, at, len));
+        let Some(allocation) = self.chain.try_prepare_write(self.mapped.pin(), at, len) else {
+            return self.start_job(move |chain| map_jobs::prepare(chain, at, len));
         };
         if allocation.fills.is_empty() {
             return self.write_allocation(allocation);
         }
-        let pin = self.request.pin();
+        let pin = self.mapped.pin();
         let plan = CowWrite::plan(self.chain, pin, &allocation, self.alignment, self.buffers);
         let Some((write, source)) = plan else {
-            return self.block(move |chain| map_jobs::fill(chain, allocation));
+            return self.start_job(move |chain| map_jobs::fill(chain, allocation));
         };
-        (self.request.allocation, self.request.cow) = (Some(allocation), Some(write));
+        (self.mapped.allocation, self.mapped.cow) = (Some(allocation), Some(write));
         match source {
             FillSource::Zeroes => self.write_cow(),
             FillSource::Bytes(read) => self.fill(read),
@@ -253,129 +205,142 @@ impl<'a> Stage<'a> {
     /// Moves the guest's bytes of the next piece, which is at this place of this file.
     #[inline(always)]
     fn move_piece(&mut self, file: FileId, at: FileOffset, len: u64) -> Next {
-        self.request.set_piece(self.s, file, at, len);
-        self.s.state = RequestState::Moving;
+        self.mapped.set_piece(self.slot, file, at, len);
+        self.slot.state = RequestState::Moving;
         Next::Submit
     }
 
     /// Writes the guest's bytes to clusters that were taken for them.
     fn write_allocation(&mut self, allocation: Allocation) -> Next {
         let (to, len) = (allocation.to, allocation.len);
-        self.request.allocation = Some(allocation);
+        self.mapped.allocation = Some(allocation);
         self.move_piece(self.thread_disk.written_file(), to, len)
     }
 
     /// Reads what a copy-on-write needs beside the guest's bytes.
     fn fill(&mut self, read: CowRead) -> Next {
-        let (s, request) = (&mut *self.s, &mut *self.request);
-        request.keep_segments(s);
-        s.set_segments(&[read.to]);
-        request.file = self.thread_disk.files[usize::from(read.file.0)];
-        (s.at, s.left, s.state) = (read.at, read.len, RequestState::Filling);
+        let (slot, mapped) = (&mut *self.slot, &mut *self.mapped);
+        mapped.keep_segments(slot);
+        slot.set_segments(&[read.to]);
+        mapped.file = self.thread_disk.files[usize::from(read.file.0)];
+        (slot.at, slot.left, slot.state) = (read.at, read.len, RequestState::Filling);
         Next::Submit
     }
 
     /// Adds the guest's bytes to the others of a copy-on-write, and writes all of them.
     fn write_cow(&mut self) -> Next {
-        let (s, request) = (&mut *self.s, &mut *self.request);
-        let allocation = request.allocation.as_ref();
+        let (slot, mapped) = (&mut *self.slot, &mut *self.mapped);
+        let allocation = mapped.allocation.as_ref();
         let len = allocation.expect("a copy-on-write has clusters").len;
-        request.set_len(s, len);
-        let write = request.cow.as_mut().expect("a copy-on-write has a buffer");
-        self.ring.copy_from(s.segments(), write.gap(len));
+        mapped.set_len(slot, len);
+        let write = mapped.cow.as_mut().expect("a copy-on-write has a buffer");
+        self.ring.copy_from(slot.segments(), write.gap(len));
         let (at, segment) = write.write();
-        s.set_segments(&[segment]);
-        request.file = self.thread_disk.written_file();
-        (s.at, s.left, s.state) = (at, segment.len as u64, RequestState::Moving);
+        slot.set_segments(&[segment]);
+        mapped.file = self.thread_disk.written_file();
+        (slot.at, slot.left, slot.state) = (at, segment.len as u64, RequestState::Moving);
         Next::Submit
     }
 
     fn give_up_range(&self, mode: ZeroMode) -> Next {
-        let (at, rest) = (self.request.at, self.request.rest);
-        self.block(move |chain| map_jobs::zero(chain, at, rest, mode))
+        let (at, rest) = (self.mapped.at, self.mapped.rest);
+        self.start_job(move |chain| map_jobs::zero(chain, at, rest, mode))
     }
 
     /// Has the blocking pool do this with the image. Its errors are logged, and fail the request.
     #[cold]
     #[inline(never)]
-    fn block(
+    fn start_job(
         &self,
         job: impl FnOnce(&Chain) -> Result<JobResult, ImageError> + Send + 'static,
     ) -> Next {
         let chain = self.chain.clone();
-        Next::Block(map_jobs::blocking(self.disk, move || job(&chain)))
+        Next::StartJob(map_jobs::blocking(self.disk, move || job(&chain)))
     }
 
+    /// The operation of a piece has moved all its bytes.
     #[inline(always)]
-    fn piece_moved(mut self) -> Next {
-        if self.s.state == RequestState::Filling {
+    pub fn piece_moved(mut self) -> Next {
+        if self.slot.state == RequestState::Filling {
             return self.write_cow();
         }
-        if let Some(write) = self.request.cow.take() {
+        if let Some(write) = self.mapped.cow.take() {
             self.buffers.give_back(write);
         }
-        if let Some(allocation) = self.request.allocation.take() {
-            self.s.needs_sync = true;
+        if let Some(allocation) = self.mapped.allocation.take() {
+            self.slot.needs_sync = true;
             if let Err(allocation) = self.chain.try_commit(allocation) {
-                let (chain, disk) = (self.chain.clone(), self.disk.clone());
-                return Next::Block(Box::new(move || {
-                    map_jobs::commit(&chain, &disk, allocation)
-                }));
+                return self.commit_in_job(allocation);
             }
         }
         self.piece_done()
     }
 
-    /// Ends this piece, and finds the next step of its request.
-    #[inline(always)]
-    fn piece_done(self) -> Next {
-        self.request.advance(self.request.len);
-        if self.request.rest == 0 {
-            return Next::Moved;
-        }
-        self.next_piece()
+    /// Tries again to commit what could not be committed.
+    pub fn retry_commit(self) -> Next {
+        let allocation = self.mapped.allocation.take();
+        self.commit_in_job(allocation.expect("it was kept to be committed again"))
     }
 
-    fn take_result(mut self, result: JobResult) -> Next {
+    fn commit_in_job(&self, allocation: Allocation) -> Next {
+        let (chain, disk) = (self.chain.clone(), self.disk.clone());
+        Next::StartJob(Box::new(move || {
+            map_jobs::commit(&chain, &disk, allocation)
+        }))
+    }
+
+    #[inline(always)]
+    fn piece_done(self) -> Next {
+        self.mapped.advance(self.mapped.len);
+        if self.mapped.rest == 0 {
+            Next::Moved
+        } else {
+            Next::Map
+        }
+    }
+
+    /// Continues a request for which the blocking pool has done something.
+    pub fn take_result(mut self, result: JobResult) -> Next {
         let is_before_engine = !matches!(
             result,
             JobResult::Committed | JobResult::NotCommitted(..) | JobResult::Flushed { .. }
         );
-        if self.s.stamps.fetched > 0 && is_before_engine {
-            self.s.stamps.submitted = now_ns();
+        if self.slot.stamps.fetched > 0 && is_before_engine {
+            self.slot.stamps.submitted = now_ns();
         }
         match result {
-            JobResult::Again => self.next_piece(),
+            JobResult::LookUpAgain => Next::Map,
             JobResult::Bytes(bytes) => {
-                self.request.set_len(self.s, bytes.len() as u64);
-                self.ring.copy_to(self.s.segments(), &bytes);
+                self.mapped.set_len(self.slot, bytes.len() as u64);
+                self.ring.copy_to(self.slot.segments(), &bytes);
                 self.piece_done()
             }
             JobResult::Prepared(allocation) => self.write_allocation(allocation),
-            JobResult::Merged(allocation, write) => {
-                (self.request.allocation, self.request.cow) = (Some(allocation), Some(write));
+            JobResult::PreparedCow(allocation, write) => {
+                (self.mapped.allocation, self.mapped.cow) = (Some(allocation), Some(write));
                 self.write_cow()
             }
             JobResult::Committed => self.piece_done(),
             JobResult::Zeroed { done } => {
-                self.s.needs_sync = true;
-                self.request.advance(done);
-                self.next_piece()
+                self.slot.needs_sync = true;
+                self.mapped.advance(done);
+                Next::Map
             }
-            JobResult::Wait(_) | JobResult::Waits => {
+            JobResult::WaitFor(_) | JobResult::WillBeWoken => {
                 unreachable!("a job that waits has no result")
             }
             JobResult::Aborted(AbortEnd::Finish(ending)) => Next::Finish(ending),
             JobResult::Aborted(AbortEnd::Leave) => Next::Leave,
-            JobResult::Failed { errno, lasting } if lasting => {
-                Next::Finish(Ending::io_error(errno))
-            }
+            JobResult::Failed {
+                errno,
+                is_permanent: true,
+            } => Next::Finish(Ending::io_error(errno)),
             JobResult::Failed { errno, .. } => Next::Fail {
                 errno,
                 retry: Retry::Piece,
             },
             JobResult::NotCommitted(allocation, errno) => {
-                self.request.allocation = Some(allocation);
+                self.mapped.allocation = Some(allocation);
                 Next::Fail {
                     errno,
                     retry: Retry::Commit,
@@ -384,25 +349,6 @@ impl<'a> Stage<'a> {
             JobResult::Flushed { errno, lost } => Next::Synced(SyncResult::Image { errno, lost }),
         }
     }
-}
-
-/// What comes next for a request whose turn it is to continue with zeroes.
-pub(crate) fn next_turn(queue: &mut Queue, slot: u16) -> Next {
-    match queue.mapped.find(slot) {
-        None => Next::Submit,
-        Some(request) if request.pin.is_none() => Next::Start,
-        Some(_) => Next::Map,
-    }
-}
-
-/// Tries again to commit what could not be committed.
-pub(crate) fn commit(queue: &mut Queue, slot: u16) -> Next {
-    let allocation = queue.mapped.get(slot).allocation.take();
-    let allocation = allocation.expect("it was kept to be committed again");
-    let (chain, disk) = (chain(&queue.image).clone(), queue.disk.clone());
-    Next::Block(Box::new(move || {
-        map_jobs::commit(&chain, &disk, allocation)
-    }))
 }
 
 /// A job that gives back the clusters of a request that ends before they were used; the request ends after that. `None` if
@@ -425,28 +371,28 @@ pub(crate) fn release(
     disks: &mut ThreadDisks,
     buffers: &mut Buffers,
 ) {
-    let Some(request) = queue.mapped.find(slot) else {
+    let Some(mapped) = queue.mapped.find(slot) else {
         return;
     };
-    debug_assert!(request.allocation.is_none(), "it is given back first");
-    if let Some(write) = request.cow.take() {
+    debug_assert!(mapped.allocation.is_none(), "it is given back first");
+    if let Some(write) = mapped.cow.take() {
         buffers.cow.give_back(write);
     }
-    if let Some(pin) = request.pin.take() {
+    if let Some(pin) = mapped.pin.take() {
         let disk = disks.get(queue.thread_disk);
         disk.pins.unpin(chain(&queue.image).pins(), pin);
     }
 }
 
-/// Adds to a job that, if it has to wait for the write of another request, the request is woken when that has ended.
+/// Does `job`. If it has to wait for the write of another request, the image calls `wake` when that write has ended.
 pub(crate) fn wait_in_job(image: Image, wake: impl Fn() + Send + Sync + 'static, job: Job) -> Job {
     Box::new(move || match job() {
-        JobResult::Wait(waiting) => {
+        JobResult::WaitFor(waiting) => {
             let image = image.chain().and_then(|chain| chain.image());
             let waker = Waker::from(Arc::new(WakeRequest(wake)));
             match image.map(|image| image.poll_wait(&waiting, &waker)) {
-                Some(Poll::Pending) => JobResult::Waits,
-                _ => JobResult::Again,
+                Some(Poll::Pending) => JobResult::WillBeWoken,
+                _ => JobResult::LookUpAgain,
             }
         }
         result => result,

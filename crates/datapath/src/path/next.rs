@@ -6,9 +6,7 @@ use crate::resources::blocking_pool::Job;
 pub(crate) enum Next {
     /// Nothing for now: an operation, a job, or the end of another request takes it further.
     InProgress,
-    /// Its first piece in a mapped image is looked up.
-    Start,
-    /// Its next piece in a mapped image is looked up.
+    /// Its next piece in a mapped image is looked up, or its first.
     Map,
     /// Its operation is submitted.
     Submit,
@@ -17,7 +15,7 @@ pub(crate) enum Next {
     /// It continues with zeroes, after others had their turn.
     WaitForTurn,
     /// The blocking pool does this for it.
-    Block(Job),
+    StartJob(Job),
     /// The operation of a piece of a mapped image has moved all its bytes.
     PieceMoved,
     /// All its bytes were moved.

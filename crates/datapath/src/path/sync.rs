@@ -85,13 +85,12 @@ pub(crate) fn lead(queue: &mut Queue, slot: u16, disk: &ThreadDisk) -> Next {
     };
     if chain.needs_flush() {
         let (chain, disk) = (chain.clone(), queue.disk.clone());
-        return Next::Block(Box::new(move || map_jobs::flush(&chain, &disk)));
+        return Next::StartJob(Box::new(move || map_jobs::flush(&chain, &disk)));
     }
     if !queue.disk.options.cache.flushes() {
         return Next::Synced(SyncResult::File(0));
     }
-    queue.mapped.ensure(slot);
-    queue.mapped.get(slot).file = disk.written_file();
+    queue.mapped.get_or_add(slot).file = disk.written_file();
     Next::Submit
 }
 

@@ -55,7 +55,12 @@ impl MappedRequest {
         self.pin = Some(pin);
     }
 
-    /// Its pin.
+    /// Whether its first piece was looked up, or is being looked up.
+    #[inline(always)]
+    pub fn has_begun(&self) -> bool {
+        self.pin.is_some()
+    }
+
     #[inline(always)]
     pub fn pin(&self) -> &Pin {
         self.pin.as_ref().expect("a request that has begun")
@@ -130,12 +135,13 @@ impl MappedRequests {
         self.0 = Vec::new();
     }
 
-    /// Makes the request in this slot, if it is the first there.
-    #[inline]
-    pub fn ensure(&mut self, slot: u16) {
+    /// The request in this slot, which is made if it is the first there.
+    #[inline(always)]
+    pub fn get_or_add(&mut self, slot: u16) -> &mut MappedRequest {
         if usize::from(slot) >= self.0.len() {
             self.add(usize::from(slot) + 1);
         }
+        self.get(slot)
     }
 
     /// The request in this slot, which was made before.

@@ -3,7 +3,7 @@
 //!
 //! A job is plain blocking code. It never touches guest memory: the bytes that it read for the guest are part of its
 //! result, and the I/O thread copies them. So a job may outlive the mapping of the queue's memory. The slot of its
-//! request stays taken until the I/O thread has collected the result.
+//! request stays taken until the I/O thread has taken the result.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -39,25 +39,25 @@ pub(crate) enum AbortEnd {
 #[derive(Debug)]
 pub(crate) enum JobResult {
     /// The obstacle is gone: the request is looked up again.
-    Again,
+    LookUpAgain,
     /// These bytes are what the guest reads next.
     Bytes(Vec<u8>),
     /// Clusters were taken for the next bytes of a write.
     Prepared(Allocation),
     /// The same, with the bytes that these clusters need beside the guest's: one write for both.
-    Merged(Allocation, CowWrite),
+    PreparedCow(Allocation, CowWrite),
     /// The image's tables lead to what was written.
     Committed,
     /// This many more bytes were discarded or zeroed.
     Zeroed { done: u64 },
     /// The write of another request must end first.
-    Wait(PendingWrite),
+    WaitFor(PendingWrite),
     /// The request waits for the write of another one, whose end wakes it. The I/O thread is not told of this.
-    Waits,
+    WillBeWoken,
     /// The clusters that were taken for the request were given back, and it ends.
     Aborted(AbortEnd),
-    /// The job failed with this errno; if `lasting`, trying again is useless.
-    Failed { errno: i32, lasting: bool },
+    /// The job failed with this errno. If that is permanent, trying again is useless.
+    Failed { errno: i32, is_permanent: bool },
     /// The tables could not be changed, with this errno; that may be tried again.
     NotCommitted(Allocation, i32),
     /// The image was flushed: 0 or an errno, and whether writes are lost for good.
@@ -74,9 +74,10 @@ pub(crate) struct BlockingPool {
 
 struct PoolShared {
     state: Mutex<PoolState>,
-    work: Condvar,
-    /// Length of `state.done`, which can be read without the lock.
-    done: AtomicUsize,
+    /// A job is ready, or the pool closes.
+    job_ready: Condvar,
+    /// Length of `state.results`, which can be read without the lock.
+    results: AtomicUsize,
     /// The I/O thread's.
     wake: Arc<Wake>,
 }
@@ -92,12 +93,13 @@ struct PoolState {
     /// Jobs that are ready or run.
     admitted: usize,
     /// The same, without the first of each disk.
-    shared: usize,
+    admitted_beyond_first: usize,
     /// The disk whose waiting job was made ready last.
     turn: usize,
-    done: Vec<(RequestId, JobResult)>,
+    /// Results that the I/O thread has not taken yet.
+    results: Vec<(RequestId, JobResult)>,
     threads: usize,
-    closed: bool,
+    is_closed: bool,
 }
 
 /// The jobs of a disk.
@@ -129,13 +131,13 @@ impl PoolState {
     fn has_room(&self, disk: usize) -> bool {
         match self.disks[disk].admitted {
             0 => true,
-            admitted => admitted < DISK_MAX && self.shared < SHARED_MAX,
+            admitted => admitted < DISK_MAX && self.admitted_beyond_first < SHARED_MAX,
         }
     }
 
     fn admit(&mut self, disk: usize, request: RequestId, job: Job) {
         let jobs = &mut self.disks[disk];
-        self.shared += usize::from(jobs.admitted > 0);
+        self.admitted_beyond_first += usize::from(jobs.admitted > 0);
         jobs.admitted += 1;
         self.admitted += 1;
         self.ready.push_back((disk, request, job));
@@ -146,7 +148,7 @@ impl PoolState {
         let jobs = &mut self.disks[disk];
         jobs.admitted -= 1;
         self.admitted -= 1;
-        self.shared -= usize::from(jobs.admitted > 0);
+        self.admitted_beyond_first -= usize::from(jobs.admitted > 0);
         if self.waiting == 0 {
             return;
         }
@@ -168,8 +170,8 @@ impl BlockingPool {
         Self {
             shared: Arc::new(PoolShared {
                 state: Mutex::default(),
-                work: Condvar::new(),
-                done: AtomicUsize::new(0),
+                job_ready: Condvar::new(),
+                results: AtomicUsize::new(0),
                 wake,
             }),
         }
@@ -187,43 +189,43 @@ impl BlockingPool {
             return;
         }
         if state.threads >= state.admitted {
-            return self.shared.work.notify_one();
+            return self.shared.job_ready.notify_one();
         }
         state.threads += 1;
         drop(state);
         let shared = self.shared.clone();
         let thread = thread::Builder::new().name("blocking".into());
-        if thread.spawn(move || shared.work()).is_err() {
-            self.do_without();
+        if thread.spawn(move || shared.run_jobs()).is_err() {
+            self.run_jobs_here();
         }
     }
 
     /// A handle that has a request looked up again.
     pub fn waker(&self, request: RequestId) -> impl Fn() + Send + Sync + 'static {
         let shared = self.shared.clone();
-        move || shared.leave(request, JobResult::Again)
+        move || shared.add_result(request, JobResult::LookUpAgain)
     }
 
     /// Takes the results since the last call.
-    pub fn collect(&self) -> Vec<(RequestId, JobResult)> {
-        if self.shared.done.load(Ordering::Acquire) == 0 {
+    pub fn take_results(&self) -> Vec<(RequestId, JobResult)> {
+        if self.shared.results.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
         let mut state = self.shared.lock();
-        self.shared.done.store(0, Ordering::Release);
-        std::mem::take(&mut state.done)
+        self.shared.results.store(0, Ordering::Release);
+        std::mem::take(&mut state.results)
     }
 
     /// No thread can be started. If there are none at all, the jobs run here, on the I/O thread: late, but done.
     #[cold]
-    fn do_without(&self) {
+    fn run_jobs_here(&self) {
         let mut state = self.shared.lock();
         state.threads -= 1;
         while state.threads == 0
             && let Some((disk, request, job)) = state.ready.pop_front()
         {
             drop(state);
-            self.shared.leave(request, job());
+            self.shared.add_result(request, job());
             state = self.shared.lock();
             state.ended(disk);
         }
@@ -233,8 +235,8 @@ impl BlockingPool {
 impl Drop for BlockingPool {
     /// The threads end when they have done all jobs.
     fn drop(&mut self) {
-        self.shared.lock().closed = true;
-        self.shared.work.notify_all();
+        self.shared.lock().is_closed = true;
+        self.shared.job_ready.notify_all();
     }
 }
 
@@ -243,32 +245,32 @@ impl PoolShared {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn leave(&self, request: RequestId, outcome: JobResult) {
-        if let JobResult::Waits = outcome {
+    fn add_result(&self, request: RequestId, result: JobResult) {
+        if let JobResult::WillBeWoken = result {
             return;
         }
         let mut state = self.lock();
-        state.done.push((request, outcome));
-        self.done.store(state.done.len(), Ordering::Release);
-        let first = state.done.len() == 1;
+        state.results.push((request, result));
+        self.results.store(state.results.len(), Ordering::Release);
+        let is_first = state.results.len() == 1;
         drop(state);
-        // If there were results before, it has been woken, and has not collected them yet.
-        if first {
+        // If there were results before, the I/O thread has been woken, and has not taken them yet.
+        if is_first {
             self.wake.wake();
         }
     }
 
     /// The loop of a thread of the pool.
-    fn work(&self) {
+    fn run_jobs(&self) {
         let mut last = None;
-        while let Some((disk, request, job)) = self.next(last) {
-            self.leave(request, job());
+        while let Some((disk, request, job)) = self.next_job(last) {
+            self.add_result(request, job());
             last = Some(disk);
         }
     }
 
     /// The next job, after one of this disk; `None` if the thread is to end.
-    fn next(&self, last: Option<usize>) -> Option<(usize, RequestId, Job)> {
+    fn next_job(&self, last: Option<usize>) -> Option<(usize, RequestId, Job)> {
         let mut state = self.lock();
         if let Some(disk) = last {
             state.ended(disk);
@@ -277,11 +279,11 @@ impl PoolShared {
             if let Some(job) = state.ready.pop_front() {
                 return Some(job);
             }
-            if state.closed {
+            if state.is_closed {
                 state.threads -= 1;
                 return None;
             }
-            let (woken, timeout) = match self.work.wait_timeout(state, IDLE) {
+            let (woken, timeout) = match self.job_ready.wait_timeout(state, IDLE) {
                 Ok(result) => result,
                 Err(e) => e.into_inner(),
             };
@@ -306,7 +308,7 @@ mod tests {
         while all.len() < n {
             // What comes after this brings a wake-up of its own.
             wake.take();
-            let done = pool.collect();
+            let done = pool.take_results();
             if done.is_empty() {
                 let mut event = [rustix::event::PollFd::from_borrowed_fd(
                     wake.event(),
@@ -330,7 +332,7 @@ mod tests {
             let barrier = barrier.clone();
             pool.start(0, RequestId { queue: 1, slot }, move || {
                 barrier.wait();
-                JobResult::Again
+                JobResult::LookUpAgain
             });
         }
         wait(&pool, &wake, DISK_MAX);
@@ -342,9 +344,9 @@ mod tests {
         let done = wait(&pool, &wake, 1000);
         let slots: HashSet<_> = done.iter().map(|(request, _)| request.slot).collect();
         assert_eq!(slots.len(), 1000);
-        for (request, outcome) in done {
-            let JobResult::Bytes(bytes) = outcome else {
-                panic!("{outcome:?}")
+        for (request, result) in done {
+            let JobResult::Bytes(bytes) = result else {
+                panic!("{result:?}")
             };
             assert_eq!(bytes, [request.slot as u8]);
         }
@@ -364,13 +366,13 @@ mod tests {
                 let hang = hang.clone();
                 pool.start(disk, RequestId { queue: disk, slot }, move || {
                     drop(hang.lock());
-                    JobResult::Again
+                    JobResult::LookUpAgain
                 });
             }
         }
         let start = |slot| {
             for queue in HUNG..HUNG + 3 {
-                pool.start(queue, RequestId { queue, slot }, || JobResult::Again);
+                pool.start(queue, RequestId { queue, slot }, || JobResult::LookUpAgain);
             }
         };
         (0..100).for_each(start);
@@ -386,7 +388,8 @@ mod tests {
         loop {
             let state = pool.shared.lock();
             if state.admitted == 0 {
-                assert_eq!((state.shared, state.waiting, state.ready.len()), (0, 0, 0));
+                assert_eq!((state.admitted_beyond_first, state.waiting), (0, 0));
+                assert!(state.ready.is_empty());
                 assert!(state.disks.iter().all(|jobs| jobs.admitted == 0));
                 break;
             }
@@ -403,7 +406,7 @@ mod tests {
         let waker = pool.waker(request);
         thread::spawn(waker);
         let done = wait(&pool, &wake, 1);
-        assert!(matches!(done[..], [(r, JobResult::Again)] if r == request));
-        assert!(pool.collect().is_empty());
+        assert!(matches!(done[..], [(r, JobResult::LookUpAgain)] if r == request));
+        assert!(pool.take_results().is_empty());
     }
 }
