@@ -353,16 +353,16 @@ impl Chain {
         &self,
         at: GuestOffset,
         len: u64,
-        why: ZeroMode,
+        mode: ZeroMode,
     ) -> Result<ZeroStep, ImageError> {
         let Some(image) = self.top() else {
             return Ok(ZeroStep::File(len));
         };
-        let zeroes_around = match why {
+        let zeroes_around = match mode {
             ZeroMode::Zeroes { .. } => self.has_zeroes_around(image, at, len)?,
             ZeroMode::Discard => false,
         };
-        image.zero_step(at, len, why, zeroes_around)
+        image.zero_step(at, len, mode, zeroes_around)
     }
 
     /// The image that the guest writes to, for operations that only images have.

@@ -107,7 +107,7 @@ pub struct Qcow2 {
     /// Unused space is returned to the file system.
     punch: AtomicBool,
     /// The preparations for the first write are done.
-    begun: AtomicBool,
+    has_begun_writing: AtomicBool,
     /// Why writing has stopped.
     damage: OnceLock<Damage>,
     on_damage: OnceLock<OnDamage>,

@@ -118,26 +118,26 @@ impl Chain {
         &self,
         at: GuestOffset,
         len: u64,
-        why: ZeroMode,
+        mode: ZeroMode,
     ) -> Result<(u64, Option<PendingWrite>), ImageError> {
         let mut done = 0;
         while done < len {
-            let here = at + done;
-            let step = match self.zero_step(here, len - done, why)? {
+            let step_at = at + done;
+            let step = match self.zero_step(step_at, len - done, mode)? {
                 ZeroStep::Done(n) => Ok(n),
-                ZeroStep::File(n) if self.gives_back(here, n, why) => Ok(n),
+                ZeroStep::File(n) if self.punches_hole(step_at, n, mode) => Ok(n),
                 // The range keeps its content.
-                ZeroStep::File(n) if why == ZeroMode::Discard => Ok(n),
+                ZeroStep::File(n) if mode == ZeroMode::Discard => Ok(n),
                 ZeroStep::File(n) => {
                     for skip in (0..n).step_by(ZEROES.len()) {
                         let part = (n - skip).min(ZEROES.len() as u64) as usize;
-                        self.write_file(FileOffset(here.0 + skip), &ZEROES[..part])?;
+                        self.write_file(FileOffset(step_at.0 + skip), &ZEROES[..part])?;
                     }
                     Ok(n)
                 }
                 ZeroStep::Write(n) => {
                     let n = n.min(ZEROES.len() as u64);
-                    self.pinned(|pin| self.write_zeroes(pin, here, n))?
+                    self.pinned(|pin| self.write_zeroes(pin, step_at, n))?
                 }
                 ZeroStep::Wait(waiting) => Err(waiting),
             };
@@ -206,8 +206,8 @@ impl Chain {
         let growth = image.begin_growing(size)?;
         let mut new = growth.new.clone();
         while !new.is_empty() {
-            let why = ZeroMode::Zeroes { unmap: true };
-            let (done, waiting) = self.zero(new.start, new.end - new.start, why)?;
+            let mode = ZeroMode::Zeroes { unmap: true };
+            let (done, waiting) = self.zero(new.start, new.end - new.start, mode)?;
             new.start += done;
             if let Some(waiting) = waiting {
                 image.wait(&waiting);
@@ -235,13 +235,13 @@ impl Chain {
         Ok(())
     }
 
-    /// Frees the space of a range in the file, where it is at the same offset, if that is wanted and possible;
-    /// returns whether it did.
-    fn gives_back(&self, at: GuestOffset, len: u64, why: ZeroMode) -> bool {
-        let wanted = why != (ZeroMode::Zeroes { unmap: false });
+    /// Frees the space of a range in the file, where it is at the same offset. Returns false if the mode or the file
+    /// system does not allow it.
+    fn punches_hole(&self, at: GuestOffset, len: u64, mode: ZeroMode) -> bool {
+        let may_unmap = mode != (ZeroMode::Zeroes { unmap: false });
         let punches = self.image().is_some_and(Qcow2::punches);
         let file = self.file(self.written_file());
-        wanted && punches && file.punch(FileOffset(at.0), len).is_ok()
+        may_unmap && punches && file.punch(FileOffset(at.0), len).is_ok()
     }
 
     /// Writes zeroes like any other data. Returns how many bytes were written, or the write to wait for first.

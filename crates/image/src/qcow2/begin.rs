@@ -13,19 +13,19 @@ use crate::bytes::put32;
 
 impl Qcow2 {
     /// Prepares the image for its first write. Later calls do nothing. Blocks.
-    pub(super) fn begin(&self) -> Result<(), ImageError> {
-        if self.begun.load(SeqCst) {
+    pub(super) fn begin_writing(&self) -> Result<(), ImageError> {
+        if self.has_begun_writing.load(SeqCst) {
             return Ok(());
         }
         self.check_writable()?;
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
-        if self.begun.load(SeqCst) {
+        if self.has_begun_writing.load(SeqCst) {
             return Ok(());
         }
         state.begin_journal();
         self.outdate_bitmaps(&mut state, false)?;
-        self.begun.store(true, SeqCst);
+        self.has_begun_writing.store(true, SeqCst);
         Ok(())
     }
 
@@ -44,13 +44,13 @@ impl Qcow2 {
         let before = state.header.clone();
         state.header.autoclear &= known;
         state.header.set_journal(journal);
-        let differs = state.header.features() != before.features();
-        if differs {
+        let header_changed = state.header.features() != before.features();
+        if header_changed {
             self.write_header(state)
                 .inspect_err(|_| state.header = before)?;
         }
         // A header that an earlier attempt has written may not be durable.
-        if differs || self.file.unflushed() {
+        if header_changed || self.file.unflushed() {
             self.file.flush()?;
         }
         Ok(())
@@ -62,8 +62,8 @@ impl Qcow2 {
             return Ok(false);
         };
         let (at, len) = (extension.directory_at, extension.directory_bytes);
-        let sound = len <= BITMAP_DIRECTORY_BYTES_MAX && at.is_of_cluster(self.g.cluster());
-        if state.header.autoclear & AUTOCLEAR_BITMAPS == 0 || !sound {
+        let is_valid = len <= BITMAP_DIRECTORY_BYTES_MAX && at.is_of_cluster(self.g.cluster());
+        if state.header.autoclear & AUTOCLEAR_BITMAPS == 0 || !is_valid {
             return Ok(false);
         }
         // Whole pieces are written: the last cluster of the directory holds nothing else.
@@ -74,15 +74,15 @@ impl Qcow2 {
         let Some(entries) = bitmap_directory(&bytes[..len as usize], extension.bitmaps) else {
             return Ok(false);
         };
-        let mut changed = false;
+        let mut any_marked = false;
         for entry in entries {
             if !entry.is_in_use() && (all || entry.tracks_writes()) {
                 let (at, flags) = entry.marked_in_use();
                 put32(&mut bytes, at, flags);
-                changed = true;
+                any_marked = true;
             }
         }
-        if changed {
+        if any_marked {
             self.file
                 .write_at("marking bitmaps as in use", at, &bytes)?;
             self.file.flush()?;

@@ -1,4 +1,5 @@
-//! L2 tables in memory, in slices, read without locks.
+//! The cached parts of L2 tables, which are read without locks. A slice is the unit of caching, smaller than a table, as
+//! in QEMU (`l2-cache-entry-size`). A frame is the memory for one slice.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
@@ -21,7 +22,7 @@ const COUNT_BITS: u32 = 20;
 /// costs readers nothing.
 pub(crate) struct Cache {
     tags: Box<[AtomicU64]>,
-    used: Box<[AtomicBool]>,
+    was_used: Box<[AtomicBool]>,
     /// Allocated when a frame is first filled.
     frames: Box<[OnceLock<Box<[AtomicU64]>>]>,
     words: usize,
@@ -29,7 +30,7 @@ pub(crate) struct Cache {
     hand: AtomicUsize,
 }
 
-/// A slice that was found. Entries read from it are usable only if it is still [`valid`](Self::valid) afterwards.
+/// A slice that was found. Entries read from it are usable only if it is still [valid](Self::is_valid) afterwards.
 #[derive(Clone, Copy)]
 pub(crate) struct Found<'a> {
     tag: &'a AtomicU64,
@@ -45,7 +46,7 @@ impl Cache {
         let frames = sets as usize * WAYS;
         Self {
             tags: (0..frames).map(|_| AtomicU64::new(0)).collect(),
-            used: (0..frames).map(|_| AtomicBool::new(false)).collect(),
+            was_used: (0..frames).map(|_| AtomicBool::new(false)).collect(),
             frames: (0..frames).map(|_| OnceLock::new()).collect(),
             words: (geometry.slice_bytes() / 8) as usize,
             sets,
@@ -71,8 +72,8 @@ impl Cache {
             let tag = &self.tags[frame.0];
             let expected = tag.load(SeqCst);
             if expected >> COUNT_BITS == slice.number() + 1 {
-                if !self.used[frame.0].load(SeqCst) {
-                    self.used[frame.0].store(true, SeqCst);
+                if !self.was_used[frame.0].load(SeqCst) {
+                    self.was_used[frame.0].store(true, SeqCst);
                 }
                 return Some(Found {
                     tag,
@@ -91,13 +92,13 @@ impl Cache {
         slice.map(SliceIndex::new)
     }
 
-    /// Empties a frame for `slice`, unless all candidates are `kept`. The caller holds the state lock.
-    pub fn evict_for(&self, slice: SliceIndex, kept: impl Fn(Frame) -> bool) -> Option<Frame> {
+    /// Empties a frame for `slice`, unless all candidates `is_kept`. The caller holds the state lock.
+    pub fn evict_for(&self, slice: SliceIndex, is_kept: impl Fn(Frame) -> bool) -> Option<Frame> {
         let first = self.first_way(slice);
         let candidates = || {
             (first..first + WAYS)
                 .map(Frame)
-                .filter(|&frame| !kept(frame))
+                .filter(|&frame| !is_kept(frame))
         };
         let empty = candidates().find(|&frame| self.slice_in(frame).is_none());
         let victim = empty.or_else(|| {
@@ -105,24 +106,24 @@ impl Cache {
             let hand = self.hand.fetch_add(1, SeqCst) % WAYS;
             let in_turn = || {
                 let ways = (0..WAYS).map(move |way| Frame(first + (hand + way) % WAYS));
-                ways.filter(|&frame| !kept(frame))
+                ways.filter(|&frame| !is_kept(frame))
             };
-            let idle = in_turn().find(|&frame| !self.used[frame.0].swap(false, SeqCst));
+            let idle = in_turn().find(|&frame| !self.was_used[frame.0].swap(false, SeqCst));
             idle.or_else(|| in_turn().next())
         })?;
-        self.take_tag(victim);
+        self.clear_tag(victim);
         Some(victim)
     }
 
     /// Clears the tag; only its counter remains, increased by one.
-    fn take_tag(&self, frame: Frame) {
+    fn clear_tag(&self, frame: Frame) {
         let count = self.tags[frame.0].load(SeqCst).wrapping_add(1) & ((1 << COUNT_BITS) - 1);
         self.tags[frame.0].store(count, SeqCst);
     }
 
-    fn give_tag(&self, frame: Frame, slice: SliceIndex) {
+    fn set_tag(&self, frame: Frame, slice: SliceIndex) {
         let count = self.tags[frame.0].load(SeqCst) & ((1 << COUNT_BITS) - 1);
-        self.used[frame.0].store(true, SeqCst);
+        self.was_used[frame.0].store(true, SeqCst);
         self.tags[frame.0].store((slice.number() + 1) << COUNT_BITS | count, SeqCst);
     }
 
@@ -133,7 +134,7 @@ impl Cache {
         for to in self.frames[frame.0].get_or_init(empty) {
             to.store(words.next().unwrap_or(0), SeqCst);
         }
-        self.give_tag(frame, slice);
+        self.set_tag(frame, slice);
     }
 
     /// Changes one entry of the slice in this frame.
@@ -149,10 +150,10 @@ impl Cache {
             && let Some(slice) = self.slice_in(frame)
         {
             // A reader of two words must not see one old and one new.
-            self.take_tag(frame);
+            self.clear_tag(frame);
             words[2 * entry].store(*word, SeqCst);
             words[2 * entry + 1].store(*bitmap, SeqCst);
-            self.give_tag(frame, slice);
+            self.set_tag(frame, slice);
         }
     }
 
@@ -178,7 +179,7 @@ impl Found<'_> {
 
     /// Whether the entries read before this call belong to the slice.
     #[inline]
-    pub fn valid(&self) -> bool {
+    pub fn is_valid(&self) -> bool {
         self.tag.load(SeqCst) == self.expected
     }
 }

@@ -25,7 +25,7 @@ impl Qcow2 {
         mut change: impl FnMut(&mut ImageState) -> Result<T, Retry>,
     ) -> Result<T, ImageError> {
         self.check_writable()?;
-        self.begin()?;
+        self.begin_writing()?;
         loop {
             let mut state = self.lock();
             let retry = if self.is_full(&state) {

@@ -46,8 +46,8 @@ pub(crate) enum Entry {
 pub(crate) struct Standard {
     /// Offset of the host cluster.
     pub host: Option<HostOffset>,
-    /// The host cluster is not shared.
-    pub own: bool,
+    /// The host cluster has no other user, and can be written in place.
+    pub is_exclusive: bool,
     /// Subclusters with data in the host cluster.
     pub data: u32,
     /// Subclusters that read as zeroes. Those in neither mask read from the backing file.
@@ -77,7 +77,7 @@ pub(crate) enum Kind {
 impl Entry {
     pub const NONE: Self = Self::Standard(Standard {
         host: None,
-        own: false,
+        is_exclusive: false,
         data: 0,
         zero: 0,
     });
@@ -91,24 +91,24 @@ impl Entry {
         }
         let at = word & OFFSET;
         // In an external data file, every cluster has its own fixed offset.
-        let own = word & COPIED != 0 || g.external && at != 0;
-        let bad = word & RESERVED != 0 || !at.is_multiple_of(g.cluster());
+        let is_exclusive = word & COPIED != 0 || g.external && at != 0;
+        let has_bad_bits = word & RESERVED != 0 || !at.is_multiple_of(g.cluster());
         // Offset 0 is that of the header, or of the first cluster of an external file.
-        let host = (at != 0 || g.external && own).then_some(HostOffset::new(at));
+        let host = (at != 0 || g.external && is_exclusive).then_some(HostOffset::new(at));
         let (data, zero) = if g.extended {
             (bitmap as u32, (bitmap >> 32) as u32)
         } else {
             let zero = word & ZERO != 0;
             (u32::from(host.is_some() && !zero), u32::from(zero))
         };
-        let flag = word & ZERO != 0 && (g.extended || g.version < 3);
-        let without = host.is_none() && (data != 0 || own);
-        if bad || flag || without || data & zero != 0 {
+        let is_zero_flag_invalid = word & ZERO != 0 && (g.extended || g.version < 3);
+        let lacks_host = host.is_none() && (data != 0 || is_exclusive);
+        if has_bad_bits || is_zero_flag_invalid || lacks_host || data & zero != 0 {
             return Err(BadEntry);
         }
         Ok(Self::Standard(Standard {
             host,
-            own,
+            is_exclusive,
             data,
             zero,
         }))
@@ -119,8 +119,8 @@ impl Entry {
         match self {
             Self::Compressed(c) => [c.word, 0],
             Self::Standard(s) => {
-                let own = if s.own { COPIED } else { 0 };
-                let word = s.host.unwrap_or_default().bytes() | own;
+                let copied = if s.is_exclusive { COPIED } else { 0 };
+                let word = s.host.unwrap_or_default().bytes() | copied;
                 if g.extended {
                     [word, u64::from(s.zero) << 32 | u64::from(s.data)]
                 } else {
@@ -153,7 +153,7 @@ impl Entry {
     /// Whether these subclusters can be written in place.
     #[inline]
     pub fn in_place(&self, touched: u32) -> bool {
-        matches!(self, Self::Standard(s) if s.own && s.data & touched == touched)
+        matches!(self, Self::Standard(s) if s.is_exclusive && s.data & touched == touched)
     }
 }
 

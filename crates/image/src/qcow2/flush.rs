@@ -268,12 +268,12 @@ impl Qcow2 {
     pub(super) fn free_unused(&self) -> Result<(), ImageError> {
         let mut state = self.lock();
         let deferred_frees = std::mem::take(&mut state.deferred_frees);
-        let (gone, used): (Vec<_>, Vec<_>) = deferred_frees
+        let (unused, in_use): (Vec<_>, Vec<_>) = deferred_frees
             .into_iter()
             .partition(|(mark, _)| self.pins.passed(*mark));
-        state.deferred_frees = used;
+        state.deferred_frees = in_use;
         let mut last_users = BTreeSet::new();
-        let runs = gone.into_iter().flat_map(|(_, runs)| runs);
+        let runs = unused.into_iter().flat_map(|(_, runs)| runs);
         let mut clusters = runs.flat_map(Run::each);
         while let Some(cluster) = clusters.next() {
             // The last reference is dropped only after the space was punched, because the cluster can be

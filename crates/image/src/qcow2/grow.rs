@@ -40,7 +40,7 @@ impl Qcow2 {
     /// The disk cannot have this size, or I/O failed.
     pub(crate) fn begin_growing(&self, size: u64) -> Result<Growth<'_>, ImageError> {
         self.check_writable()?;
-        self.begin()?;
+        self.begin_writing()?;
         let alone = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             let flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);

@@ -539,7 +539,9 @@ impl Qcow2 {
     /// only, or there is no place for journals.
     pub fn has_unreplayed_journal(&self) -> bool {
         let state = self.lock();
-        state.journal.is_none() && journal_bits(&state.header).has_any() && !self.begun.load(SeqCst)
+        state.journal.is_none()
+            && journal_bits(&state.header).has_any()
+            && !self.has_begun_writing.load(SeqCst)
     }
 
     /// Ends the journal of an image that is being closed and whose changes are all in the file. The journal's file
@@ -558,7 +560,7 @@ impl Qcow2 {
             }
             (state.changes.on, state.refcounts.changes.on) = (false, false);
             // The next write begins the journal again.
-            self.begun.store(false, SeqCst);
+            self.has_begun_writing.store(false, SeqCst);
         }
         Ok(())
     }

@@ -1,3 +1,5 @@
+//! Loads what a lookup did not find in memory: reads a slice of an L2 table into the cache.
+
 use std::sync::PoisonError;
 
 use super::entry::{BAD, Entry, table_at};
@@ -13,7 +15,7 @@ impl Qcow2 {
     pub(crate) fn load(&self, what: Load) -> Result<(), ImageError> {
         match what {
             Load::Slice(slice) => self.load_slice(slice),
-            Load::Begin => self.begin(),
+            Load::FirstWrite => self.begin_writing(),
         }
     }
 

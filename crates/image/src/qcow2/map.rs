@@ -1,3 +1,6 @@
+//! Lookups: where a range of the disk is. They use the L1 table and the cached slices of L2 tables, without locks. If a
+//! slice is not in the cache, the lookup says so; [`load`](super::load) loads it, and the range is looked up again.
+
 use std::hint::black_box;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -63,18 +66,22 @@ const STEPS_MAX: u32 = 4096;
 pub(crate) enum Load {
     Slice(SliceIndex),
     /// Prepare the image for its first write.
-    Begin,
+    FirstWrite,
 }
 
 /// One step of a lookup.
 enum Step {
-    Run { kind: Kind, own: bool, len: u64 },
+    Run {
+        kind: Kind,
+        is_exclusive: bool,
+        len: u64,
+    },
     Load(SliceIndex),
     Damaged,
 }
 
 /// Looks up one step after the other, and remembers the current slice.
-struct Walk<'a> {
+struct Lookup<'a> {
     image: &'a Qcow2,
     slice: Option<(SliceIndex, Found<'a>)>,
 }
@@ -84,19 +91,19 @@ impl Qcow2 {
     /// its clusters from being reused.
     #[inline]
     pub(crate) fn map(&self, _pin: &Pin, at: GuestOffset, len: u64) -> Mapping {
-        if let Some((host, _)) = self.data_of_one(at, len) {
+        if let Some((host, _)) = self.data_in_one_cluster(at, len) {
             return Mapping::Data { at: host, len };
         }
-        let mut walk = Walk {
+        let mut lookup = Lookup {
             image: self,
             slice: None,
         };
-        let (first, len) = match walk.runs(at, len, false) {
+        let (first, len) = match lookup.find_run(at, len, false) {
             Ok(first) => first,
             Err(Step::Load(slice)) => return Mapping::Load(Load::Slice(slice)),
             Err(_) => {
                 return Mapping::Damaged {
-                    len: self.one_cluster(at, len),
+                    len: self.len_in_cluster(at, len),
                 };
             }
         };
@@ -122,18 +129,18 @@ impl Qcow2 {
     /// Where a write that starts at `at`, inside the disk, goes. `_pin` keeps its clusters from being reused.
     #[inline]
     pub(crate) fn map_write(&self, _pin: &Pin, at: GuestOffset, len: u64) -> WriteMapping {
-        if !self.begun.load(SeqCst) {
-            return WriteMapping::Load(Load::Begin);
+        if !self.has_begun_writing.load(SeqCst) {
+            return WriteMapping::Load(Load::FirstWrite);
         }
-        if let Some((host, true)) = self.data_of_one(at, len) {
+        if let Some((host, true)) = self.data_in_one_cluster(at, len) {
             return WriteMapping::InPlace { at: host, len };
         }
-        let mut walk = Walk {
+        let mut lookup = Lookup {
             image: self,
             slice: None,
         };
-        match walk.runs(at, len, true) {
-            Ok((Kind::Data(host), len)) => match self.there(host, len) {
+        match lookup.find_run(at, len, true) {
+            Ok((Kind::Data(host), len)) => match self.len_in_file(host, len) {
                 // Preparing the write extends the file.
                 0 => WriteMapping::Allocate { len },
                 len => WriteMapping::InPlace { at: host, len },
@@ -141,15 +148,15 @@ impl Qcow2 {
             Ok((_, len)) => WriteMapping::Allocate { len },
             Err(Step::Load(slice)) => WriteMapping::Load(Load::Slice(slice)),
             Err(_) => WriteMapping::Damaged {
-                len: self.one_cluster(at, len),
+                len: self.len_in_cluster(at, len),
             },
         }
     }
 
     /// Fast path for the usual case: a range within one cluster, all of it data inside the file. Returns where it
-    /// is, and whether the cluster is not shared. `None` means that [`Walk`] must decide.
+    /// is, and whether the cluster is not shared. `None` means that [`Lookup`] must decide.
     #[inline]
-    fn data_of_one(&self, at: GuestOffset, len: u64) -> Option<(HostOffset, bool)> {
+    fn data_in_one_cluster(&self, at: GuestOffset, len: u64) -> Option<(HostOffset, bool)> {
         let g = &self.g;
         let offset = g.in_cluster(at);
         if len == 0 || len > g.cluster() - offset {
@@ -158,12 +165,12 @@ impl Qcow2 {
         let (slice, entry) = GuestCluster::of(at, g).slice(g);
         let found = self.cache.find(slice)?;
         let (word, bitmap) = found.words(g, entry);
-        if !found.valid() {
+        if !found.is_valid() {
             return None;
         }
         let Ok(Entry::Standard(Standard {
             host: Some(host),
-            own,
+            is_exclusive,
             data,
             ..
         })) = Entry::decode(g, word, bitmap)
@@ -171,8 +178,8 @@ impl Qcow2 {
             return None;
         };
         let touched = g.touched(offset, offset + len);
-        let there = data & touched == touched && host + (offset + len) <= self.data_end();
-        there.then_some((host + offset, own))
+        let is_in_file = data & touched == touched && host + (offset + len) <= self.data_end();
+        is_in_file.then_some((host + offset, is_exclusive))
     }
 
     /// Prefetches the L2 entry for `at` into the processor's cache; false if its slice is not in memory.
@@ -188,7 +195,7 @@ impl Qcow2 {
 
     /// How many bytes of a run are inside the file: all of them, or whole clusters.
     #[inline]
-    fn there(&self, host: HostOffset, len: u64) -> u64 {
+    fn len_in_file(&self, host: HostOffset, len: u64) -> u64 {
         let end = self.data_end();
         if host + len <= end {
             return len;
@@ -202,15 +209,20 @@ impl Qcow2 {
     }
 
     /// The bytes from `at` to the end of its cluster, at most `len`.
-    pub(super) fn one_cluster(&self, at: GuestOffset, len: u64) -> u64 {
+    pub(super) fn len_in_cluster(&self, at: GuestOffset, len: u64) -> u64 {
         len.min(self.g.cluster() - self.g.in_cluster(at))
     }
 }
 
-impl<'a> Walk<'a> {
+impl<'a> Lookup<'a> {
     /// The kind of data at `at`, and the length of the contiguous run of that kind, as far as the lookup went. For a
     /// write, everything that cannot be written in place counts as a hole.
-    fn runs(&mut self, at: GuestOffset, len: u64, write: bool) -> Result<(Kind, u64), Step> {
+    fn find_run(
+        &mut self,
+        at: GuestOffset,
+        len: u64,
+        for_write: bool,
+    ) -> Result<(Kind, u64), Step> {
         let mut found: Option<(Kind, u64)> = None;
         let mut done = 0;
         for _ in 0..STEPS_MAX {
@@ -220,11 +232,15 @@ impl<'a> Walk<'a> {
             let (kind, run) = match self.step(at + done) {
                 Step::Run {
                     kind,
-                    own,
+                    is_exclusive,
                     len: run,
                 } => {
-                    let in_place = own && matches!(kind, Kind::Data(_));
-                    let kind = if write && !in_place { Kind::Hole } else { kind };
+                    let in_place = is_exclusive && matches!(kind, Kind::Data(_));
+                    let kind = if for_write && !in_place {
+                        Kind::Hole
+                    } else {
+                        kind
+                    };
                     (kind, run.min(len - done))
                 }
                 stop => match found {
@@ -232,14 +248,14 @@ impl<'a> Walk<'a> {
                     None => return Err(stop),
                 },
             };
-            let goes_on = match (found, kind) {
+            let continues = match (found, kind) {
                 (None, _) => true,
                 (Some((Kind::Data(first), len)), Kind::Data(next)) => next == first + len,
                 (Some((first, _)), next) => {
                     first == next && matches!(next, Kind::Zero | Kind::Hole)
                 }
             };
-            if !goes_on {
+            if !continues {
                 break;
             }
             done += run;
@@ -257,33 +273,37 @@ impl<'a> Walk<'a> {
             Some((number, found)) if number == slice => found,
             _ => match image.cache.find(slice) {
                 Some(found) => found,
-                None => return self.without_slice(at, slice),
+                None => return self.step_without_slice(at, slice),
             },
         };
         let (word, bitmap) = found.words(g, entry);
-        if !found.valid() {
+        if !found.is_valid() {
             return Step::Load(slice);
         }
         self.slice = Some((slice, found));
         let offset = g.in_cluster(at);
         match Entry::decode(g, word, bitmap) {
             Ok(entry) => {
-                let own = matches!(entry, Entry::Standard(s) if s.own);
+                let is_exclusive = matches!(entry, Entry::Standard(s) if s.is_exclusive);
                 let (kind, len) = entry.at(g, offset);
-                Step::Run { kind, own, len }
+                Step::Run {
+                    kind,
+                    is_exclusive,
+                    len,
+                }
             }
             Err(_) => Step::Damaged,
         }
     }
 
     #[inline]
-    fn without_slice(&self, at: GuestOffset, slice: SliceIndex) -> Step {
+    fn step_without_slice(&self, at: GuestOffset, slice: SliceIndex) -> Step {
         let g = &self.image.g;
         let (table, _) = slice.table(g);
         match table_at(g, self.image.l1.get(table)) {
             Ok(None) => Step::Run {
                 kind: Kind::Hole,
-                own: false,
+                is_exclusive: false,
                 len: (table + 1).start(g) - at,
             },
             Ok(Some(_)) => Step::Load(slice),

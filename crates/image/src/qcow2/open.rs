@@ -252,7 +252,7 @@ impl Qcow2 {
             read_only: options.read_only,
             raw_external: header.raw_external(),
             punch: AtomicBool::new(options.punch),
-            begun: AtomicBool::new(false),
+            has_begun_writing: AtomicBool::new(false),
             damage: OnceLock::new(),
             on_damage: OnceLock::new(),
             state: Mutex::new(ImageState {
@@ -283,8 +283,8 @@ impl Qcow2 {
 /// refcounts may be dirty for both reasons, if QEMU has written to it since and did not exit cleanly.
 fn counts_are_right(header: &Header, journal: Option<&JournalFile>) -> bool {
     let journal_bits = journal::journal_bits(header);
-    let found = || journal.is_some_and(|file| journal::fits(file, journal_bits));
-    journal_bits.is_why_dirty() && (!header.lazy_refcounts || found())
+    let has_fitting_journal = || journal.is_some_and(|file| journal::fits(file, journal_bits));
+    journal_bits.is_why_dirty() && (!header.lazy_refcounts || has_fitting_journal())
 }
 
 fn read_l1(file: &FileEnd, header: &Header) -> Result<L1, ImageError> {

@@ -87,8 +87,8 @@ impl Refcounts {
 
     /// Offsets of all blocks.
     pub fn block_offsets(&self) -> impl Iterator<Item = HostOffset> {
-        let there = |at: &HostOffset| *at != HostOffset::START;
-        self.table.iter().copied().filter(there)
+        let exists = |at: &HostOffset| *at != HostOffset::START;
+        self.table.iter().copied().filter(exists)
     }
 
     pub fn table_run(&self) -> Run {
@@ -496,9 +496,9 @@ impl Refcounts {
     pub fn used_end(&mut self, end: &FileEnd) -> Result<Option<HostCluster>, ImageError> {
         let per_block = self.g.block_entries();
         let blocks = (0..self.table.len() as u64).rev().map(BlockIndex::new);
-        let there: Vec<_> = blocks.filter(|&block| self.has_block(block)).collect();
+        let existing: Vec<_> = blocks.filter(|&block| self.has_block(block)).collect();
         let most = (USED_END_BYTES >> self.g.cluster_bits) as usize;
-        for &block in there.iter().take(most) {
+        for &block in existing.iter().take(most) {
             let order = self.g.refcount_order;
             let bytes = &self.load(end, block)?.bytes;
             let last = (0..per_block)

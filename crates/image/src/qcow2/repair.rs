@@ -121,10 +121,10 @@ impl Blocks<'_> {
         let per_block = self.g.block_entries();
         // The blocks not written yet, beginning with the current one, count the clusters from `first` on:
         // the written blocks, themselves, and the table.
-        let written = self.next - first;
+        let written_blocks = self.next - first;
         let (mut more, mut table) = (1, 1);
         loop {
-            let end = first + (written + more + table);
+            let end = first + (written_blocks + more + table);
             let blocks = end.number().div_ceil(per_block);
             let need = (blocks - self.number.number(), self.g.clusters(blocks * 8));
             if need.0 <= more && need.1 <= table {
@@ -137,7 +137,7 @@ impl Blocks<'_> {
                 "its refcount table would have more than 8 MiB",
             ));
         }
-        let end = first + (written + more + table);
+        let end = first + (written_blocks + more + table);
         let last_block = self.number + more;
         for cluster in Run::between(first, end).each() {
             self.set(cluster, 1)?;

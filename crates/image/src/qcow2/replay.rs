@@ -60,15 +60,15 @@ impl Qcow2 {
             let header = &self.lock().header;
             (journal_bits(header), header.snapshots > 0)
         };
-        let found = read(&file, journal_bits).map_err(Qcow2Error::Journal)?;
+        let contents = read(&file, journal_bits).map_err(Qcow2Error::Journal)?;
         // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
-        let elsewhere = match &found {
+        let elsewhere = match &contents {
             Found::Missing => true,
             Found::Outdated => !snapshots,
             Found::Nothing | Found::Changes { .. } => false,
         };
-        let foreign = matches!(found, Found::Outdated);
-        match found {
+        let foreign = matches!(contents, Found::Outdated);
+        match contents {
             Found::Nothing => {}
             Found::Outdated => (file.on_event)(JournalEvent::Outdated),
             Found::Missing => (file.on_event)(JournalEvent::Missing { snapshots }),
@@ -259,8 +259,8 @@ impl Qcow2 {
         data: bool,
     ) -> Result<(), ImageError> {
         let cluster = host.cluster(&self.g);
-        let there = !data || host + self.g.cluster() <= self.file.get();
-        if !there
+        let is_in_file = !data || host + self.g.cluster() <= self.file.get();
+        if !is_in_file
             || state.metadata.within(Run::one(cluster)).is_some()
             || state.refcounts.get(&self.file, cluster)? == 0
         {

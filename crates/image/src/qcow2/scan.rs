@@ -267,8 +267,8 @@ impl<'a> Scan<'a> {
                     Ok(Entry::Compressed(compressed)) => {
                         let mut run = compressed.clusters(&self.g);
                         // The last sectors may be in a cluster at or after the end of the file.
-                        let there = self.clusters.end().max(run.first) - run.first;
-                        run.clusters = there.clamp(1, run.clusters);
+                        let clusters_in_file = self.clusters.end().max(run.first) - run.first;
+                        run.clusters = clusters_in_file.clamp(1, run.clusters);
                         add(run, uses);
                     }
                     Ok(Entry::Standard(standard)) if !self.g.external => {
@@ -310,8 +310,8 @@ impl<'a> Scan<'a> {
             let Some(index) = range.position(host.cluster(&self.g)) else {
                 return Ok(());
             };
-            let own = counts[index] == 1;
-            if own == (word & COPIED != 0) {
+            let is_exclusive = counts[index] == 1;
+            if is_exclusive == (word & COPIED != 0) {
                 return Ok(());
             }
             let mut bytes = [0; 8];

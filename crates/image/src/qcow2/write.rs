@@ -125,7 +125,7 @@ impl Qcow2 {
 
     /// The locked state, if a change can be made without blocking.
     fn ready(&self) -> Option<MutexGuard<'_, ImageState>> {
-        if !self.begun.load(SeqCst) || self.check_writable().is_err() {
+        if !self.has_begun_writing.load(SeqCst) || self.check_writable().is_err() {
             return None;
         }
         let state = self.state.try_lock().ok()?;
@@ -343,7 +343,7 @@ impl Qcow2 {
             }
             Entry::Standard(Standard {
                 host: Some(host),
-                own: true,
+                is_exclusive: true,
                 ..
             }) => {
                 if entry.in_place(g.touched(from, to)) {
@@ -514,7 +514,7 @@ impl Qcow2 {
         };
         Entry::Standard(Standard {
             host: Some(host.start(g)),
-            own: true,
+            is_exclusive: true,
             data,
             zero,
         })
@@ -537,7 +537,7 @@ enum WriteTarget {
 fn is_copied_whole(entry: &Entry) -> bool {
     match entry {
         Entry::Compressed(_) => true,
-        Entry::Standard(s) => s.host.is_some() && !s.own && s.data != 0,
+        Entry::Standard(s) => s.host.is_some() && !s.is_exclusive && s.data != 0,
     }
 }
 

@@ -52,18 +52,18 @@ impl Qcow2 {
         &self,
         at: GuestOffset,
         len: u64,
-        why: ZeroMode,
+        mode: ZeroMode,
         zeroes_around: bool,
     ) -> Result<ZeroStep, ImageError> {
         let (step, recorded) = self.change(|state| {
-            let step = self.try_zero(state, at, len, why, zeroes_around)?;
+            let step = self.try_zero(state, at, len, mode, zeroes_around)?;
             Ok((step, self.record(state, MayBlock::Yes)))
         })?;
         if !recorded {
             self.flush()?;
         }
         if let (ZeroStep::Done(done), Some(data)) = (step, &self.data)
-            && why != (ZeroMode::Zeroes { unmap: false })
+            && mode != (ZeroMode::Zeroes { unmap: false })
         {
             self.punch_outside(data, at, done);
         }
@@ -93,7 +93,7 @@ impl Qcow2 {
         state: &mut ImageState,
         at: GuestOffset,
         len: u64,
-        why: ZeroMode,
+        mode: ZeroMode,
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
@@ -116,7 +116,7 @@ impl Qcow2 {
             return Ok(ZeroStep::Done(end - at));
         }
         if empty && g.version < 3 {
-            return Ok(self.left(why, end - at));
+            return Ok(self.step_without_tables(mode, end - at));
         }
         // The cluster at the end of the disk counts as whole if all of it inside the disk is.
         let disk_end = self.end();
@@ -125,12 +125,12 @@ impl Qcow2 {
             start >= at && (start + g.cluster()).min(disk_end) <= end
         };
         if !whole(first) {
-            return self.zero_part(state, (at, end), why, zeroes_around);
+            return self.zero_part(state, (at, end), mode, zeroes_around);
         }
         self.own_table(state, slice)?;
         let mut cluster = first;
         while cluster.start(g) < end && whole(cluster) {
-            if !self.zero_cluster(state, cluster, why)? {
+            if !self.zero_cluster(state, cluster, mode)? {
                 break;
             }
             cluster += 1;
@@ -138,14 +138,14 @@ impl Qcow2 {
         let reached = cluster.start(g);
         let done = reached.min(end) - at.min(reached);
         Ok(match done {
-            0 => self.left(why, self.one_cluster(at, end - at)),
+            0 => self.step_without_tables(mode, self.len_in_cluster(at, end - at)),
             done => ZeroStep::Done(done),
         })
     }
 
     /// The step for a part that the tables cannot express.
-    fn left(&self, why: ZeroMode, len: u64) -> ZeroStep {
-        match why {
+    fn step_without_tables(&self, mode: ZeroMode, len: u64) -> ZeroStep {
+        match mode {
             ZeroMode::Zeroes { .. } => ZeroStep::Write(len),
             ZeroMode::Discard => ZeroStep::Done(len),
         }
@@ -156,12 +156,12 @@ impl Qcow2 {
         &self,
         state: &mut ImageState,
         (at, end): (GuestOffset, GuestOffset),
-        why: ZeroMode,
+        mode: ZeroMode,
         zeroes_around: bool,
     ) -> Result<ZeroStep, Retry> {
         let g = &self.g;
         let cluster = GuestCluster::of(at, g);
-        let end = at + self.one_cluster(at, end - at);
+        let end = at + self.len_in_cluster(at, end - at);
         let first = self.subcluster_of(at);
         let whole = first.start == at && first.end <= end;
         let end = if whole {
@@ -170,7 +170,7 @@ impl Qcow2 {
             first.end.min(end)
         };
         let len = end - at;
-        if !whole && why == ZeroMode::Discard {
+        if !whole && mode == ZeroMode::Discard {
             return Ok(ZeroStep::Done(len));
         }
         if !whole {
@@ -185,7 +185,7 @@ impl Qcow2 {
         }
         self.own_table(state, cluster.slice(g).0)?;
         let Entry::Standard(old) = self.entry(cluster)? else {
-            return Ok(self.left(why, len));
+            return Ok(self.step_without_tables(mode, len));
         };
         let start = cluster.start(g);
         let touched = g.touched(at - start, end - start);
@@ -228,12 +228,12 @@ impl Qcow2 {
         &self,
         state: &mut ImageState,
         cluster: GuestCluster,
-        why: ZeroMode,
+        mode: ZeroMode,
     ) -> Result<bool, Retry> {
         let g = &self.g;
         let old = self.entry(cluster)?;
         let backed = cluster.start(g) < self.backing_end();
-        let unmap = why != ZeroMode::Zeroes { unmap: false };
+        let unmap = mode != ZeroMode::Zeroes { unmap: false };
         if !backed && old == Entry::NONE {
             return Ok(true);
         }
@@ -242,12 +242,12 @@ impl Qcow2 {
             ..Standard::default()
         };
         let new = match old {
-            _ if g.version < 3 && (backed || !unmap) => return Ok(why == ZeroMode::Discard),
+            _ if g.version < 3 && (backed || !unmap) => return Ok(mode == ZeroMode::Discard),
             _ if g.version < 3 => Entry::NONE,
-            Entry::Standard(s) if s.host.is_some() && (g.external || s.own && !unmap) => {
+            Entry::Standard(s) if s.host.is_some() && (g.external || s.is_exclusive && !unmap) => {
                 Entry::Standard(Standard {
                     host: s.host,
-                    own: true,
+                    is_exclusive: true,
                     ..zero
                 })
             }
