@@ -128,6 +128,19 @@ impl Setup {
         queue.submit(&slots);
     }
 
+    /// Storage fails requests of this kind. The first are stalled; with `stop`, later ones are held.
+    fn stall(&mut self, op: Op) {
+        self.outage(Some(EIO));
+        self.submit(op);
+        self.until("all wait", |disk| {
+            disk.stalled() > 0 && disk.stats().under_way == u64::from(DEPTH)
+        });
+    }
+
+    fn until_all_stalled(&self) {
+        self.until("all are stalled", |disk| disk.stalled() == u64::from(DEPTH));
+    }
+
     fn finish(&mut self) -> Vec<u8> {
         let done = self.device.queues[0].finish(usize::from(DEPTH));
         done.into_iter().map(|(_, status)| status).collect()
@@ -269,7 +282,7 @@ fn retries_respect_the_room_of_the_engine() {
     for round in 0..40 {
         setup.outage(Some(EIO));
         setup.submit(Op::Write);
-        setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+        setup.until_all_stalled();
         setup.outage(None);
         let done = setup.device.queues[0].finish(DEPTH.into());
         assert!(done.iter().all(|&(_, status)| status == OK), "{round}");
@@ -308,7 +321,7 @@ fn resume_can_report_errors_to_the_guest() {
     let mut setup = serve(OnError::Retry, OnError::Stop, false, HANG);
     setup.outage(Some(EIO));
     setup.submit(Op::Read);
-    setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+    setup.until_all_stalled();
     setup.disk.resume(&setup.threads, true);
     assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)]);
     assert_eq!(setup.disk.stalled(), 0);
@@ -325,7 +338,7 @@ fn enospc_retries_writes_without_space_and_reports_other_errors() {
     setup.submit(Op::Read);
     assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)]);
     setup.submit(Op::Write);
-    setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+    setup.until_all_stalled();
     setup.nothing_is_done();
     setup.outage(None);
     assert_eq!(setup.finish(), vec![OK; usize::from(DEPTH)]);
@@ -336,11 +349,7 @@ fn enospc_retries_writes_without_space_and_reports_other_errors() {
 fn a_stopping_queue_leaves_stalled_requests_for_the_next_server() {
     let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
     for op in [Op::Read, Op::Write] {
-        setup.outage(Some(EIO));
-        setup.submit(op);
-        setup.until("all wait", |disk| {
-            disk.stalled() > 0 && disk.stats().under_way == u64::from(DEPTH)
-        });
+        setup.stall(op);
         let base = setup.device.stop_queue(0).unwrap();
         assert_eq!((setup.disk.stalled(), setup.disk.stats().under_way), (0, 0));
         setup.nothing_is_done();
@@ -357,14 +366,14 @@ fn an_outage_lasts_from_its_first_failure() {
     let mut setup = serve(OnError::Retry, OnError::Retry, true, HANG);
     setup.outage(Some(EIO));
     setup.submit(Op::Write);
-    setup.until("all wait", |disk| disk.stalled() == u64::from(DEPTH));
+    setup.until_all_stalled();
     let since = Instant::now();
     for _ in 0..3 {
         std::thread::sleep(A_WHILE);
         let base = setup.device.stop_queue(0).unwrap();
         assert_eq!(setup.disk.stalled(), 0);
         setup.device.resume_queue(0, u32::from(base)).unwrap();
-        setup.until("all wait again", |disk| disk.stalled() == u64::from(DEPTH));
+        setup.until_all_stalled();
     }
     let lasts = since.elapsed();
     setup.outage(None);
@@ -520,11 +529,7 @@ fn go_on_elsewhere(packed: bool, hangs: bool, moving: bool, status_first: bool) 
 #[test]
 fn a_queue_that_stops_during_replace_loses_no_request() {
     let mut setup = serve(OnError::Retry, OnError::Stop, true, HANG);
-    setup.outage(Some(EIO));
-    setup.submit(Op::Read);
-    setup.until("all wait", |disk| {
-        disk.stalled() > 0 && disk.stats().under_way == u64::from(DEPTH)
-    });
+    setup.stall(Op::Read);
     let base = setup.device.stop_queue(0).unwrap();
     setup.outage(None);
     setup.hang(true);
@@ -561,11 +566,7 @@ fn a_queue_that_stops_during_replace_loses_no_request() {
 fn an_untracked_queue_reports_errors_when_it_stops() {
     let mut setup = serve(OnError::Retry, OnError::Stop, false, HANG);
     for op in [Op::Read, Op::Write] {
-        setup.outage(Some(EIO));
-        setup.submit(op);
-        setup.until("all wait", |disk| {
-            disk.stalled() > 0 && disk.stats().under_way == u64::from(DEPTH)
-        });
+        setup.stall(op);
         let base = setup.device.stop_queue(0).unwrap();
         assert_eq!(setup.finish(), vec![IO_ERROR; usize::from(DEPTH)], "{op:?}");
         assert_eq!(setup.disk.stalled(), 0);
