@@ -1,4 +1,4 @@
-//! Stage 9: from completions of the engine to the status of requests. A short transfer continues where it ended.
+//! Stage 7: from completions of the engine to the status of requests. A short transfer continues where it ended.
 
 use block::Request;
 use guest::blk::Status;

@@ -1,4 +1,4 @@
-//! Stage 6: the guest is shown what was completed, once per batch and queue, and interrupted only if it wants that.
+//! Stage 9: the guest is shown what was completed, once per batch and queue, and interrupted only if it wants that.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -44,8 +44,8 @@ pub(crate) fn interrupt(queue: &Queue, notifier: &Notifier) -> Result<(), Blocke
     }
 }
 
-/// Notifier all queues of a disk so that its front-end cannot block a thread again: it could with each queue, each
-/// descriptor that it sends and each connection that it makes.
+/// From now on, signals the front-end of a disk without blocking, on all its queues. It could block a thread again with each
+/// queue, each descriptor that it sends and each connection that it makes.
 #[cold]
 pub(crate) fn avoid_blocking(queues: &mut Queues, disk: &Arc<Disk>) {
     disk.set_blocks_threads();
