@@ -120,7 +120,9 @@ impl<E: Engine> Worker<E> {
         let in_flight = queue.slots.taken();
         if in_flight == 0 {
             let disk = self.disks.get(queue.thread_disk);
-            self.waiting.poller.came(&mut disk.estimator, now_ns);
+            self.waiting
+                .poller
+                .request_arrived(&mut disk.estimator, now_ns);
         }
         let chunk = fetch::chunk_size(waiting, in_flight, self.waiting.is_instant);
         let needs = BatchNeeds::of(&queue.disk);

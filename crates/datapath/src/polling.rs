@@ -49,7 +49,7 @@ struct TypicalTime {
 }
 
 impl TypicalTime {
-    fn took(&mut self, ns: u64) {
+    fn add(&mut self, ns: u64) {
         if self.mean == 0 {
             *self = Self {
                 mean: ns.max(1),
@@ -72,7 +72,7 @@ impl TypicalTime {
     }
 
     /// The time that nearly all of them stay below.
-    fn most(&self) -> u64 {
+    fn usual_max(&self) -> u64 {
         self.mean + 2 * self.deviation
     }
 
@@ -89,17 +89,17 @@ const EARLY_MAX: u64 = 100;
 #[derive(Default)]
 pub(crate) struct PollEstimator {
     /// From the end of the only request in flight to the guest's next one, where the thread polled.
-    back: TypicalTime,
+    return_time: TypicalTime,
     /// The same where it slept: longer by a wake-up.
-    back_asleep: TypicalTime,
+    return_time_asleep: TypicalTime,
     /// An operation of a request that is alone.
     operation: TypicalTime,
     /// When the thread first saw that no request is in flight; 0 while one is.
-    quiet_since: u64,
+    idle_since: u64,
     /// The guest is polled for.
-    polls: bool,
+    is_polled_for: bool,
     /// A trial has shown that it pays.
-    judged: bool,
+    is_proven: bool,
     /// Requests of a trial so far, or requests until the next trial.
     count: u16,
     /// Requests until the next trial, after the next one that fails.
@@ -116,25 +116,25 @@ const PAUSE_MAX: u16 = 1600;
 impl PollEstimator {
     /// No request of the disk is in flight.
     #[inline]
-    pub fn quiet(&mut self, now: u64) {
-        if self.quiet_since == 0 {
-            self.quiet_since = now;
+    pub fn note_idle(&mut self, now: u64) {
+        if self.idle_since == 0 {
+            self.idle_since = now;
         }
     }
 
     /// The guest sent its next request after this time.
-    fn came_after(&mut self, ns: u64, polled: bool, max: u64, sleep: u64) {
-        match (self.polls, polled) {
+    fn learn_return(&mut self, ns: u64, polled: bool, max: u64, sleep: u64) {
+        match (self.is_polled_for, polled) {
             (true, true) => {
                 // A single time that the thread had to wait for a CPU, or the guest for something else, says little.
-                self.back.took(ns.min(max * 3 / 5));
+                self.return_time.add(ns.min(max * 3 / 5));
                 self.count = (self.count + 1).min(TRIAL);
                 if self.count == TRIAL {
-                    self.judged = self.pays(max, sleep);
-                    if self.judged {
+                    self.is_proven = self.pays(max, sleep);
+                    if self.is_proven {
                         self.pause = PAUSE_MIN;
                     } else {
-                        (self.polls, self.count) = (false, self.pause.max(PAUSE_MIN));
+                        (self.is_polled_for, self.count) = (false, self.pause.max(PAUSE_MIN));
                         self.pause = (self.count * 2).min(PAUSE_MAX);
                     }
                 }
@@ -142,14 +142,14 @@ impl PollEstimator {
             // The thread was not allowed to poll now.
             (true, false) => {}
             (false, _) => {
-                self.back_asleep.took(ns.min(max * 3 / 2));
+                self.return_time_asleep.add(ns.min(max * 3 / 2));
                 self.count = self.count.saturating_sub(1);
                 let TypicalTime {
                     mean, deviation, ..
-                } = self.back_asleep;
+                } = self.return_time_asleep;
                 if self.count == 0 && mean <= max && deviation * 2 <= mean {
-                    self.back = TypicalTime::default();
-                    self.polls = true;
+                    self.return_time = TypicalTime::default();
+                    self.is_polled_for = true;
                 }
             }
         }
@@ -160,17 +160,24 @@ impl PollEstimator {
     fn pays(&self, max: u64, sleep: u64) -> bool {
         let little = (max * 3 / 10).max(self.operation.mean / 2);
         // If polling was found to pay, it continues until it clearly does not.
-        let little = if self.judged { little * 3 / 2 } else { little };
+        let little = if self.is_proven {
+            little * 3 / 2
+        } else {
+            little
+        };
         let instant = self.operation.mean <= max / 10;
-        let soon = self.back.mean <= max * 11 / 20 && (instant || self.back.mean <= little);
-        self.back.mean <= sleep || soon && self.back.is_steady() && self.operation.mean <= max * 2
+        let soon =
+            self.return_time.mean <= max * 11 / 20 && (instant || self.return_time.mean <= little);
+        self.return_time.mean <= sleep
+            || soon && self.return_time.is_steady() && self.operation.mean <= max * 2
     }
 
     /// Whether to poll through operations too: they take about as much CPU as a sleep, or the guest does nothing but
     /// wait for them.
     fn pays_for_operations(&self, max: u64, sleep: u64) -> bool {
-        let waits = if self.judged { max / 4 } else { max / 5 };
-        self.operation.most() <= sleep * 2 || self.back.median <= waits.max(sleep * 3 / 2)
+        let waits = if self.is_proven { max / 4 } else { max / 5 };
+        self.operation.usual_max() <= sleep * 2
+            || self.return_time.median <= waits.max(sleep * 3 / 2)
     }
 }
 
@@ -180,10 +187,10 @@ pub(crate) struct Poller {
     /// Percent of the time that polling may take.
     share: u64,
     /// What polling may cost now; negative after it has cost too much. Refilled at `refilled`.
-    left: i64,
+    budget: i64,
     refilled: u64,
     /// CPU time of a sleep and of being woken.
-    sleep: u64,
+    sleep_cost: u64,
     sleeps: u32,
     /// Whether it polled the last time that it waited.
     has_polled: bool,
@@ -214,43 +221,45 @@ impl Poller {
         let mut poller = Self {
             max: polling.max.as_nanos() as u64,
             share: u64::from(polling.cpu.clamp(1, 100)),
-            left: 0,
+            budget: 0,
             refilled: 0,
-            sleep: SLEEP_NS,
+            sleep_cost: SLEEP_NS,
             sleeps: 0,
             has_polled: false,
         };
-        poller.left = poller.full();
+        poller.budget = poller.budget_max();
         poller
     }
 
-    /// Whether it ever polls.
+    /// Whether it never polls.
     #[inline]
-    pub fn never(&self) -> bool {
+    pub fn is_off(&self) -> bool {
         self.max == 0
     }
 
     /// How long to poll for this disk. A disk that a limit holds back mostly waits for the limit: it is polled for only
     /// where that takes less CPU than a sleep.
     #[inline]
-    pub fn window(&self, estimator: &PollEstimator, what: PollTarget, limited: bool) -> u64 {
+    pub fn window(&self, estimator: &PollEstimator, target: PollTarget, limited: bool) -> u64 {
         let PollEstimator {
-            back, operation, ..
+            return_time,
+            operation,
+            ..
         } = estimator;
-        if !estimator.polls || limited && back.most() > self.sleep {
+        if !estimator.is_polled_for || limited && return_time.usual_max() > self.sleep_cost {
             return 0;
         }
-        match what {
+        match target {
             PollTarget::Guest if estimator.count < TRIAL => self.max * 3 / 5,
-            PollTarget::Guest => back.most().min(self.max),
+            PollTarget::Guest => return_time.usual_max().min(self.max),
             PollTarget::Operation
                 if !limited
                     && estimator.count == TRIAL
-                    && estimator.pays_for_operations(self.max, self.sleep)
+                    && estimator.pays_for_operations(self.max, self.sleep_cost)
                     // While the thread sleeps, this is longer by a wake-up.
                     && operation.mean <= self.max * 3 / 2 =>
             {
-                operation.most().min(self.max)
+                operation.usual_max().min(self.max)
             }
             PollTarget::Operation => 0,
         }
@@ -258,23 +267,23 @@ impl Poller {
 
     /// The guest of this disk has sent a request; `now` is asked for only if it was quiet.
     #[inline]
-    pub fn came(&self, estimator: &mut PollEstimator, now: impl FnOnce() -> u64) {
-        if estimator.quiet_since > 0 {
-            let time = now().saturating_sub(estimator.quiet_since);
-            estimator.quiet_since = 0;
-            estimator.came_after(time, self.has_polled, self.max, self.sleep);
+    pub fn request_arrived(&self, estimator: &mut PollEstimator, now: impl FnOnce() -> u64) {
+        if estimator.idle_since > 0 {
+            let time = now().saturating_sub(estimator.idle_since);
+            estimator.idle_since = 0;
+            estimator.learn_return(time, self.has_polled, self.max, self.sleep_cost);
         }
     }
 
     /// A lone operation of this disk took this long.
     #[inline]
-    pub fn operated(&self, estimator: &mut PollEstimator, ns: u64) {
-        estimator.operation.took(ns.min(self.max * 4));
+    pub fn record_operation(&self, estimator: &mut PollEstimator, ns: u64) {
+        estimator.operation.add(ns.min(self.max * 4));
     }
 
     /// Whether to poll now for so long.
     #[inline]
-    pub fn may(&mut self, now: u64, window: u64) -> bool {
+    pub fn may_poll(&mut self, now: u64, window: u64) -> bool {
         self.has_polled = false;
         if window == 0 {
             return false;
@@ -282,35 +291,35 @@ impl Poller {
         let time = now.saturating_sub(self.refilled).min(1_000_000_000);
         self.refilled = now;
         let more = (time * self.share / 100) as i64;
-        self.left = self.left.saturating_add(more).min(self.full());
-        self.left >= 0
+        self.budget = self.budget.saturating_add(more).min(self.budget_max());
+        self.budget >= 0
     }
 
     /// It polled for so long. Returns what this saved.
     #[inline]
-    pub fn polled(&mut self, ns: u64, hit: bool) -> u64 {
+    pub fn record_poll(&mut self, ns: u64, hit: bool) -> u64 {
         self.has_polled = true;
-        let saved = if hit { self.sleep } else { 0 };
+        let saved = if hit { self.sleep_cost } else { 0 };
         // Beyond the longest time to poll, the thread was waiting for a CPU.
         let ns = ns.min(self.max);
-        self.left = (self.left + saved as i64 - ns as i64).min(self.full());
+        self.budget = (self.budget + saved as i64 - ns as i64).min(self.budget_max());
         saved
     }
 
     /// Whether to measure the sleep that comes now.
     #[inline]
-    pub fn measures(&mut self) -> bool {
+    pub fn measures_next_sleep(&mut self) -> bool {
         self.sleeps = self.sleeps.wrapping_add(1);
-        !self.never()
+        !self.is_off()
             && (self.sleeps <= MEASURED_FIRST || self.sleeps.is_multiple_of(MEASURED_EACH))
     }
 
     /// A sleep took so much CPU time.
-    pub fn measured(&mut self, cpu_ns: u64) {
-        self.sleep = (self.sleep * 3 + cpu_ns.min(SLEEP_MAX_NS)) / 4;
+    pub fn record_sleep(&mut self, cpu_ns: u64) {
+        self.sleep_cost = (self.sleep_cost * 3 + cpu_ns.min(SLEEP_MAX_NS)) / 4;
     }
 
-    fn full(&self) -> i64 {
+    fn budget_max(&self) -> i64 {
         SAVED_UP_NS * self.share as i64 / 100
     }
 }
@@ -338,8 +347,8 @@ mod tests {
             let polls = poller.window(estimator, PollTarget::Guest, false);
             poller.has_polled = polls > 0;
             let result = if time <= polls { time } else { time + WAKE };
-            estimator.quiet(1);
-            poller.came(estimator, || result + 1);
+            estimator.note_idle(1);
+            poller.request_arrived(estimator, || result + 1);
         }
     }
 
@@ -370,7 +379,7 @@ mod tests {
 
         let times = [18_000, 20_000, 21_000, 19_000].repeat(16);
         let mut estimator = guest(times.clone());
-        poller.operated(&mut estimator, 80_000);
+        poller.record_operation(&mut estimator, 80_000);
         let guest_window = window(&estimator, PollTarget::Guest);
         assert!((20_000..=30_000).contains(&guest_window), "{guest_window}");
         assert_eq!(window(&estimator, PollTarget::Operation), MAX);
@@ -405,7 +414,7 @@ mod tests {
             for _ in 0..1000 {
                 send(&mut estimator, [think]);
                 if operation > 0 {
-                    poller.operated(&mut estimator, operation);
+                    poller.record_operation(&mut estimator, operation);
                 }
                 for (n, what) in polled
                     .iter_mut()
@@ -443,7 +452,7 @@ mod tests {
     fn polls_for_a_guest_that_is_sometimes_late() {
         let poller = poller(50);
         let mut estimator = guest([7_000; 64]);
-        poller.operated(&mut estimator, 60_000);
+        poller.record_operation(&mut estimator, 60_000);
         let mut polled = [0, 0];
         for n in 0..1000 {
             let late = n % 7 == 0 || n % 11 == 0;
@@ -479,9 +488,9 @@ mod tests {
             let (mut now, mut cost) = (1_000_000_000, 0u64);
             let start = now;
             while now < start + 1_000_000_000 {
-                if poller.may(now, 50_000) {
+                if poller.may_poll(now, 50_000) {
                     now += 50_000;
-                    let saved = poller.polled(50_000, saved_each > 0);
+                    let saved = poller.record_poll(50_000, saved_each > 0);
                     assert_eq!(saved, saved_each);
                     cost += 50_000 - saved;
                 }
@@ -497,13 +506,13 @@ mod tests {
     fn a_sleep_is_measured_and_zero_means_never() {
         let mut poller = poller(50);
         let measured = (0..MEASURED_EACH * 10)
-            .filter(|_| poller.measures())
+            .filter(|_| poller.measures_next_sleep())
             .count();
         assert_eq!(measured, 8 + 10);
-        (0..32).for_each(|_| poller.measured(3_000));
-        assert!(poller.polled(1, true).abs_diff(3_000) < 10);
+        (0..32).for_each(|_| poller.record_sleep(3_000));
+        assert!(poller.record_poll(1, true).abs_diff(3_000) < 10);
         let mut never = Poller::new(Polling::up_to(Duration::ZERO));
-        assert!(never.never() && !never.measures());
+        assert!(never.is_off() && !never.measures_next_sleep());
         assert_eq!(never.window(&guest([0; 64]), PollTarget::Guest, false), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! Stage 7: hand over what was submitted, and wait: for completions, for the guest, or not at all.
+//! Stage 6: what was submitted goes to the kernel. Then the thread waits: for completions, for the guest, or not at all.
 
 use std::io;
 
@@ -14,12 +14,12 @@ use crate::thread_disk::ThreadDisks;
 use crate::wake::Wake;
 use crate::worker::Waiting;
 
-/// Looks at the rings between two looks at the clock.
-const LOOKS: usize = 16;
+/// How often the rings are looked at before the clock is read.
+const LOOKS_PER_CLOCK: usize = 16;
 
 /// Operations in flight up to which polling for the first to end can pay. With more, a sleep costs each of them less than
 /// it costs one.
-const FEW: usize = 2;
+const POLLED_OPERATIONS_MAX: usize = 2;
 
 /// What polling brought.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub(crate) struct Wait<'a, E> {
 }
 
 impl<E: Engine> Wait<'_, E> {
-    /// Enters the kernel as the situation demands, and reaps.
+    /// Hands what was submitted to the kernel, waits if nothing else is to be done, and reaps completions.
     #[inline]
     pub fn wait(mut self, fetched: FetchResult) -> io::Result<()> {
         let completions = &mut self.waiting.completions;
@@ -63,7 +63,7 @@ impl<E: Engine> Wait<'_, E> {
         }
         self.engine.reap(&mut self.waiting.completions);
         if let Some(start) = waited_since
-            && (1..=FEW).contains(&in_flight)
+            && (1..=POLLED_OPERATIONS_MAX).contains(&in_flight)
         {
             self.learn_operations(start);
         }
@@ -77,12 +77,12 @@ impl<E: Engine> Wait<'_, E> {
     /// Waits for the guest if no operation is in flight, otherwise for operations and for the guest.
     fn poll_or_sleep(&mut self, in_flight: usize, start: u64) -> io::Result<()> {
         let window = self.poll_window(in_flight, start);
-        if self.waiting.poller.may(start, window) {
+        if self.waiting.poller.may_poll(start, window) {
             self.engine.push()?;
             let result = self.poll(start, window);
             let time = now_ns().saturating_sub(start);
             let is_hit = result != PollResult::Nothing;
-            let saved = self.waiting.poller.polled(time, is_hit);
+            let saved = self.waiting.poller.record_poll(time, is_hit);
             self.waiting.activity.polled(is_hit, time, saved);
             match result {
                 PollResult::Request => return Ok(()),
@@ -95,10 +95,10 @@ impl<E: Engine> Wait<'_, E> {
         }
         self.waiting.activity.slept();
         let poller = &mut self.waiting.poller;
-        if in_flight == 0 && poller.measures() {
+        if in_flight == 0 && poller.measures_next_sleep() {
             let before = thread_cpu_ns();
             self.engine.wait()?;
-            poller.measured(thread_cpu_ns().saturating_sub(before));
+            poller.record_sleep(thread_cpu_ns().saturating_sub(before));
             return Ok(());
         }
         self.engine.wait()
@@ -106,7 +106,7 @@ impl<E: Engine> Wait<'_, E> {
 
     /// How long to poll for the disks that are likely to be ready soonest; 0 for not at all.
     fn poll_window(&mut self, in_flight: usize, now: u64) -> u64 {
-        if in_flight > FEW || self.waiting.poller.never() {
+        if in_flight > POLLED_OPERATIONS_MAX || self.waiting.poller.is_off() {
             return 0;
         }
         let mut window = 0;
@@ -119,7 +119,7 @@ impl<E: Engine> Wait<'_, E> {
                 _ => continue,
             };
             if target == PollTarget::Guest {
-                disk.estimator.quiet(now);
+                disk.estimator.note_idle(now);
             }
             let limited = queue.held.was_throttled(now);
             let poller = &self.waiting.poller;
@@ -136,7 +136,9 @@ impl<E: Engine> Wait<'_, E> {
                 let queue = self.queues.get(id.queue);
                 let disk = self.disks.get(queue.thread_disk);
                 let time = *time.get_or_insert_with(|| now_ns().saturating_sub(start));
-                self.waiting.poller.operated(&mut disk.estimator, time);
+                self.waiting
+                    .poller
+                    .record_operation(&mut disk.estimator, time);
             }
         }
     }
@@ -145,7 +147,7 @@ impl<E: Engine> Wait<'_, E> {
     fn poll(&mut self, start: u64, window: u64) -> PollResult {
         loop {
             // The clock costs more than a look at a ring.
-            for _ in 0..LOOKS {
+            for _ in 0..LOOKS_PER_CLOCK {
                 for i in 0..self.queues.active.len() {
                     let queue = self.queues.get(self.queues.active[i]);
                     if queue.ring.available() != Ok(0) {
