@@ -343,7 +343,7 @@ impl Disk {
         self.on_event.set(Box::new(tell)).is_ok()
     }
 
-    pub(crate) fn tell(&self, event: &IoEvent) {
+    pub(crate) fn send_event(&self, event: &IoEvent) {
         if let Some(tell) = self.on_event.get() {
             tell(event);
         }
@@ -352,7 +352,8 @@ impl Disk {
     /// A request failed; `event` makes the message, with the number of messages that were suppressed.
     #[cold]
     pub(crate) fn failed(&self, event: impl FnOnce(u64) -> IoEvent) {
-        self.failures.log(|left_out| self.tell(&event(left_out.0)));
+        self.failures
+            .log(|left_out| self.send_event(&event(left_out.0)));
     }
 
     /// The disk's own limits.

@@ -154,7 +154,7 @@ impl<E: Engine> Worker<E> {
         let now = now_ns();
         for queue in self.queues.iter_mut() {
             if Arc::ptr_eq(&queue.disk, disk) {
-                queue.held.look_again();
+                queue.held.ask_limits_again();
             }
         }
         let Some(index) = self.disks.index_of(disk) else {

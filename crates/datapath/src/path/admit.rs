@@ -71,6 +71,6 @@ pub(crate) fn release(
     } else if is_in_service && disk.admission.limits_any() {
         held.pass_limits(slots, now, room, released)
     } else {
-        held.take_all(room, released)
+        held.release_all(room, released)
     }
 }

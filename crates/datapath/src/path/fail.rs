@@ -46,14 +46,14 @@ pub(crate) fn stall(
         s.stamps.admitted = now;
         s.stamps.submitted = now;
     }
-    tell(&queue.disk, s, action, errno);
-    let then = match action {
+    send_event(&queue.disk, s, action, errno);
+    let consequence = match action {
         IoAction::Stop => {
             "; this request and all later ones wait for 'ringdisk resume' (rerror, werror)"
         }
         _ => "; ringdisk tries it again until it succeeds (rerror, werror)",
     };
-    log(&queue.disk, s, errno, then);
+    log(&queue.disk, s, errno, consequence);
     s.state = RequestState::Stalled(retry);
     let stalled = &mut disk.stalled;
     stalled.waiting.push_back(id);
@@ -74,7 +74,7 @@ pub(crate) fn stall(
 pub(crate) fn report(disk: &Disk, slot: &Slot, ending: Ending) {
     let errno = -ending.result;
     if ending.status == Status::IoError {
-        tell(disk, slot, IoAction::Report, errno);
+        send_event(disk, slot, IoAction::Report, errno);
     }
     log(disk, slot, errno, "");
 }
@@ -105,7 +105,7 @@ pub(crate) fn stalled_ended(disk: &mut ThreadDisk, timer: &mut Timer, status: St
                 "disk {name}: no request is stalled any more, after {seconds:.1} s: {n} requests ended with an error"
             ),
         }
-        disk.tell(&IoEvent::Resumed(resumed));
+        disk.send_event(&IoEvent::Resumed(resumed));
     }
 }
 
@@ -128,7 +128,7 @@ fn action_for(disk: &Disk, slot: &Slot, errno: i32) -> IoAction {
     action(policy, errno)
 }
 
-fn tell(disk: &Disk, slot: &Slot, action: IoAction, errno: i32) {
+fn send_event(disk: &Disk, slot: &Slot, action: IoAction, errno: i32) {
     disk.failed(|left_out| {
         IoEvent::Failed(IoFailure {
             request: slot.requested(),
@@ -139,7 +139,7 @@ fn tell(disk: &Disk, slot: &Slot, action: IoAction, errno: i32) {
     });
 }
 
-fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
+fn log(disk: &Disk, slot: &Slot, errno: i32, consequence: &str) {
     disk.errors.log(|left_out| {
         let cause = match errno {
             _ if slot.is_syncing() && disk.has_lost(errno) => lost(errno).to_string(),
@@ -147,7 +147,7 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, then: &str) {
             e => explain(&std::io::Error::from_raw_os_error(e), ""),
         };
         error!(
-            "disk {}: {} failed at {} of its file, with {} bytes left: {cause}{then}{left_out}",
+            "disk {}: {} failed at {} of its file, with {} bytes left: {cause}{consequence}{left_out}",
             disk.name, slot.request, slot.at, slot.left
         );
     });

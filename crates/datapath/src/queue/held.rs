@@ -21,7 +21,7 @@ mod tests;
 
 /// The disk counts as throttled for this long after a limit kept a request from going: as long as a burst can last that
 /// was saved up.
-const KEPT_NS: u64 = 50_000_000;
+const THROTTLED_NS: u64 = 50_000_000;
 
 /// If a limit lets nothing go for a time between these two, kicks are useless until then: whatever the guest sends is
 /// fetched when the limit lets it go. Flushes have no limit, so a guest that has sent one to the disk
@@ -51,13 +51,13 @@ pub(crate) struct HeldRequests {
     /// By direction, each in the order in which they came.
     lanes: [VecDeque<HeldRequest>; 2],
     /// The number of the next request.
-    next: u32,
+    next_number: u32,
     /// Nothing that is held may go before this time.
-    until: u64,
+    held_until: u64,
     /// When a limit last kept something from going.
-    kept: u64,
+    throttled_at: u64,
     /// Nothing that a limit concerns may go before this time, held or not.
-    shut: u64,
+    shut_until: u64,
     /// The lane that goes first where reads and writes are limited separately. They take turns.
     first: usize,
 }
@@ -76,10 +76,10 @@ impl HeldRequests {
             disk,
             sharer,
             lanes: Default::default(),
-            next: 0,
-            until: 0,
-            kept: 0,
-            shut: 0,
+            next_number: 0,
+            held_until: 0,
+            throttled_at: 0,
+            shut_until: 0,
             first: 0,
         }
     }
@@ -112,13 +112,13 @@ impl HeldRequests {
         }
         if lane.is_empty() {
             // The limits have not been asked about this lane.
-            self.until = 0;
+            self.held_until = 0;
         }
         lane.push_back(HeldRequest {
             slot,
-            number: self.next,
+            number: self.next_number,
         });
-        self.next = self.next.wrapping_add(1);
+        self.next_number = self.next_number.wrapping_add(1);
     }
 
     pub fn is_empty(&self) -> bool {
@@ -127,7 +127,7 @@ impl HeldRequests {
 
     /// Whether the guest has waited for a limit lately.
     pub fn was_throttled(&self, now: u64) -> bool {
-        now.saturating_sub(self.kept) < KEPT_NS
+        now.saturating_sub(self.throttled_at) < THROTTLED_NS
     }
 
     /// The guest has sent a request to which no limit applies.
@@ -138,17 +138,17 @@ impl HeldRequests {
 
     /// Until when the guest need not kick, if a limit lets nothing go that it is likely to send.
     pub fn shut_until(&self, now: u64) -> Option<u64> {
-        let time = self.shut.saturating_sub(now);
+        let time = self.shut_until.saturating_sub(now);
         if !(SHUT_MIN_NS..=SHUT_MAX_NS).contains(&time) {
             return None;
         }
         let free = self.disk.admission.free.load(Ordering::Relaxed);
-        (now.saturating_sub(free) >= FREE_NS).then_some(self.shut)
+        (now.saturating_sub(free) >= FREE_NS).then_some(self.shut_until)
     }
 
     /// Asks the limits again at the next turn.
-    pub fn look_again(&mut self) {
-        self.until = 0;
+    pub fn ask_limits_again(&mut self) {
+        self.held_until = 0;
     }
 
     /// Moves all slots to `to`, which grows.
@@ -158,7 +158,7 @@ impl HeldRequests {
     }
 
     /// Lets all go without asking the limits, `room` at most.
-    pub fn take_all(&mut self, room: usize, released: &mut Vec<u16>) -> Verdict {
+    pub fn release_all(&mut self, room: usize, released: &mut Vec<u16>) -> Verdict {
         let all = self.lanes.iter_mut();
         for lane in all {
             let n = lane.len().min(room - released.len());
@@ -171,10 +171,10 @@ impl HeldRequests {
         }
     }
 
-    /// Lets nothing go until [`look_again`](Self::look_again).
+    /// Lets nothing go until [`ask_limits_again`](Self::ask_limits_again).
     pub fn stop(&mut self) -> Verdict {
-        self.until = u64::MAX;
-        Verdict::Until(self.until)
+        self.held_until = u64::MAX;
+        Verdict::Until(self.held_until)
     }
 
     /// Gives all slots back: the requests are left without an answer.
@@ -211,12 +211,12 @@ impl HeldRequests {
         room: usize,
         released: &mut Vec<u16>,
     ) -> Verdict {
-        if now < self.until {
-            return Verdict::Until(self.until);
+        if now < self.held_until {
+            return Verdict::Until(self.held_until);
         }
         let verdict = self.pass(slots, now, room, released);
         if let Verdict::Until(at) = verdict {
-            (self.until, self.kept) = (at, now);
+            (self.held_until, self.throttled_at) = (at, now);
         }
         verdict
     }
@@ -278,7 +278,7 @@ impl HeldRequests {
                 shares.rest(*sharer, lane);
             }
         }
-        self.shut = match (split, &group) {
+        self.shut_until = match (split, &group) {
             (false, None) => Some(own.due(now)).filter(|&due| due > now),
             _ => None,
         }
