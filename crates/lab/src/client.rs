@@ -3,6 +3,7 @@
 
 mod closed;
 mod drivers;
+pub mod footprint;
 mod job;
 pub mod pace;
 mod paced;
@@ -43,11 +44,18 @@ pub fn run(job: &str) -> Result<()> {
     Ok(())
 }
 
+/// The longest that it may take to connect to a disk: on a busy host, 32 disks of 4 queues take some seconds.
+const CONNECT_MAX: Duration = Duration::from_millis(500);
+
+/// How long a job may take beyond its times.
+pub fn grace(job: &Job) -> Duration {
+    Duration::from_secs(20) + CONNECT_MAX * job.sockets.len() as u32
+}
+
 /// A server that loses a request must not hang the measurement: with nothing completing, a sleeping client never wakes.
 fn watchdog(job: &Job) {
-    let limit = Duration::from_secs_f64(
-        job.warmup_s + job.runtime_s + job.cooldown_s + job.idle_s.unwrap_or(0.0) + 20.0,
-    );
+    let times_s = job.warmup_s + job.runtime_s + job.cooldown_s + job.idle_s.unwrap_or(0.0);
+    let limit = Duration::from_secs_f64(times_s) + grace(job);
     thread::spawn(move || {
         thread::sleep(limit);
         eprintln!("client: not done after {limit:?}; the server stopped completing requests");

@@ -29,7 +29,7 @@ const TICK: Duration = Duration::from_millis(100);
 const FILL: usize = 1 << 20;
 
 /// How long, and at which times.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Times {
     /// Before it counts.
     pub ramp: Duration,
@@ -37,8 +37,8 @@ pub struct Times {
     pub runtime: Duration,
     /// Of one point of the series.
     pub interval: Duration,
-    /// Where all threads of the load run; `None` leaves them to the scheduler.
-    pub cpu: Option<usize>,
+    /// Where all threads of the load run; an empty list leaves them to the scheduler.
+    pub cpus: Vec<usize>,
 }
 
 /// Drives all of these disks at the same time: a thread for each queue that has something to do.
@@ -49,11 +49,11 @@ pub fn drive(
     sockets: &[PathBuf],
     settings: &Settings,
     load: &Workload,
-    times: Times,
+    times: &Times,
     stop: &Stop,
 ) -> Result<Run> {
-    let queues = usize::from(settings.queues.unwrap_or(1)).min(depth(load));
-    let share = depth(load).div_ceil(queues);
+    let queues = usize::from(settings.queues.unwrap_or(1)).min(depth(settings, load));
+    let share = depth(settings, load).div_ceil(queues);
     let least = (share * DESCRIPTORS).next_power_of_two().max(128) as u16;
     let shape = Shape {
         queues: settings.queues.unwrap_or(1),
@@ -77,7 +77,8 @@ pub fn drive(
         );
         for (number, queue) in its.into_iter().take(queues).enumerate() {
             // The first queues have one request more if it does not go up.
-            let depth = depth(load) / queues + usize::from(number < depth(load) % queues);
+            let depth = depth(settings, load) / queues
+                + usize::from(number < depth(settings, load) % queues);
             lanes.push(Lane {
                 queue,
                 depth,
@@ -97,7 +98,10 @@ pub fn drive(
             .map(|lane| {
                 let start = &start;
                 scope.spawn(move || {
-                    let pinned = times.cpu.map_or(Ok(()), |cpu| cpu::pin_thread(&[cpu]));
+                    let pinned = match &times.cpus[..] {
+                        [] => Ok(()),
+                        cpus => cpu::pin_thread(cpus),
+                    };
                     start.wait();
                     pinned?;
                     lane.run(load, times, stop)
@@ -156,7 +160,7 @@ struct Lane {
 }
 
 impl Lane {
-    fn run(&mut self, load: &Workload, times: Times, stop: &Stop) -> Result<Vec<Interval>> {
+    fn run(&mut self, load: &Workload, times: &Times, stop: &Stop) -> Result<Vec<Interval>> {
         let count_from = Instant::now() + times.ramp;
         let start_ms = now_ms() + times.ramp.as_millis() as u64;
         let end = count_from + times.runtime;

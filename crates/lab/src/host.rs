@@ -163,10 +163,10 @@ pub struct Watch {
 const PERIOD: Duration = Duration::from_millis(200);
 
 impl Watch {
-    /// Watches these processes, and holds all their threads on a CPU if one is named.
-    pub fn start(watched: Watched, cpu: Option<usize>) -> Watch {
+    /// Watches these processes, and holds all their threads on a CPU if exactly one is named.
+    pub fn start(watched: Watched, cpus: Vec<usize>) -> Watch {
         let (ticks, end) = (
-            Arc::new(Mutex::new(vec![tick(&watched, cpu)])),
+            Arc::new(Mutex::new(vec![tick(&watched, &cpus)])),
             Arc::new(AtomicBool::new(false)),
         );
         let (shared, ended) = (ticks.clone(), end.clone());
@@ -176,7 +176,7 @@ impl Watch {
                 shared
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
-                    .push(tick(&watched, cpu));
+                    .push(tick(&watched, &cpus));
             }
         });
         Watch {
@@ -235,14 +235,15 @@ impl Drop for Watch {
     }
 }
 
-fn tick(watched: &Watched, cpu: Option<usize>) -> Tick {
+fn tick(watched: &Watched, cpus: &[usize]) -> Tick {
     let pids = match watched {
         Watched::Processes(pids) => pids.clone(),
         Watched::Fio => named_below(std::process::id(), "fio"),
     };
-    if let Some(cpu) = cpu {
+    // A server with several CPUs has pinned its threads itself.
+    if let [_] = cpus {
         // One that has just ended needs no pin.
-        pids.iter().for_each(|pid| drop(cpu::pin(*pid, &[cpu])));
+        pids.iter().for_each(|pid| drop(cpu::pin(*pid, cpus)));
     }
     let usages: Vec<Usage> = pids.iter().filter_map(|pid| Usage::of(*pid).ok()).collect();
     let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
@@ -337,7 +338,7 @@ mod tests {
 
     #[test]
     fn a_busy_process_is_seen_to_be_busy() {
-        let watch = Watch::start(Watched::Processes(vec![std::process::id()]), None);
+        let watch = Watch::start(Watched::Processes(vec![std::process::id()]), Vec::new());
         let start_ms = now_ms();
         // Until it has burnt half a second of CPU, however long that takes here.
         let burnt = || cpu_ticks(std::process::id(), 2);
@@ -356,7 +357,7 @@ mod tests {
             .args(["-c", "while :; do :; done"])
             .spawn()
             .unwrap();
-        let watch = Watch::start(Watched::Processes(vec![process.id()]), None);
+        let watch = Watch::start(Watched::Processes(vec![process.id()]), Vec::new());
         let start_ms = now_ms();
         while Usage::of(process.id()).unwrap().ran_s() < 0.8 {
             std::thread::sleep(PERIOD / 10);

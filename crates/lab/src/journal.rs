@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use harness::histogram::Histogram;
 use serde::{Deserialize, Serialize};
 
+use crate::client::footprint::Footprint;
 use crate::host::Facts;
 use crate::plan::{Filter, Plan, RATES_MAX};
 use crate::storage::{Fill, Polling};
@@ -163,9 +164,24 @@ pub struct Sample {
     /// Requests of a rate that were due but could not be sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unsent: Option<u64>,
+    /// The server of disks without I/O.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle: Option<Box<Idle>>,
     /// How ringdisk's I/O threads waited, including the time before the window.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub polling: Option<Polling>,
+}
+
+/// A server whose disks are connected and have no I/O.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Idle {
+    /// CPU time of the server per second.
+    pub core: f64,
+    /// Seconds from its start until it listened on all sockets.
+    pub ready_s: f64,
+    /// Its memory and descriptors.
+    #[serde(flatten)]
+    pub footprint: Footprint,
 }
 
 impl Sample {
@@ -173,7 +189,9 @@ impl Sample {
         let is_possible = |value: f64| (0.0..1e15).contains(&value);
         let own = [self.iops, self.bytes_per_s, self.mean_ns, self.window_s];
         let costs = [self.cpu_us, self.switches, self.exits, self.client_cpu];
-        own.into_iter().all(is_possible)
+        let of_idle = self.idle.iter();
+        let of_idle = of_idle.flat_map(|it| [it.core, it.ready_s, it.footprint.private_kib]);
+        own.into_iter().chain(of_idle).all(is_possible)
             && costs.into_iter().flatten().all(is_possible)
             && self.series.len() <= SERIES_MAX
             && self

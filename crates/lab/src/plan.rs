@@ -3,6 +3,9 @@
 pub mod backing;
 pub mod ceph;
 pub mod changes;
+pub mod cpus;
+mod guests;
+pub mod image;
 mod parse;
 pub mod settings;
 pub mod sockets;
@@ -22,6 +25,7 @@ pub use parse::PlanError;
 pub use settings::{IoThread, Server, Settings};
 pub use workload::Workload;
 
+use cpus::Cpus;
 use words::{Against, Expect, GuestKind, Interleave, Metric, Until};
 
 /// Most configurations, loads and pairs of a plan: a mistake in a list is more likely than such a wish.
@@ -80,8 +84,8 @@ pub struct Plan {
     pub until: Until,
     /// What verdicts are about.
     pub metric: Metric,
-    /// The CPUs of servers and of the load; `None` leaves them to the scheduler.
-    pub cpus: Option<Cpus>,
+    /// The CPUs of servers and of the load, unless a configuration has others.
+    pub cpus: Cpus,
     /// Whether each disk is brought into the same state before each sample: nothing left to be written back, and
     /// resident in the page cache, or with O_DIRECT absent from it.
     pub settle: bool,
@@ -114,15 +118,6 @@ impl std::str::FromStr for Filter {
             _ => Err(format!("'{text}' is not KEY=VALUE[,VALUE]")),
         }
     }
-}
-
-/// The CPUs of a run without a guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cpus {
-    /// Where servers run, and fio on the host.
-    pub server: usize,
-    /// Where the load of a socket is made.
-    pub load: usize,
 }
 
 /// A configuration by its name.
@@ -321,6 +316,15 @@ impl Plan {
             })
             .collect();
         plan
+    }
+
+    /// The CPUs of a configuration.
+    pub fn cpus(&self, settings: &Settings) -> Cpus {
+        let own = |cpus: &Option<cpus::CpuList>| cpus.as_ref().map(cpus::CpuList::to_vec);
+        Cpus {
+            server: own(&settings.server_cpus).unwrap_or_else(|| self.cpus.server.clone()),
+            load: own(&settings.load_cpus).unwrap_or_else(|| self.cpus.load.clone()),
+        }
     }
 
     /// A run with all that belongs to it, without the boot of its guest.

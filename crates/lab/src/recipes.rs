@@ -6,7 +6,7 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// The name and the text of each recipe.
-pub const RECIPES: [(&str, &str); 21] = [
+pub const RECIPES: [(&str, &str); 28] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
@@ -46,6 +46,28 @@ pub const RECIPES: [(&str, &str); 21] = [
     ("bench-disks", include_str!("../recipes/bench-disks.toml")),
     ("bench-ceph", include_str!("../recipes/bench-ceph.toml")),
     ("bench-bursts", include_str!("../recipes/bench-bursts.toml")),
+    ("bench-qcow2", include_str!("../recipes/bench-qcow2.toml")),
+    (
+        "bench-qcow2-new",
+        include_str!("../recipes/bench-qcow2-new.toml"),
+    ),
+    (
+        "bench-qcow2-backing",
+        include_str!("../recipes/bench-qcow2-backing.toml"),
+    ),
+    ("bench-idle", include_str!("../recipes/bench-idle.toml")),
+    (
+        "bench-fairness",
+        include_str!("../recipes/bench-fairness.toml"),
+    ),
+    (
+        "bench-scaling",
+        include_str!("../recipes/bench-scaling.toml"),
+    ),
+    (
+        "bench-scaling-disks",
+        include_str!("../recipes/bench-scaling-disks.toml"),
+    ),
 ];
 
 /// The text of a recipe.

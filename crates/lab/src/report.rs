@@ -15,7 +15,6 @@ use anyhow::{Context, Result};
 
 use crate::analysis::Analysis;
 use crate::measured;
-use crate::plan::words::Against;
 
 /// The page's name in a result's folder.
 pub const HTML: &str = "report.html";
@@ -98,7 +97,7 @@ pub fn text(analysis: &Analysis) -> String {
             analysis.journal.cells.len()
         );
     }
-    if plan.against == Against::Last {
+    if ratios::are_shown(plan) {
         text += &ratios::text(analysis);
     }
     let advice = advice::advice(analysis);

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::analysis::ClaimResult;
 use crate::guest::{Accel, Kernel, Stop, version, write_initramfs};
@@ -79,6 +80,7 @@ pub fn run(
     for (case, why) in &journal.header.left_out {
         progress.say(&format!("left out: {case}: {why}"));
     }
+    raise_descriptor_limit();
     let runtime = RuntimeFolder::new()?;
     let kernel = match plan.guest {
         GuestKind::Linux => {
@@ -208,6 +210,14 @@ fn all_facts(plan: &Plan, options: &Options, accel: Accel, disks: &Path) -> Fact
         }
     }
     facts
+}
+
+/// For servers of many disks and for their clients, which inherit it.
+fn raise_descriptor_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // If it fails, what needs more descriptors says so.
+    let _ = setrlimit(Resource::Nofile, limit);
 }
 
 /// The keys of facts whose values have changed since the result was begun.

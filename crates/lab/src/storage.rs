@@ -1,6 +1,7 @@
 //! The disks that the lab creates, and the servers that export them.
 
 pub mod disk;
+mod images;
 pub mod named;
 pub mod rbd;
 pub mod zram;
@@ -8,7 +9,7 @@ pub mod zram;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use harness::paths::is_block_device;
@@ -25,7 +26,6 @@ use disk::fill;
 pub use disk::{Disk, Fill};
 use harness::cpu;
 use named::{Named, Told};
-use rbd::output;
 use zram::Zram;
 
 /// Disk files that the lab creates. Dropping this removes them.
@@ -73,8 +73,9 @@ impl Files {
         Ok(fills)
     }
 
-    /// The disk of a volume. It is created if necessary, and filled with random data: otherwise reads would hit holes, and
-    /// writes would allocate blocks.
+    /// The disk of a volume. It is created if necessary, and filled with random data unless the plan wants it empty:
+    /// otherwise reads would hit holes, and writes would allocate blocks. Files without data of their own are created
+    /// again by each call.
     ///
     /// # Errors
     /// There is not enough space, or the disk is not writable.
@@ -92,48 +93,93 @@ impl Files {
                 let disk = self.named.disk(settings, &name, stop, &mut |_, _, _| {});
                 disk.map(|(disk, _)| disk)
             }
-            _ => self.file(settings, guest, volume).map(Disk::Path),
+            _ => self.file(settings, guest, volume),
         }
     }
 
-    fn file(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<PathBuf> {
+    fn file(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<Disk> {
         let folder = match &settings.backing {
-            Backing::Zram => return self.zram(guest, volume),
+            Backing::Zram => return self.zram(guest, volume).map(Disk::Path),
             Backing::Ram => Path::new(RAM).join(format!("ringdisk-lab-{}", std::process::id())),
             Backing::Directory(folder) => folder.clone(),
             Backing::File | Backing::Null | Backing::Named(_) => self.folder.clone(),
         };
         fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
-        let path = folder.join(format!("disk-{guest}-{volume}.{}", settings.format));
-        if self.made.contains(&path) {
-            return Ok(path);
-        }
-        self.check_room(&folder)?;
-        self.made.push(path.clone());
-        match settings.format {
-            Format::Raw => {
-                let what = || format!("filling {}", path.display());
-                let file = File::create(&path).with_context(what)?;
+        let name = format!("{guest}-{volume}");
+        let path = |name: String| folder.join(format!("{name}.{}", settings.format));
+        let image = &settings.image;
+        match (settings.format, settings.prefill) {
+            (Format::Raw, true) => {
                 let seed = u64::from(guest) << 16 | u64::from(volume);
-                fill(&file, 0, self.size, seed).with_context(what)?;
+                let fill = |path: &Path, size| Ok(fill(&File::create(path)?, 0, size, seed)?);
+                self.once(path(format!("disk-{name}")), fill)
+                    .map(Disk::Path)
             }
-            Format::Qcow2 => {
+            (Format::Raw, false) => {
+                let create = |path: &Path, size| Ok(File::create(path)?.set_len(size)?);
+                self.again(path(format!("new-{name}")), create)
+                    .map(Disk::Path)
+            }
+            (Format::Qcow2, false) => {
+                let create = |path: &Path, size| images::create(path, size, image, None);
+                self.again(path(format!("new-{name}")), create)
+                    .map(Disk::Path)
+            }
+            (Format::Qcow2, true) => {
                 let raw = Settings {
                     format: Format::Raw,
                     ..settings.clone()
                 };
                 let raw = self.file(&raw, guest, volume)?;
-                let mut convert = Command::new("qemu-img");
-                convert
-                    .args(["convert", "-f", "raw", "-O", "qcow2", "-S", "0"])
-                    .arg(raw)
-                    .arg(&path);
-                output(&mut convert)?;
+                let raw = raw.path().context("a raw disk has a file")?;
+                let layout = image.options().replace(['=', ','], "-");
+                let lowest = path(format!("disk-{name}-{layout}"));
+                let mut files =
+                    vec![self.once(lowest, |path, _| images::convert(raw, path, image))?];
+                for layer in 0..settings.backing_files() {
+                    let below = files.last().map(PathBuf::as_path);
+                    let create = |path: &Path, size| images::create(path, size, image, below);
+                    let above = self.again(path(format!("new-{name}-{layer}")), create)?;
+                    files.push(above);
+                }
+                files.reverse();
+                Ok(match <[PathBuf; 1]>::try_from(files) {
+                    Ok([only]) => Disk::Path(only),
+                    Err(files) => Disk::Chain(files),
+                })
             }
         }
+    }
+
+    /// A file that is created by the first call.
+    fn once(
+        &mut self,
+        path: PathBuf,
+        create: impl FnOnce(&Path, u64) -> Result<()>,
+    ) -> Result<PathBuf> {
+        match self.made.contains(&path) {
+            true => Ok(path),
+            false => self.again(path, create),
+        }
+    }
+
+    /// A file that is created by each call.
+    fn again(
+        &mut self,
+        path: PathBuf,
+        create: impl FnOnce(&Path, u64) -> Result<()>,
+    ) -> Result<PathBuf> {
+        // An earlier one is no longer in the way, nor in the page cache.
+        let _ = fs::remove_file(&path);
+        self.check_room(path.parent().unwrap_or(&self.folder))?;
+        if !self.made.contains(&path) {
+            self.made.push(path.clone());
+        }
+        let what = || format!("creating {}", path.display());
+        create(&path, self.size).with_context(what)?;
         File::open(&path)
             .and_then(|file| file.sync_all())
-            .with_context(|| format!("syncing {}", path.display()))?;
+            .with_context(what)?;
         Ok(path)
     }
 
@@ -221,7 +267,14 @@ pub struct Served {
     process: Option<Process>,
     /// One socket per disk.
     pub sockets: Vec<PathBuf>,
+    /// Seconds from its start until it listened on all sockets.
+    pub ready_s: f64,
 }
+
+/// The longest that a server may take until it is ready, and how much longer for each disk: qemu-storage-daemon takes a
+/// minute for a thousand disks with native AIO.
+const START_MAX: Duration = Duration::from_secs(60);
+const START_OF_DISK_MAX: Duration = Duration::from_millis(200);
 
 impl Served {
     /// Starts the server of a configuration for these disks.
@@ -234,7 +287,7 @@ impl Served {
         folder: &Path,
         disks: &[Disk],
         size: u64,
-        cpu: Option<usize>,
+        cpus: &[usize],
         stop: &Stop,
     ) -> Result<Served> {
         fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
@@ -254,30 +307,36 @@ impl Served {
                 return Ok(Served {
                     process: None,
                     sockets: vec![socket.clone()],
+                    ready_s: 0.0,
                 });
             }
             Server::Ringdisk => ringdisk_command(settings, ringdisk, folder, disks, size, &sockets),
             Server::Build(path) => ringdisk_command(settings, path, folder, disks, size, &sockets),
             Server::QemuStorageDaemon => daemon_command(settings, disks, size, &sockets),
         };
+        if let ([_, _, ..], Server::Ringdisk | Server::Build(_)) = (cpus, &settings.server) {
+            let words: Vec<String> = cpus.iter().map(usize::to_string).collect();
+            command.arg(format!("--cpus={}", words.join(",")));
+        }
         let name = "the server of the disks";
         let log = folder.join("server.log");
         // Pinned from its start: a server that sees one CPU has one I/O thread.
         if let Some(library) = &settings.preload {
             command.env("LD_PRELOAD", library);
         }
-        let process = match cpu {
-            Some(cpu) => cpu::start_on(&[cpu], || Process::start(name, &mut command, &log))?,
-            None => Process::start(name, &mut command, &log),
+        let begun = Instant::now();
+        let process = match cpus {
+            [] => Process::start(name, &mut command, &log),
+            cpus => cpu::start_on(cpus, || Process::start(name, &mut command, &log))?,
         };
         let mut process = process?.with_grace(Duration::from_secs(10));
         // Not by connecting: qemu-storage-daemon takes a connection for its guest.
-        process.wait_until(Duration::from_secs(60), stop, || {
-            sockets.iter().all(|socket| socket.exists())
-        })?;
+        let limit = START_MAX + START_OF_DISK_MAX * disks.len() as u32;
+        process.wait_until(limit, stop, || sockets.iter().all(|socket| socket.exists()))?;
         Ok(Served {
             process: Some(process),
             sockets,
+            ready_s: begun.elapsed().as_secs_f64(),
         })
     }
 
@@ -337,9 +396,9 @@ fn ringdisk_command(
     }
     for (index, (disk, socket)) in disks.iter().zip(sockets).enumerate() {
         let mut words = match disk {
-            Disk::Path(path) => format!(
+            Disk::Path(_) | Disk::Chain(_) => format!(
                 "file={},format={},cache={}",
-                escaped(path),
+                disk.path().map(escaped).unwrap_or_default(),
                 settings.format,
                 settings.cache
             ),
@@ -352,7 +411,7 @@ fn ringdisk_command(
             Disk::Null => format!("file=null:{size}"),
         };
         words += &format!(",name=lab{index},socket={}", escaped(socket));
-        if let (Some(aio), Disk::Path(_)) = (settings.aio, disk) {
+        if let (Some(aio), Some(_)) = (settings.aio, disk.path()) {
             words += &format!(",aio={aio}");
         }
         words += &format!(",queues={}", settings.queues.unwrap_or(settings.vcpus));
@@ -393,23 +452,7 @@ fn daemon_command(settings: &Settings, disks: &[Disk], size: u64, sockets: &[Pat
                 serde_json::json!({ "driver": "null-co", "size": size, "read-zeroes": false })
             }
             Disk::Rbd(image) => image.blockdev(cache),
-            Disk::Path(path) => {
-                let driver = if is_block_device(path) {
-                    "host_device"
-                } else {
-                    "file"
-                };
-                let mut file = serde_json::json!({ "driver": driver, "filename": path, "cache": cache, "discard": "unmap" });
-                if let Some(aio) = settings.aio {
-                    file["aio"] = aio.word().into();
-                }
-                match settings.format {
-                    Format::Raw => file,
-                    format => serde_json::json!({
-                        "driver": format.word(), "file": file, "cache": cache, "discard": "unmap",
-                    }),
-                }
-            }
+            Disk::Path(_) | Disk::Chain(_) => blockdev(settings, disk.files(), &cache),
         };
         let mut node = node;
         node["node-name"] = format!("disk{index}").into();
@@ -437,6 +480,31 @@ fn daemon_command(settings: &Settings, disks: &[Disk], size: u64, sockets: &[Pat
         command.arg("--export").arg(export.to_string());
     }
     command
+}
+
+/// qemu-storage-daemon opens backing files like the disk itself only if they are named here.
+fn blockdev(settings: &Settings, files: &[PathBuf], cache: &Value) -> Value {
+    let open = |path: &PathBuf| {
+        let driver = match is_block_device(path) {
+            true => "host_device",
+            false => "file",
+        };
+        let mut file = serde_json::json!({ "driver": driver, "filename": path, "cache": cache, "discard": "unmap" });
+        if let Some(aio) = settings.aio {
+            file["aio"] = aio.word().into();
+        }
+        match settings.format {
+            Format::Raw => file,
+            format => serde_json::json!({
+                "driver": format.word(), "file": file, "cache": cache, "discard": "unmap",
+            }),
+        }
+    };
+    let chain = files.iter().rev().map(open).reduce(|below, mut node| {
+        node["backing"] = below;
+        node
+    });
+    chain.unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -503,7 +571,7 @@ mod tests {
             folder.path(),
             &[Disk::Null],
             1 << 20,
-            None,
+            &[],
             &Stop::default(),
         );
         let error = started.err().unwrap().to_string();

@@ -2,6 +2,7 @@
 
 mod advice;
 mod faults;
+mod published_tables;
 mod ssh;
 mod without_guest;
 

@@ -76,6 +76,7 @@ impl RingDriver {
                     queue.write_buffer(slot as u16, buffer);
                 }
                 let threads = drivers.len();
+                let number = disk * usize::from(job.queues) + number;
                 let driver = &mut drivers[number % threads];
                 driver.capacity = capacity;
                 driver.lanes.push(Lane {

@@ -7,6 +7,7 @@ use harness::histogram::Histogram;
 use harness::random::mix;
 use serde::{Deserialize, Serialize};
 
+use super::footprint::Footprint;
 use super::pace::Pace;
 use crate::plan::words::Client;
 
@@ -132,6 +133,9 @@ pub struct Sample {
     /// Requests that were due in the window, but could not be sent in it: all slots were in use.
     #[serde(default)]
     pub unsent: u64,
+    /// What the server holds while all disks are connected and without I/O.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub footprint: Option<Footprint>,
     /// The latencies.
     #[serde(default, skip_serializing_if = "Histogram::is_empty")]
     pub latencies: Histogram,

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 
 use super::drivers::Driver;
+use super::footprint::Footprint;
 use super::job::{Job, Sample};
 use harness::cpu::{self, Cores, Usage};
 use harness::histogram::{Bins, Histogram};
@@ -85,7 +86,10 @@ fn window(job: &Job, edge: &Barrier) -> Result<Window> {
     if let Some(mark) = &job.mark {
         std::fs::remove_file(mark).with_context(|| format!("removing {}", mark.display()))?;
     }
-    let used = Counters::read(job)?.since(&before);
+    let mut used = Counters::read(job)?.since(&before);
+    if job.idle_s.is_some() {
+        used.footprint = Some(Footprint::of(job.server_pid)?);
+    }
     edge.wait();
     Ok(used)
 }
@@ -114,6 +118,7 @@ impl Counters {
             server: self.server.since(&before.server),
             client: self.client.since(&before.client),
             cores: self.cores.since(&before.cores),
+            footprint: None,
         }
     }
 }
@@ -123,10 +128,11 @@ struct Window {
     server: Usage,
     client: Usage,
     cores: Cores,
+    footprint: Option<Footprint>,
 }
 
 impl Window {
-    fn sample(&self, mut lap: Lap) -> Sample {
+    fn sample(self, mut lap: Lap) -> Sample {
         let (mean_ns, max_ns) = (lap.latencies.mean_ns(), lap.latencies.max_ns());
         let mut latencies = Histogram::default();
         lap.latencies.move_to(&mut latencies);
@@ -151,6 +157,7 @@ impl Window {
             others_cores: (self.cores.tasks_s() - server_s - client_s).max(0.0) / self.seconds,
             stolen_cores: self.cores.stolen_s() / self.seconds,
             unsent: lap.unsent,
+            footprint: self.footprint,
             latencies,
         }
     }

@@ -225,8 +225,9 @@ impl Setup {
                 json!({ "driver": "null-co", "size": self.size, "read-zeroes": false })
             }
             Disk::Rbd(image) => image.blockdev(cache),
-            Disk::Path(path) => {
-                let driver = if is_block_device(path) {
+            Disk::Path(_) | Disk::Chain(_) => {
+                let path = disk.path();
+                let driver = if path.is_some_and(is_block_device) {
                     "host_device"
                 } else {
                     "file"
@@ -246,11 +247,11 @@ impl Setup {
         let s = &self.settings;
         let file = match disk {
             Disk::Null => String::new(),
-            Disk::Path(path) => escaped(path),
+            Disk::Path(_) | Disk::Chain(_) => disk.path().map(escaped).unwrap_or_default(),
             Disk::Rbd(image) => escaped(Path::new(&image.drive())),
         };
-        let aio = match (s.aio, disk) {
-            (Some(aio), Disk::Path(_)) => format!(",aio={aio}"),
+        let aio = match (s.aio, disk.path()) {
+            (Some(aio), Some(_)) => format!(",aio={aio}"),
             _ => String::new(),
         };
         format!(

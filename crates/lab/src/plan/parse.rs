@@ -10,16 +10,17 @@ use std::time::Duration;
 use thiserror::Error;
 use toml::de::DeTable;
 
+use super::cpus::{CpuList, Cpus};
+use super::guests;
 use super::settings::{self, Settings, switch};
-use super::sockets;
 use super::units::{share, size, time};
 use super::values::{
     Entry, Mistake, Parsed, absolute, between, entries, host, line, number, one, pairs, single,
     table, tables, values, word,
 };
-use super::words::{Against, Client, Device, GuestKind, Interleave, Metric, Until, not_one_of};
+use super::words::{Against, Device, GuestKind, Interleave, Metric, Until, not_one_of};
 use super::workload::{self, Profile, Workload};
-use super::{CASES_MAX, Case, Claim, Cpus, Plan, Ssh, WORKLOADS_MAX};
+use super::{CASES_MAX, Case, Claim, Plan, Ssh, WORKLOADS_MAX};
 
 /// Largest plan, and largest job file.
 const BYTES_MAX: u64 = 1 << 20;
@@ -112,7 +113,7 @@ fn parse(file: &Path, text: &str, jobs: Jobs) -> Parsed<Plan> {
         read_storage(&mut plan, storage)?;
     }
     if let Some(cpus) = table(root, "cpus")? {
-        plan.cpus = Some(read_cpus(cpus)?);
+        plan.cpus = read_cpus(cpus)?;
     }
     let explicit = cases(&mut plan, root)?;
     plan.workloads = workloads(&mut plan, root, jobs)?;
@@ -160,7 +161,7 @@ fn empty(file: &Path) -> Plan {
         interleave: Interleave::Boots,
         until: Until::Decided,
         metric: Metric::Speed,
-        cpus: None,
+        cpus: Cpus::default(),
         settle: false,
         patience: Duration::ZERO,
         ssh: None,
@@ -195,14 +196,17 @@ fn read_storage(plan: &mut Plan, table: &DeTable) -> Parsed<()> {
 }
 
 fn read_cpus(table: &DeTable) -> Parsed<Cpus> {
-    let mut cpus = Cpus { server: 0, load: 1 };
+    let mut cpus = Cpus {
+        server: vec![0],
+        load: vec![1],
+    };
     for (key, value) in table {
         let name = key.get_ref().as_ref();
         let fail = |problem: String| Mistake::new(value.span(), format!("{name}: {problem}"));
-        let cpu = number(&one(name, value)?, 0, 1023).map_err(fail)? as usize;
+        let list: CpuList = one(name, value)?.parse().map_err(fail)?;
         match name {
-            "server" => cpus.server = cpu,
-            "load" => cpus.load = cpu,
+            "server" => cpus.server = list.to_vec(),
+            "load" => cpus.load = list.to_vec(),
             _ => {
                 return Err(Mistake::new(
                     key.span(),
@@ -560,9 +564,6 @@ fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
 
 /// Requests that must have room in an open loop.
 const DEPTH_OPEN: u32 = 8;
-/// What a guest is booted with at most.
-const VOLUMES_MAX: u16 = 24;
-
 /// What only the whole plan shows.
 fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
     let span = |name: &str| {
@@ -587,8 +588,7 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
                 format!("two cases are named '{}'", case.name),
             ));
         }
-        let on_host = case.settings.device == Device::Host;
-        if on_host
+        if case.settings.device == Device::Host
             && case.settings.is_librbd()
             && plan.workloads.iter().any(|load| load.job.is_some())
         {
@@ -598,12 +598,12 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
             );
             return Err(Mistake::new(span("config"), problem));
         }
-        if plan.guest == GuestKind::None && !on_host {
-            without_guest(&case.settings, &plan.workloads)
+        if plan.guest == GuestKind::None {
+            guests::without(&case.settings, &plan.workloads)
                 .map_err(|problem| Mistake::new(span("guest"), problem))?;
         }
         if plan.guest != GuestKind::None {
-            with_guest(&case.settings, &plan.workloads).map_err(|problem| {
+            guests::with(&case.settings, &plan.workloads).map_err(|problem| {
                 Mistake::new(span("config"), format!("{}: {problem}", case.name))
             })?;
         }
@@ -612,6 +612,14 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
                 let problem = format!(
                     "{}: rate = \"auto\" needs an iodepth of {DEPTH_OPEN} or more: with fewer requests under way, a \
                      slow disk is asked less, and that is no open loop",
+                    load.name
+                );
+                return Err(Mistake::new(span("fio"), problem));
+            }
+            if load.once > 0 && plan.interleave != Interleave::Loads {
+                let problem = format!(
+                    "{}: once needs interleave = \"loads\": each sample then has a start of its own, and an image that \
+                     is created for it",
                     load.name
                 );
                 return Err(Mistake::new(span("fio"), problem));
@@ -633,46 +641,6 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
         ));
     }
     Ok(())
-}
-
-/// With a guest, its driver and fio in it make the load.
-fn with_guest(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
-    if settings.client != Client::Blkio {
-        return Err("client is for guest = \"none\": a guest has a driver of its own".into());
-    }
-    if settings.volumes > VOLUMES_MAX {
-        return Err(format!("a guest has at most {VOLUMES_MAX} volumes"));
-    }
-    match loads.iter().find(|load| load.thinktime_us.is_some()) {
-        Some(load) => Err(format!(
-            "{}: thinktime is for guest = \"none\" with client = \"ring\"",
-            load.name
-        )),
-        None => Ok(()),
-    }
-}
-
-/// Without a guest, a server's socket is driven directly.
-fn without_guest(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
-    if settings.device != Device::VhostUserBlk {
-        return Err(format!(
-            "guest = \"none\" has the devices host and vhost-user-blk; {} is for a guest",
-            settings.device
-        ));
-    }
-    let plain = Settings {
-        device: settings.device,
-        ..Settings::default()
-    };
-    let of_guests = settings::OF_GUESTS
-        .into_iter()
-        .find(|key| settings.get(key) != plain.get(key));
-    if let Some(key) = of_guests {
-        return Err(format!("{key} is a guest's, and guest = \"none\" has none"));
-    }
-    loads.iter().try_for_each(|load| {
-        sockets::check(settings, load).map_err(|e| format!("{}: {e}", load.name))
-    })
 }
 
 /// Reads a job file that lies beside the plan.

@@ -186,6 +186,67 @@ fn a_mistake_is_told_with_its_line_and_the_nearest_word() {
 }
 
 #[test]
+fn images_neighbours_and_cpus_that_make_no_sense_are_mistakes() {
+    let head =
+        "guest='none'\ninterleave='loads'\n[config]\ndevice='vhost-user-blk'\nclient='ring'\n";
+    for (more, words) in [
+        ("format='qcow2'\ncluster-size='96k'\n", "power of two"),
+        (
+            "format='qcow2'\ncluster-size='4k'\nextended-l2='on'\n",
+            "16k",
+        ),
+        (
+            "format='qcow2'\nprefill='off'\nbacking-files=1\n",
+            "prefill=on",
+        ),
+        ("active=2\n", "at most"),
+        ("neighbour='on'\n", "off"),
+        ("server-cpus='1-0'\n", "0-3"),
+        ("load-cpus='0-1'\n", "queues"),
+        ("[fio]\nonce='6k'\n", "multiple"),
+        ("volumes=2\n[fio]\nonce='4k'\n", "one volume"),
+        ("[fio]\nidle='on'\nrate=100\n", "idle"),
+    ] {
+        let error = read(&format!("{head}{more}")).expect_err(more);
+        assert!(
+            error.contains("line ") && error.contains(words),
+            "{more}: {error}"
+        );
+    }
+    let boots = head.replace("interleave='loads'\n", "") + "[fio]\nonce='4k'\n";
+    assert!(read(&boots).unwrap_err().contains("interleave"));
+    for (text, words) in [
+        ("[config]\nactive=1\n", "guest = \"none\""),
+        ("[fio]\nidle='on'\n", "client = \"ring\""),
+    ] {
+        assert!(read(text).unwrap_err().contains(words), "{text}");
+    }
+    assert_eq!(
+        read("[config]\nprefill=['on','off']\n")
+            .unwrap()
+            .cases
+            .len(),
+        2
+    );
+}
+
+#[test]
+fn a_configuration_may_have_cpus_of_its_own() {
+    let plan = read(
+        "guest='none'\n[cpus]\nload='2-3'\n[config]\ndevice='vhost-user-blk'\nclient='ring'\nqueues=2\n\
+         [[case]]\nname='a'\n[[case]]\nname='b'\nserver-cpus='0,4'\n[fio]\niodepth=2\nper-queue='on'\n",
+    )
+    .unwrap();
+    let cpus = |case: usize| plan.cpus(&plan.cases[case].settings);
+    assert_eq!((cpus(0).server, cpus(0).load), (vec![0], vec![2, 3]));
+    assert_eq!((cpus(1).server, cpus(1).load), (vec![0, 4], vec![2, 3]));
+    assert_eq!(
+        crate::plan::sockets::depth(&plan.cases[0].settings, &plan.workloads[0]),
+        4
+    );
+}
+
+#[test]
 fn too_many_combinations_are_a_mistake() {
     let list = (1..=300)
         .map(|n| n.to_string())

@@ -6,6 +6,8 @@ use std::str::FromStr;
 
 use super::backing::Backing;
 use super::ceph::{self, Ceph};
+use super::cpus::CpuList;
+use super::image::{self, Image};
 use super::units::{size, size_text};
 use super::words::{
     Aio, Cache, Client, Device, Format, Machine, RingKind, Scheduler, Syntax, not_one_of,
@@ -43,6 +45,8 @@ pub struct Settings {
     pub krbd: bool,
     /// Whether what is thin is filled before the first sample.
     pub prefill: bool,
+    /// The layout of an image that the lab creates.
+    pub image: Image,
     /// The machine type.
     pub machine: Machine,
     /// Whether the guest's memory is in huge pages.
@@ -69,6 +73,14 @@ pub struct Settings {
     pub fixed_buffers: bool,
     /// Requests per second that a server allows each disk; `None` is no limit.
     pub iops: Option<u32>,
+    /// How many of the disks have I/O without a guest; `None` is all.
+    pub active: Option<u16>,
+    /// Reads in flight on one more disk of the server, without a guest; `None` is no such disk.
+    pub neighbour: Option<u16>,
+    /// The CPUs of the server and of the load, without a guest; `None` are those of the plan.
+    pub server_cpus: Option<CpuList>,
+    /// See `server_cpus`.
+    pub load_cpus: Option<CpuList>,
     /// Another QEMU.
     pub qemu: Option<PathBuf>,
     /// A library that whoever opens the disks is started with, such as another malloc: QEMU, a server, or fio on the host.
@@ -100,7 +112,7 @@ pub enum IoThread {
 }
 
 /// The keys, in the order in which they are shown.
-pub const KEYS: [&str; 30] = [
+pub const KEYS: [&str; 37] = [
     "device",
     "server",
     "cache",
@@ -116,6 +128,9 @@ pub const KEYS: [&str; 30] = [
     "ceph-options",
     "krbd",
     "prefill",
+    "cluster-size",
+    "extended-l2",
+    "backing-files",
     "machine",
     "hugepages",
     "vcpus",
@@ -129,9 +144,16 @@ pub const KEYS: [&str; 30] = [
     "poll-max-us",
     "fixed-buffers",
     "iops",
+    "active",
+    "neighbour",
+    "server-cpus",
+    "load-cpus",
     "qemu",
     "preload",
 ];
+
+/// The keys of a load that no guest makes.
+pub const WITHOUT_GUEST: [&str; 4] = ["active", "neighbour", "server-cpus", "load-cpus"];
 
 /// The keys that mean nothing without a guest.
 pub const OF_GUESTS: [&str; 7] = [
@@ -159,6 +181,7 @@ impl Default for Settings {
             ceph: Ceph::default(),
             krbd: false,
             prefill: true,
+            image: Image::default(),
             machine: Machine::Q35,
             hugepages: false,
             vcpus: 1,
@@ -172,6 +195,10 @@ impl Default for Settings {
             poll_max_us: None,
             fixed_buffers: false,
             iops: None,
+            active: None,
+            neighbour: None,
+            server_cpus: None,
+            load_cpus: None,
             qemu: None,
             preload: None,
         }
@@ -225,6 +252,16 @@ impl Settings {
             "poll-max-us" => self.poll_max_us = default_or(value, |v| number(v, 0, 1_000_000))?,
             "fixed-buffers" => self.fixed_buffers = switch(value)?,
             "iops" => self.iops = default_or(value, |v| number(v, 1, 100_000_000))?,
+            "active" => self.active = default_or(value, |v| number(v, 1, VOLUMES_MAX))?,
+            "neighbour" => {
+                self.neighbour = match value {
+                    "off" => None,
+                    _ => Some(number(value, 1, 1024).map_err(|e| e + ", nor off")?),
+                }
+            }
+            "server-cpus" => self.server_cpus = default_or(value, CpuList::from_str)?,
+            "load-cpus" => self.load_cpus = default_or(value, CpuList::from_str)?,
+            _ if image::KEYS.contains(&key) => self.image.set(key, value)?,
             "qemu" => self.qemu = path(value)?,
             "preload" => self.preload = path(value)?,
             _ => return Err(not_one_of(key, &KEYS)),
@@ -241,10 +278,10 @@ impl Settings {
     }
 
     /// The value of a key, whether or not it means anything.
-    fn value(&self, key: &str) -> String {
+    pub fn value(&self, key: &str) -> String {
         let or_default = |value: Option<String>| value.unwrap_or_else(|| "default".into());
-        let on_or_off = |is_on| if is_on { "on" } else { "off" }.to_owned();
         let number = |value: Option<u16>| or_default(value.map(|n| n.to_string()));
+        let cpus = |value: &Option<CpuList>| or_default(value.as_ref().map(CpuList::to_string));
         let path =
             |value: &Option<PathBuf>| or_default(value.as_ref().map(|p| p.display().to_string()));
         match key {
@@ -261,10 +298,10 @@ impl Settings {
             "ceph-user" => or_default(self.ceph.user.clone()),
             "ceph-keyring" => path(&self.ceph.keyring),
             "ceph-options" => or_default(self.ceph.options_text()),
-            "krbd" => on_or_off(self.krbd),
-            "prefill" => on_or_off(self.prefill),
+            "krbd" => on_off(self.krbd),
+            "prefill" => on_off(self.prefill),
             "machine" => self.machine.to_string(),
-            "hugepages" => on_or_off(self.hugepages),
+            "hugepages" => on_off(self.hugepages),
             "vcpus" => self.vcpus.to_string(),
             "memory" => size_text(self.memory_mib << 20),
             "scheduler" => self.scheduler.to_string(),
@@ -274,8 +311,15 @@ impl Settings {
             "client" => self.client.to_string(),
             "ring" => self.ring.to_string(),
             "poll-max-us" => or_default(self.poll_max_us.map(|us| us.to_string())),
-            "fixed-buffers" => on_or_off(self.fixed_buffers),
+            "fixed-buffers" => on_off(self.fixed_buffers),
             "iops" => or_default(self.iops.map(|iops| iops.to_string())),
+            "active" => number(self.active),
+            "neighbour" => self
+                .neighbour
+                .map_or_else(|| "off".into(), |depth| depth.to_string()),
+            "server-cpus" => cpus(&self.server_cpus),
+            "load-cpus" => cpus(&self.load_cpus),
+            _ if image::KEYS.contains(&key) => self.image.value(key),
             "qemu" => path(&self.qemu),
             "preload" => path(&self.preload),
             _ => "-".into(),
@@ -304,17 +348,38 @@ impl Settings {
             }
             "prefill" => !socket && !null,
             "preload" => !socket,
+            "cluster-size" | "extended-l2" => {
+                !socket && self.backing.is_own() && self.format == Format::Qcow2
+            }
+            "backing-files" => vhost && self.has("cluster-size"),
+            "server-cpus" => vhost && !socket,
+            _ if WITHOUT_GUEST.contains(&key) => vhost,
             "syntax" => guest && !vhost,
             _ if OF_GUESTS.contains(&key) => guest,
             _ => true,
         }
     }
 
+    /// How many files are below the image.
+    pub fn backing_files(&self) -> u8 {
+        match self.has("backing-files") {
+            true => self.image.backing_files,
+            false => 0,
+        }
+    }
+
     /// The settings in which two configurations differ.
     pub fn differences(&self, other: &Self) -> Vec<&'static str> {
         KEYS.into_iter()
-            .filter(|key| self.get(key) != other.get(key))
+            .filter(|key| self.differs(other, key))
             .collect()
+    }
+
+    /// Details of an image or of a load are no difference between a configuration that has them and one that has none,
+    /// unless the plan gives them different values.
+    fn differs(&self, other: &Self, key: &str) -> bool {
+        let detail = key == "prefill" || image::KEYS.contains(&key) || WITHOUT_GUEST.contains(&key);
+        self.get(key) != other.get(key) && !(detail && self.value(key) == other.value(key))
     }
 
     /// Whether this can be configured at all.
@@ -356,6 +421,21 @@ impl Settings {
         }
         if self.device == Device::Host && (self.format != Format::Raw || self.guests != 1) {
             return Err("the host reads raw files only, and is one".into());
+        }
+        if self.has("cluster-size") {
+            self.image.check()?;
+        }
+        if self.backing_files() > 0 && !self.prefill {
+            return Err(
+                "backing-files are for prefilled disks: the lowest file has the data; use prefill=on"
+                    .into(),
+            );
+        }
+        if self.has("active") && self.active.is_some_and(|active| active > self.volumes) {
+            return Err(format!(
+                "there are {} volumes; active=N is at most that",
+                self.volumes
+            ));
         }
         let unknown = ["poll-max-us", "iops", "fixed-buffers"]
             .into_iter()
@@ -489,7 +569,11 @@ impl fmt::Display for IoThread {
     }
 }
 
-fn default_or<T>(
+/// A value for which a server or a program has a default.
+///
+/// # Errors
+/// It is neither `default` nor what `parse` takes.
+pub fn default_or<T>(
     value: &str,
     parse: impl Fn(&str) -> Result<T, String>,
 ) -> Result<Option<T>, String> {
@@ -501,7 +585,11 @@ fn default_or<T>(
         .map_err(|problem| format!("{problem}; or default"))
 }
 
-fn number<T: FromStr + PartialOrd + fmt::Display>(
+/// A number between these, both included.
+///
+/// # Errors
+/// It is none, or another one.
+pub fn number<T: FromStr + PartialOrd + fmt::Display>(
     value: &str,
     min: T,
     max: T,
@@ -522,6 +610,11 @@ pub fn switch(value: &str) -> Result<bool, String> {
     }
 }
 
+/// How plans write such a setting.
+pub fn on_off(value: bool) -> String {
+    if value { "on" } else { "off" }.into()
+}
+
 fn path(value: &str) -> Result<Option<PathBuf>, String> {
     match value {
         "default" => Ok(None),
@@ -531,88 +624,5 @@ fn path(value: &str) -> Result<Option<PathBuf>, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_key_reads_back_what_was_set() {
-        let values = [
-            ("device", "vhost-user-blk"),
-            ("server", "qemu-storage-daemon"),
-            ("cache", "writeback"),
-            ("aio", "io_uring"),
-            ("iothread", "4"),
-            ("queues", "4"),
-            ("queue-size", "128"),
-            ("format", "qcow2"),
-            ("backing", "rbd:bench/vm-{guest}-{volume}"),
-            ("ceph-conf", "/etc/ceph/other.conf"),
-            ("ceph-user", "vm"),
-            ("ceph-keyring", "/etc/ceph/vm.keyring"),
-            ("ceph-options", "rbd_cache=false ms_client_mode=secure"),
-            ("krbd", "on"),
-            ("prefill", "off"),
-            ("machine", "pc"),
-            ("hugepages", "on"),
-            ("vcpus", "4"),
-            ("memory", "1G"),
-            ("scheduler", "none"),
-            ("guests", "3"),
-            ("volumes", "2"),
-            ("qemu", "/opt/qemu"),
-            ("preload", "/lib/tc.so"),
-        ];
-        let mut settings = Settings::default();
-        for (key, value) in values {
-            settings.set(key, value).unwrap();
-            assert_eq!(settings.get(key), value, "{key}");
-        }
-        assert!(
-            settings
-                .set("cach", "none")
-                .unwrap_err()
-                .contains("'cache'")
-        );
-    }
-
-    #[test]
-    fn what_means_nothing_is_no_difference() {
-        let mut a = Settings {
-            device: Device::Ide,
-            machine: Machine::Pc,
-            ..Settings::default()
-        };
-        let b = Settings {
-            iothread: IoThread::One,
-            queues: Some(4),
-            ..a.clone()
-        };
-        assert!(a.differences(&b).is_empty());
-        a.device = Device::VirtioBlk;
-        assert_eq!(
-            a.differences(&b),
-            ["device", "iothread", "queues", "queue-size"]
-        );
-    }
-
-    #[test]
-    fn what_cannot_be_configured_is_refused_with_the_way_out() {
-        let native = Settings {
-            aio: Some(Aio::Native),
-            cache: Cache::Writeback,
-            ..Settings::default()
-        };
-        assert!(native.check().unwrap_err().contains("cache=none"));
-        let mapping = Settings {
-            iothread: IoThread::Mapping(4),
-            ..Settings::default()
-        };
-        assert!(mapping.check().unwrap_err().contains("queues=4"));
-        let ide = Settings {
-            device: Device::Ide,
-            ..Settings::default()
-        };
-        assert!(ide.check().unwrap_err().contains("machine=pc"));
-        assert_eq!(Settings::default().check(), Ok(()));
-    }
-}
+#[path = "settings_tests.rs"]
+mod tests;

@@ -1,6 +1,7 @@
 //! Which loads can be made on a vhost-user socket without a guest.
 
 use super::words::Client;
+use super::workload::WITHOUT_FIO;
 use super::{Settings, Workload};
 use crate::vhost::{DESCRIPTORS, QUEUE_SIZE_MAX};
 
@@ -11,8 +12,16 @@ pub const RING_QUEUE_SIZE: u16 = 512;
 const MEMORY_MAX: u64 = 1 << 30;
 
 /// Requests in flight of a volume.
-pub fn depth(load: &Workload) -> usize {
-    load.iodepth as usize * load.numjobs as usize
+pub fn depth(settings: &Settings, load: &Workload) -> usize {
+    let depth = load.iodepth as usize * load.numjobs as usize;
+    match load.per_queue {
+        true => depth * queues(settings),
+        false => depth,
+    }
+}
+
+fn queues(settings: &Settings) -> usize {
+    settings.queues.unwrap_or(1).into()
 }
 
 /// Whether a load can be made without fio.
@@ -31,10 +40,10 @@ pub fn check(settings: &Settings, load: &Workload) -> Result<(), String> {
     if let Some((key, _)) = only_fio.into_iter().find(|(_, set)| *set) {
         return Err(format!(
             "{key} is fio's, which needs a guest or device=host; a vhost-user socket without a guest has rw, bs, \
-             iodepth, numjobs, rate, arrival, rwmixread, thinktime and burst"
+             iodepth, numjobs, rate, arrival, rwmixread, thinktime, burst, per-queue, once and idle"
         ));
     }
-    let bytes = u64::from(depth(load) as u32) * load.bs * u64::from(settings.volumes);
+    let bytes = u64::from(depth(settings, load) as u32) * load.bs * u64::from(settings.volumes);
     if bytes > MEMORY_MAX {
         return Err(format!(
             "{bytes} bytes under way are more than {MEMORY_MAX}; set a smaller iodepth or bs"
@@ -48,13 +57,19 @@ pub fn check(settings: &Settings, load: &Workload) -> Result<(), String> {
 
 /// The blkio crate's driver, which spreads requests over the queues.
 fn check_blkio(settings: &Settings, load: &Workload) -> Result<(), String> {
-    if load.thinktime_us.is_some() {
-        return Err("thinktime needs client = \"ring\"".into());
+    let of_load = WITHOUT_FIO
+        .into_iter()
+        .find(|key| *key != "per-queue" && load.get(key) != Workload::default().get(key));
+    let of_settings = ["active", "neighbour"]
+        .into_iter()
+        .find(|key| settings.value(key) != Settings::default().value(key));
+    if let Some(key) = of_load.or(of_settings) {
+        return Err(format!("{key} needs client = \"ring\""));
     }
-    let queues = usize::from(settings.queues.unwrap_or(1));
+    let queues = queues(settings);
     let size = usize::from(settings.queue_size.unwrap_or(QUEUE_SIZE_MAX));
     let room = size / DESCRIPTORS;
-    let depth = depth(load).div_ceil(queues);
+    let depth = depth(settings, load).div_ceil(queues);
     if depth > room {
         return Err(format!(
             "{depth} requests under way in a queue do not fit into {size} entries: each takes {DESCRIPTORS}. Set a \
@@ -66,9 +81,17 @@ fn check_blkio(settings: &Settings, load: &Workload) -> Result<(), String> {
 
 /// The driver crate's driver, which drives all queues alike, from a process of its own.
 fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
-    let depth = depth(load);
-    let queues = usize::from(settings.queues.unwrap_or(1));
+    let depth = depth(settings, load);
+    let queues = queues(settings);
     let size = usize::from(settings.queue_size.unwrap_or(RING_QUEUE_SIZE));
+    if let Some(cpus) = &settings.load_cpus
+        && cpus.to_vec().len() > queues * usize::from(settings.volumes)
+    {
+        return Err(format!(
+            "load-cpus={cpus}: a thread of the load drives queues of its own, and there are {}; set more queues",
+            queues * usize::from(settings.volumes)
+        ));
+    }
     if !depth.is_multiple_of(queues) {
         return Err(format!(
             "client={} drives all queues alike; {depth} requests in flight are not a multiple of {queues} queues",
@@ -87,6 +110,7 @@ fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
             settings.client, load.rw
         ));
     }
+    check_once(settings, load)?;
     let paced = load.rate.is_some() || load.search || load.thinktime_us.is_some();
     if paced && (queues > 1 || load.sequential()) {
         return Err(format!(
@@ -97,6 +121,9 @@ fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
     if load.thinktime_us.is_some() && load.rate.is_some() {
         return Err("a load has a rate or a thinktime, not both".into());
     }
+    if paced && load.idle {
+        return Err("an idle load has neither a rate nor a thinktime".into());
+    }
     if load.thinktime_us.is_some() && load.burst as usize > depth {
         return Err(format!(
             "a burst of {} does not fit into {depth} requests in flight; set iodepth={}",
@@ -104,4 +131,19 @@ fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
         ));
     }
     Ok(())
+}
+
+/// A load that goes everywhere once.
+fn check_once(settings: &Settings, load: &Workload) -> Result<(), String> {
+    if load.once == 0 {
+        return Ok(());
+    }
+    if load.once < load.bs || !load.once.is_multiple_of(load.bs) {
+        return Err("once is a size of bs or a multiple of it".into());
+    }
+    let closed = load.rate.is_none() && !load.search && load.thinktime_us.is_none();
+    match closed && !load.idle && settings.volumes == 1 {
+        true => Ok(()),
+        false => Err("once is for a closed loop on one volume".into()),
+    }
 }

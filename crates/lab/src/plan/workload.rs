@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::settings::switch;
+use super::settings::{on_off, switch};
 use super::units::{size, size_text, time};
 use super::words::{Arrival, Rw, not_one_of};
 
@@ -43,12 +43,18 @@ pub struct Workload {
     pub burst: u32,
     /// Whether fio makes new data for each write.
     pub refill: bool,
+    /// Whether `iodepth` is that of each queue, instead of each volume.
+    pub per_queue: bool,
+    /// A size: in each area of so many bytes, there is at most one request. 0 is no limit.
+    pub once: u64,
+    /// Whether there are no requests while it counts, only before.
+    pub idle: bool,
     /// The text of a job file, instead of all this.
     pub job: Option<String>,
 }
 
 /// The keys, in the order in which they are shown.
-pub const KEYS: [&str; 15] = [
+pub const KEYS: [&str; 18] = [
     "rw",
     "bs",
     "bssplit",
@@ -64,7 +70,13 @@ pub const KEYS: [&str; 15] = [
     "thinktime",
     "burst",
     "refill",
+    "per-queue",
+    "once",
+    "idle",
 ];
+
+/// The keys of loads that fio does not make.
+pub const WITHOUT_FIO: [&str; 4] = ["thinktime", "per-queue", "once", "idle"];
 
 const ENGINES: [&str; 5] = ["libaio", "io_uring", "psync", "pvsync2", "posixaio"];
 
@@ -88,6 +100,9 @@ impl Default for Workload {
             thinktime_us: None,
             burst: 1,
             refill: true,
+            per_queue: false,
+            once: 0,
+            idle: false,
             job: None,
         }
     }
@@ -137,6 +152,14 @@ impl Workload {
             }
             "burst" => self.burst = number(value, 1, 512)?,
             "refill" => self.refill = switch(value)?,
+            "per-queue" => self.per_queue = switch(value)?,
+            "once" => {
+                self.once = match value {
+                    "off" => 0,
+                    _ => size(value)?,
+                }
+            }
+            "idle" => self.idle = switch(value)?,
             _ => return Err(not_one_of(key, &KEYS)),
         }
         Ok(())
@@ -170,7 +193,11 @@ impl Workload {
                 .thinktime_us
                 .map_or_else(|| "none".into(), |us| format!("{us}us")),
             "burst" if self.thinktime_us.is_some() => self.burst.to_string(),
-            "refill" if self.rw.writes() => if self.refill { "on" } else { "off" }.into(),
+            "refill" if self.rw.writes() => on_off(self.refill),
+            "per-queue" => on_off(self.per_queue),
+            "once" if self.once > 0 => size_text(self.once),
+            "once" => "off".into(),
+            "idle" => on_off(self.idle),
             _ => "-".into(),
         }
     }

@@ -36,7 +36,7 @@ pub fn page(analysis: &Analysis) -> String {
     if plan.against == Against::Previous {
         ladders(&mut page, analysis);
     }
-    if plan.against == Against::Last {
+    if ratios::are_shown(plan) {
         page += &ratios::html(analysis);
     }
     curves(&mut page, analysis, &grid);

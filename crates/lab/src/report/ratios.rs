@@ -8,20 +8,58 @@ use serde_json::{Value, json};
 
 use crate::analysis::{Analysis, Ratio};
 use crate::journal::Sample;
+use crate::plan::words::{Against, GuestKind};
+use crate::plan::{Plan, Workload};
+use crate::stats::median::median;
 
 /// A figure of a sample.
 type Figure = fn(&Sample) -> Option<f64>;
 
-/// What is compared, with its name in tables and in JSON.
-const FIGURES: [(&str, &str, Figure); 3] = [
+/// A figure with its name in tables of ratios and in JSON.
+type Named = (&'static str, &'static str, Figure);
+
+/// What is compared under a load with requests.
+const REQUESTS: [Named; 4] = [
     ("IOPS", "iops", |sample| Some(sample.iops)),
     ("mean latency", "mean-us", |sample| Some(sample.mean_ns)),
+    ("p99 latency", "p99-us", |sample| {
+        Some(sample.percentile_us(0.99))
+    }),
     ("CPU per I/O", "cpu-us", |sample| sample.cpu_us),
 ];
 
+/// What is compared while disks have no I/O.
+const IDLE: [Named; 4] = [
+    ("core", "core-percent", |sample| {
+        Some(sample.idle.as_ref()?.core * 100.0)
+    }),
+    ("memory", "private-kib", |sample| {
+        Some(sample.idle.as_ref()?.footprint.private_kib)
+    }),
+    ("descriptors", "descriptors", |sample| {
+        Some(sample.idle.as_ref()?.footprint.open() as f64)
+    }),
+    ("ready", "ready-s", |sample| {
+        Some(sample.idle.as_ref()?.ready_s)
+    }),
+];
+
+fn compared(load: &Workload) -> [Named; 4] {
+    if load.idle { IDLE } else { REQUESTS }
+}
+
+/// The heads of the figures themselves.
+fn heads(load: &Workload) -> [&'static str; 4] {
+    match load.idle {
+        true => ["core %", "KiB", "open", "ready s"],
+        false => ["IOPS", "mean us", "p99 us", "CPU us"],
+    }
+}
+
 /// Ratios of a comparison, the second configuration's figure over the first's.
 pub fn json(analysis: &Analysis, from: usize, to: usize, load: usize) -> Value {
-    let each = FIGURES.iter().map(|(_, key, figure)| {
+    let figures = compared(&analysis.plan().workloads[load]);
+    let each = figures.iter().map(|(_, key, figure)| {
         let ratio = analysis.ratio(from, to, load, *figure);
         let value = ratio.map(|it| json!([it.median, it.least, it.most]));
         ((*key).to_owned(), value.into())
@@ -33,37 +71,75 @@ pub fn json(analysis: &Analysis, from: usize, to: usize, load: usize) -> Value {
 struct Row {
     name: String,
     figures: [String; 4],
-    /// Those of the configuration that is compared, over this one's.
-    ratios: [String; 3],
+    /// See [`caption`].
+    ratios: [String; 4],
 }
 
 /// The rows of a load.
 fn rows(analysis: &Analysis, load: usize) -> Vec<Row> {
     let cases = analysis.plan().cases.len();
     let contrasts = &analysis.schedule.contrasts()[1..];
+    let compared = compared(&analysis.plan().workloads[load]);
     (0..cases)
         .filter_map(|arm| {
             let summary = analysis.summary(arm, load)?;
-            let to = contrasts.iter().find(|(from, _)| *from == arm);
+            let of_row = |(from, to): &&(usize, usize)| match analysis.plan().against {
+                Against::First => *to == arm,
+                _ => *from == arm,
+            };
+            let pair = contrasts.iter().find(of_row);
             let ratio = |figure: Figure| {
-                let ratio = to.and_then(|(from, to)| analysis.ratio(*from, *to, load, figure));
+                let ratio = pair.and_then(|(from, to)| analysis.ratio(*from, *to, load, figure));
                 ratio.map_or_else(String::new, |it| it.to_string())
+            };
+            let middle = |(_, _, figure): Named| {
+                let samples = analysis.samples(arm, load);
+                let values: Vec<f64> = samples.filter_map(|(_, it)| figure(it)).collect();
+                median(&values).map_or_else(String::new, short)
             };
             Some(Row {
                 name: analysis.name(arm),
-                figures: [
-                    short(summary.iops),
-                    short(summary.mean_us),
-                    short(summary.p99_us),
-                    summary.cpu_us.map_or_else(String::new, short),
-                ],
-                ratios: FIGURES.map(|(_, _, figure)| ratio(figure)),
+                figures: match analysis.plan().workloads[load].idle {
+                    true => IDLE.map(middle),
+                    false => [
+                        short(summary.iops),
+                        short(summary.mean_us),
+                        short(summary.p99_us),
+                        summary.cpu_us.map_or_else(String::new, short),
+                    ],
+                },
+                ratios: compared.map(|(_, _, figure)| ratio(figure)),
             })
         })
         .collect()
 }
 
-const HEAD: [&str; 4] = ["IOPS", "mean us", "p99 us", "CPU us"];
+/// Whether a plan has one configuration that is compared with all others.
+pub fn are_shown(plan: &Plan) -> bool {
+    match plan.against {
+        Against::Last => true,
+        Against::First => plan.guest == GuestKind::None,
+        Against::Previous | Against::OneFactor => false,
+    }
+}
+
+/// What the ratios are.
+fn caption(analysis: &Analysis) -> String {
+    let ratios = match (
+        analysis.plan().against,
+        analysis.schedule.contrasts().get(1),
+    ) {
+        (Against::First, _) => "the row's figure over that of the first".to_owned(),
+        (_, Some((_, to))) => {
+            let base = &analysis.plan().cases[*to].base;
+            format!("{base}'s figure over that of the row")
+        }
+        (_, None) => "none".to_owned(),
+    };
+    format!(
+        "ratios: {ratios}, median [least..most] of the blocks; CPU time is the server's, fio's is the whole process"
+    )
+}
 
 /// For a terminal.
 pub fn text(analysis: &Analysis) -> String {
@@ -72,10 +148,10 @@ pub fn text(analysis: &Analysis) -> String {
         let rows = rows(analysis, index);
         let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
         let _ = write!(text, "\n{}\n{:width$}", load.name, "");
-        for head in HEAD {
+        for head in heads(load) {
             let _ = write!(text, " {head:>9}");
         }
-        for (name, _, _) in FIGURES {
+        for (name, _, _) in compared(load) {
             let _ = write!(text, "   {name:20}");
         }
         text.truncate(text.trim_end().len());
@@ -92,14 +168,7 @@ pub fn text(analysis: &Analysis) -> String {
             text.push('\n');
         }
     }
-    if let Some((_, to)) = analysis.schedule.contrasts().get(1) {
-        let _ = writeln!(
-            text,
-            "\nratios: {}'s figure over that of the row, median [least..most] of the blocks; CPU time is the server's, \
-             fio's is the whole process",
-            analysis.plan().cases[*to].base
-        );
-    }
+    let _ = writeln!(text, "\n{}", caption(analysis));
     text
 }
 
@@ -108,7 +177,8 @@ pub fn html(analysis: &Analysis) -> String {
     let mut page = String::from("<section><h2>Beside each other</h2>\n");
     for (index, load) in analysis.plan().workloads.iter().enumerate() {
         let _ = write!(page, "<h3>{}</h3><table><tr><th></th>", escape(&load.name));
-        for head in HEAD.into_iter().chain(FIGURES.map(|(name, _, _)| name)) {
+        let compared = compared(load).map(|(name, _, _)| name);
+        for head in heads(load).into_iter().chain(compared) {
             let _ = write!(page, "<th>{head}</th>");
         }
         page.push_str("</tr>\n");
@@ -121,10 +191,7 @@ pub fn html(analysis: &Analysis) -> String {
         }
         page.push_str("</table>\n");
     }
-    page.push_str(
-        "<p>Ratios: the figure of the configuration that is compared over that of the row, median [least..most] of the \
-         blocks. CPU time is the server's; fio's is that of the whole process.</p></section>\n",
-    );
+    let _ = writeln!(page, "<p>{}</p></section>", escape(&caption(analysis)));
     page
 }
 

@@ -343,7 +343,8 @@ fn loads_without_ceiling<'a>(
     };
     plan.workloads
         .iter()
-        .filter(|load| load.rate.is_none() && load.job.is_none() && measured(load) <= block)
+        .filter(|load| load.rate.is_none() && load.job.is_none())
+        .filter(|load| load.once == 0 && !load.idle && measured(load) <= block)
         .collect()
 }
 

@@ -101,7 +101,8 @@ impl Bench<'_> {
     pub fn boot(&self, settings: &Settings, files: &mut Files) -> Result<Up> {
         let mut disks: Vec<Vec<Disk>> = Vec::new();
         for guest in 0..settings.guests {
-            let own = (0..settings.volumes).map(|volume| match settings.opens_disks() {
+            let count = settings.volumes + u16::from(settings.neighbour.is_some());
+            let own = (0..count).map(|volume| match settings.opens_disks() {
                 true => files.disk(settings, guest, volume, self.stop),
                 false => Ok(Disk::Null),
             });
@@ -122,7 +123,7 @@ impl Bench<'_> {
                 &self.folder.join("server"),
                 &disks.concat(),
                 self.plan.size,
-                self.plan.cpus.map(|cpus| cpus.server),
+                &self.plan.cpus(settings).server,
                 self.stop,
             )?),
             _ => None,
@@ -328,14 +329,15 @@ impl Bench<'_> {
                 (job.script(), interval(self.plan.runtime))
             })
             .collect();
+        let cpus = self.plan.cpus(settings);
         let watched = match up.load {
-            Place::Host if self.plan.cpus.is_some() || self.plan.metric == Metric::Cpu => {
+            Place::Host if !cpus.server.is_empty() || self.plan.metric == Metric::Cpu => {
                 Watched::Fio
             }
             _ => Watched::Processes(up.pids.clone()),
         };
         let nobody_watched = watched == Watched::Processes(Vec::new());
-        let watch = Watch::start(watched, self.plan.cpus.map(|cpus| cpus.server));
+        let watch = Watch::start(watched, cpus.server);
         let stop = self.stop;
         let answers: Vec<Result<Run>> = match &up.served {
             Some(served) if up.load == Place::Sockets => {
@@ -344,9 +346,9 @@ impl Bench<'_> {
                     ramp: self.plan.ramp,
                     runtime: self.plan.runtime,
                     interval: interval(self.plan.runtime),
-                    cpu: self.plan.cpus.map(|cpus| cpus.load),
+                    cpus: cpus.load,
                 };
-                vec![drive(&served.sockets, settings, workload, times, stop)]
+                vec![drive(&served.sockets, settings, workload, &times, stop)]
             }
             _ => run_in_shells(&mut up.shells, jobs, limit, stop),
         };
@@ -410,7 +412,7 @@ fn on_host(disks: &[Disk]) -> Up {
         disks: vec![disks.iter().map(name).collect()],
         image: disks.iter().find_map(|disk| match disk {
             Disk::Rbd(image) => Some(image.clone()),
-            Disk::Null | Disk::Path(_) => None,
+            Disk::Null | Disk::Path(_) | Disk::Chain(_) => None,
         }),
         paths: paths(disks),
         served: None,
@@ -420,8 +422,8 @@ fn on_host(disks: &[Disk]) -> Up {
 }
 
 fn paths(disks: &[Disk]) -> Vec<PathBuf> {
-    let paths = disks.iter().filter_map(Disk::path);
-    paths.map(Path::to_owned).collect()
+    let files = disks.iter().flat_map(Disk::files);
+    files.cloned().collect()
 }
 
 /// A server that has no guests.
@@ -439,6 +441,10 @@ fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Up {
         "prefill",
         "format",
         "volumes",
+        "active",
+        "neighbour",
+        "server-cpus",
+        "load-cpus",
         "client",
         "ring",
         "poll-max-us",
@@ -488,6 +494,7 @@ fn sample(counted: Counted, cost: Option<Cost>, nobody_watched: bool) -> Sample 
         exits: cost.and_then(|cost| each(cost.exits_per_s?)),
         client_cpu: None,
         unsent: None,
+        idle: None,
         polling: None,
     }
 }

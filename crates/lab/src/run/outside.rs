@@ -12,7 +12,8 @@ use crate::client::pace::Pace;
 use crate::client::{self, Access, Job, RING_QUEUE_SIZE};
 use crate::guest::Stop;
 use crate::host::Cost;
-use crate::journal::Sample;
+use crate::journal::{Idle, Sample};
+use crate::plan::cpus::Cpus;
 use crate::plan::sockets::depth;
 use crate::plan::words::RingKind;
 use crate::plan::{Plan, Settings, Workload};
@@ -22,7 +23,9 @@ use harness::cpu;
 
 /// How often a client is looked at.
 const TICK: Duration = Duration::from_millis(20);
-/// How long a client may take beyond its times, to connect and to fill its buffers.
+/// How much longer than the measured client its neighbour reads: starting that client takes a while.
+const NEIGHBOUR_S: f64 = 3.0;
+/// How long a client may take beyond its own limit: it should say itself that it has reached that.
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Measures a load on a server's sockets. `turn` is the same for all configurations of a block: requests of a rate are
@@ -41,27 +44,119 @@ pub fn measure(
     let server_pid = served
         .pid()
         .context("the server's CPU time cannot be read: the lab did not start it")?;
+    let cpus = plan.cpus(settings);
     let job = job(plan, served, server_pid, settings, load, turn);
+    let neighbour = match settings.neighbour {
+        Some(depth) => Some(Neighbour::start(&job, served, depth, &cpus)?),
+        None => None,
+    };
+    let limit = plan.run_time() + client::grace(&job) + GRACE;
+    let answer = answer(start(&job, &cpus)?, limit, stop)?;
+    if let Some(neighbour) = neighbour {
+        neighbour.ended(limit, stop)?;
+    }
+    ensure!(
+        answer.ios > 0 || load.once == 0,
+        "every area of the disk was written before the measured time began; set a larger size in [storage], or a \
+         shorter ramp"
+    );
+    let (mut sample, cost) = journal_sample(&answer, load, plan.runtime.as_secs_f64());
+    sample.polling = served.polling();
+    sample.idle = answer.footprint.map(|footprint| {
+        Box::new(Idle {
+            core: answer.server_core,
+            ready_s: served.ready_s,
+            footprint,
+        })
+    });
+    if settings.neighbour.is_some() {
+        // Of both disks together.
+        (sample.cpu_us, sample.switches) = (None, None);
+    }
+    Ok((sample, Some(cost)))
+}
+
+/// Starts a client.
+fn start(job: &Job, cpus: &Cpus) -> Result<Child> {
     let program = std::env::current_exe().context("finding this program")?;
     let mut command = Command::new(program);
     command
         .args(["lab", "client"])
-        .arg(serde_json::to_string(&job)?)
+        .arg(serde_json::to_string(job)?)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let child = match plan.cpus {
-        Some(cpus) => cpu::start_on(&[cpus.load], || command.spawn())?,
-        None => command.spawn(),
+    let child = match &cpus.load[..] {
+        [] => command.spawn(),
+        load => cpu::start_on(load, || command.spawn())?,
     };
-    let sample = answer(
-        child.context("starting the client")?,
-        plan.run_time() + GRACE,
-        stop,
-    )?;
-    let mut sample = journal_sample(&sample, load, plan.runtime.as_secs_f64());
-    sample.0.polling = served.polling();
-    Ok((sample.0, Some(sample.1)))
+    child.context("starting the client")
+}
+
+/// A client that reads another disk of the server for longer than the measured one.
+struct Neighbour(Option<Child>);
+
+impl Neighbour {
+    /// Returns when it reads.
+    fn start(measured: &Job, served: &Served, depth: u16, cpus: &Cpus) -> Result<Neighbour> {
+        let mark = served.sockets[0].with_file_name("neighbour");
+        let _ = std::fs::remove_file(&mark);
+        let job = Job {
+            sockets: served.sockets[measured.sockets.len()..].to_vec(),
+            driven: 1,
+            queues: 1,
+            queue_size: RING_QUEUE_SIZE.max(depth.next_power_of_two()),
+            access: Access {
+                write: false,
+                sequential: false,
+                block: 4096,
+                depth: depth.into(),
+            },
+            pace: None,
+            warmup_s: 0.1,
+            runtime_s: measured.warmup_s + measured.runtime_s + NEIGHBOUR_S,
+            idle_s: None,
+            cpus: measured.cpus.iter().take(1).copied().collect(),
+            mark: Some(mark.clone()),
+            once: 0,
+            latencies: false,
+            ..measured.clone()
+        };
+        let mut neighbour = Neighbour(Some(start(&job, cpus)?));
+        let deadline = Instant::now() + client::grace(&job) + GRACE;
+        while !mark.exists() {
+            let ended = match &mut neighbour.0 {
+                Some(child) => child.try_wait()?.is_some(),
+                None => true,
+            };
+            ensure!(
+                !ended && Instant::now() < deadline,
+                "the client of the neighbour does not read its disk"
+            );
+            thread::sleep(TICK);
+        }
+        Ok(neighbour)
+    }
+
+    /// Succeeds if it read all the time.
+    fn ended(mut self, limit: Duration, stop: &Stop) -> Result<()> {
+        let Some(mut child) = self.0.take() else {
+            return Ok(());
+        };
+        let early = child.try_wait()?.is_some();
+        answer(child, limit, stop).context("the neighbour")?;
+        ensure!(!early, "the neighbour ended before the measured disk did");
+        Ok(())
+    }
+}
+
+impl Drop for Neighbour {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
 }
 
 fn job(
@@ -73,7 +168,7 @@ fn job(
     turn: u64,
 ) -> Job {
     let queues = settings.queues.unwrap_or(1);
-    let depth = depth(load);
+    let depth = depth(settings, load);
     let pace = match (load.rate, load.thinktime_us) {
         (Some(rate), _) => Some(Pace::Open {
             per_second: f64::from(rate),
@@ -85,9 +180,11 @@ fn job(
         }),
         (None, None) => None,
     };
+    let cpus = plan.cpus(settings);
+    let sockets = served.sockets[..settings.volumes.into()].to_vec();
     Job {
-        sockets: served.sockets.clone(),
-        driven: served.sockets.len(),
+        driven: settings.active.map_or(sockets.len(), usize::from),
+        sockets,
         queues,
         queue_size: settings.queue_size.unwrap_or(RING_QUEUE_SIZE),
         packed: settings.ring == RingKind::Packed,
@@ -103,12 +200,16 @@ fn job(
         warmup_s: plan.ramp.as_secs_f64(),
         runtime_s: plan.runtime.as_secs_f64(),
         cooldown_s: 0.0,
-        idle_s: None,
+        idle_s: load.idle.then_some(plan.runtime.as_secs_f64()),
         server_pid,
-        server_cpu: plan.cpus.map(|cpus| cpus.server),
-        cpus: plan.cpus.map(|cpus| cpus.load).into_iter().collect(),
+        server_cpu: match cpus.server[..] {
+            [cpu] => Some(cpu),
+            // ringdisk has pinned its threads itself.
+            _ => None,
+        },
+        cpus: cpus.load,
         mark: None,
-        once: 0,
+        once: load.once,
         seed: mix(turn.wrapping_add(u64::from(server_pid) << 32)),
         latencies: true,
     }

@@ -137,12 +137,19 @@ impl Progress for Display {
                 } else {
                     format!(" [{flags}]")
                 };
-                let iops = sample.iops;
-                self.say(&format!(
-                    "{name}, {}: {iops:.0} IOPS, {:.0} µs{flags}",
-                    cell.workload,
-                    sample.mean_ns / 1000.0
-                ));
+                let figures = match &sample.idle {
+                    Some(idle) => format!(
+                        "{:.1} % of a core, {:.0} KiB, {} descriptors",
+                        idle.core * 100.0,
+                        idle.footprint.private_kib,
+                        idle.footprint.open()
+                    ),
+                    None => {
+                        let (iops, mean_us) = (sample.iops, sample.mean_ns / 1000.0);
+                        format!("{iops:.0} IOPS, {mean_us:.0} µs")
+                    }
+                };
+                self.say(&format!("{name}, {}: {figures}{flags}", cell.workload));
             }
             (None, error) => {
                 let error = error.as_deref().unwrap_or("no sample");

@@ -102,7 +102,9 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
         ));
     }
     if let Some(rate) = workload.rate {
-        let offered = f64::from(rate) * f64::from(settings.guests) * f64::from(settings.volumes);
+        let offered = f64::from(rate)
+            * f64::from(settings.guests)
+            * f64::from(settings.active.unwrap_or(settings.volumes));
         if sample.iops < 0.97 * offered {
             flags.push(format!(
                 "behind: {} of the offered rate",
@@ -110,7 +112,7 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
             ));
         }
     }
-    if sample.latencies.requests() < 100 {
+    if sample.latencies.requests() < 100 && !workload.idle {
         flags.push(format!("few: {} requests", sample.latencies.requests()));
     }
     flags.extend(

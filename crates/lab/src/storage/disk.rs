@@ -16,6 +16,8 @@ pub enum Disk {
     Null,
     /// A file or block device.
     Path(PathBuf),
+    /// An image that the lab created, and its backing files, from the top down.
+    Chain(Vec<PathBuf>),
     /// An image in a Ceph cluster, through librbd.
     Rbd(Image),
 }
@@ -23,9 +25,15 @@ pub enum Disk {
 impl Disk {
     /// Its path, if it has one.
     pub fn path(&self) -> Option<&Path> {
+        self.files().first().map(PathBuf::as_path)
+    }
+
+    /// Its files, from the top down.
+    pub fn files(&self) -> &[PathBuf] {
         match self {
-            Self::Path(path) => Some(path),
-            Self::Null | Self::Rbd(_) => None,
+            Self::Path(path) => std::slice::from_ref(path),
+            Self::Chain(files) => files,
+            Self::Null | Self::Rbd(_) => &[],
         }
     }
 }

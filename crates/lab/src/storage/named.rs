@@ -163,7 +163,7 @@ impl Drop for Named {
 /// The disk is not there, or its cluster does not answer.
 pub fn is_thin(disk: &Disk) -> Result<bool> {
     match disk {
-        Disk::Null => Ok(false),
+        Disk::Null | Disk::Chain(_) => Ok(false),
         Disk::Rbd(image) => image.usage().map(|(bytes, used)| used < bytes),
         Disk::Path(path) if is_block_device(path) => Ok(is_thin_volume(path)),
         Disk::Path(path) => {
@@ -205,7 +205,7 @@ fn logical_volume(path: &Path) -> Option<(&str, &str)> {
 
 fn create(disk: &Disk, size: u64) -> Result<()> {
     match disk {
-        Disk::Null => Ok(()),
+        Disk::Null | Disk::Chain(_) => Ok(()),
         Disk::Rbd(image) => image.create(size),
         Disk::Path(path) => match logical_volume(path) {
             Some((group, volume)) => {
@@ -230,7 +230,7 @@ fn create(disk: &Disk, size: u64) -> Result<()> {
 
 fn remove(disk: &Disk) -> Result<()> {
     match disk {
-        Disk::Null => Ok(()),
+        Disk::Null | Disk::Chain(_) => Ok(()),
         Disk::Rbd(image) => image.remove(),
         Disk::Path(path) => match logical_volume(path) {
             Some((group, volume)) => {
@@ -250,7 +250,7 @@ fn program(name: &str) -> Result<PathBuf> {
 /// Fills all of a disk. Its bytes.
 fn fill_disk(disk: &Disk, stop: &Stop, told: Told) -> Result<u64> {
     let (name, bytes) = match disk {
-        Disk::Null => return Ok(0),
+        Disk::Null | Disk::Chain(_) => return Ok(0),
         Disk::Rbd(image) => (image.to_string(), image.usage()?.0),
         Disk::Path(path) => {
             let what = || format!("looking at {}", path.display());
@@ -264,7 +264,7 @@ fn fill_disk(disk: &Disk, stop: &Stop, told: Told) -> Result<u64> {
         told(&name, offset, bytes);
         let now = CHUNK.min(bytes - offset);
         match disk {
-            Disk::Null => {}
+            Disk::Null | Disk::Chain(_) => {}
             Disk::Rbd(image) => image.fill(offset, now, bytes)?,
             Disk::Path(path) => {
                 let what = || format!("filling {}", path.display());

@@ -1,0 +1,75 @@
+//! The layout of the qcow2 images that the lab creates.
+
+use super::settings::{default_or, number, on_off, switch};
+use super::units::{size, size_text};
+
+/// The keys, in the order in which they are shown.
+pub const KEYS: [&str; 3] = ["cluster-size", "extended-l2", "backing-files"];
+
+/// The most backing files of an image.
+const BACKING_FILES_MAX: u8 = 16;
+
+/// The layout of a qcow2 image that the lab creates.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Image {
+    /// Bytes of a cluster; `None` is qemu-img's default.
+    pub cluster_size: Option<u64>,
+    /// Whether clusters have subclusters.
+    pub extended_l2: bool,
+    /// Files below the one that is served. All data is in the lowest; the others are created again for each start.
+    pub backing_files: u8,
+}
+
+impl Image {
+    /// Sets what `key` of [`KEYS`] names.
+    ///
+    /// # Errors
+    /// What is allowed instead.
+    pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match key {
+            "cluster-size" => self.cluster_size = default_or(value, cluster_size)?,
+            "extended-l2" => self.extended_l2 = switch(value)?,
+            _ => self.backing_files = number(value, 0, BACKING_FILES_MAX)?,
+        }
+        Ok(())
+    }
+
+    /// The value of `key` of [`KEYS`] as a plan writes it.
+    pub fn value(&self, key: &str) -> String {
+        match key {
+            "cluster-size" => self
+                .cluster_size
+                .map_or_else(|| "default".into(), size_text),
+            "extended-l2" => on_off(self.extended_l2),
+            _ => self.backing_files.to_string(),
+        }
+    }
+
+    /// Whether an image of qcow2 can be created like this.
+    ///
+    /// # Errors
+    /// Why not, and what to set instead.
+    pub fn check(&self) -> Result<(), String> {
+        if self.extended_l2 && self.cluster_size.is_some_and(|size| size < 16 << 10) {
+            return Err("extended-l2 needs a cluster-size of 16k or more".into());
+        }
+        Ok(())
+    }
+
+    /// What qemu-img takes as `-o`.
+    pub fn options(&self) -> String {
+        let size = self
+            .cluster_size
+            .map(|bytes| format!(",cluster_size={bytes}"));
+        let extended = on_off(self.extended_l2);
+        format!("extended_l2={extended}{}", size.unwrap_or_default())
+    }
+}
+
+fn cluster_size(text: &str) -> Result<u64, String> {
+    let bytes = size(text)?;
+    match bytes.is_power_of_two() && (512..=2 << 20).contains(&bytes) {
+        true => Ok(bytes),
+        false => Err(format!("'{text}' is not a power of two from 512 to 2M")),
+    }
+}
