@@ -8,8 +8,7 @@
 
 use std::fmt::{self, Write};
 use std::fs;
-use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -19,9 +18,16 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::plan::Server;
-use super::setting::Setting;
-use lab::client::{Job, Sample};
+use super::Bench;
+use super::machine::{CLIENT_CPU, SERVER_CPU};
+use super::setting::{Ring, Setting};
+use super::words::{Client, Server, Workload};
+use harness::cpu;
+use harness::process::Stop;
+use lab::client::{Job, RING_QUEUE_SIZE, Sample};
+use lab::plan::words::{Device, RingKind};
+use lab::plan::{Backing, IoThread, Server as LabServer, Settings};
+use lab::storage::{Disk, Served};
 
 /// Instructions per I/O of one server.
 #[derive(Serialize, Deserialize)]
@@ -41,14 +47,111 @@ fn one() -> usize {
     1
 }
 
-/// `job` as long as the counting takes, with a mark in `dir`.
-pub fn job(job: Job, dir: &Path) -> Job {
-    Job {
-        mark: Some(dir.join("window")),
-        warmup_s: WARMUP.as_secs_f64(),
-        runtime_s: WINDOW.as_secs_f64(),
-        cooldown_s: COOLDOWN.as_secs_f64(),
-        ..job
+/// A server on one I/O thread, since one thread is stepped.
+pub struct Plan {
+    pub server: Server,
+    pub setting: Setting,
+    pub disks: u16,
+    pub depth: usize,
+}
+
+/// Bytes of each null disk.
+const DISK_BYTES: u64 = 64 << 30;
+
+impl Plan {
+    /// Starts the server and a client, and counts.
+    pub fn count(&self, bench: &Bench) -> anyhow::Result<Instructions> {
+        let served = Served::start(
+            &self.settings(bench)?,
+            &bench.programs.ringdisk,
+            &bench.dir.join("server"),
+            &vec![Disk::Null; self.disks.into()],
+            DISK_BYTES,
+            &[SERVER_CPU],
+            &Stop::default(),
+        )?;
+        let server_pid = served.pid().context("the server is not ours")?;
+        let job = self.job(bench, &served, server_pid);
+        let mut command = Command::new(&bench.programs.lab);
+        command
+            .args(["lab", "client"])
+            .arg(serde_json::to_string(&job)?)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
+        let client =
+            cpu::start_on(&[CLIENT_CPU], || command.spawn())?.context("starting the client")?;
+        Ok(Instructions {
+            server: self.server,
+            setting: self.setting,
+            disks: self.disks.into(),
+            depth: self.depth,
+            per_io: per_io(server_pid, &job, client)?,
+        })
+    }
+
+    fn settings(&self, bench: &Bench) -> anyhow::Result<Settings> {
+        let server = match self.server {
+            Server::Ringdisk | Server::RingdiskFixed | Server::RingdiskNoPolling => {
+                LabServer::Ringdisk
+            }
+            Server::Baseline => {
+                let binary = bench.programs.baseline.clone();
+                LabServer::Build(binary.context("no --baseline was given")?)
+            }
+            Server::Qsd | Server::QsdNative => LabServer::QemuStorageDaemon,
+            Server::Host => bail!("the host is no server"),
+        };
+        let poll_max_us = self.setting.poll.map(|poll| poll.max_us());
+        Ok(Settings {
+            device: Device::VhostUserBlk,
+            server,
+            backing: Backing::Null,
+            client: Client::RingPoll,
+            iothread: IoThread::One,
+            queues: Some(self.setting.queues),
+            volumes: self.disks,
+            fixed_buffers: self.server == Server::RingdiskFixed,
+            poll_max_us: match self.server {
+                Server::RingdiskNoPolling => Some(0),
+                _ => poll_max_us,
+            },
+            ring: match self.setting.ring {
+                Ring::Split => RingKind::Split,
+                Ring::Packed => RingKind::Packed,
+            },
+            ..Settings::default()
+        })
+    }
+
+    /// A client as long as the counting takes.
+    fn job(&self, bench: &Bench, served: &Served, server_pid: u32) -> Job {
+        Job {
+            sockets: served.sockets.clone(),
+            driven: self.disks.into(),
+            queues: self.setting.queues,
+            queue_size: RING_QUEUE_SIZE,
+            packed: self.setting.ring == Ring::Packed,
+            client: Client::RingPoll,
+            access: Workload {
+                write: false,
+                sequential: false,
+                block: 4 << 10,
+                depth: self.depth,
+            },
+            pace: None,
+            schedule_seed: 0,
+            warmup_s: WARMUP.as_secs_f64(),
+            runtime_s: WINDOW.as_secs_f64(),
+            cooldown_s: COOLDOWN.as_secs_f64(),
+            idle_s: None,
+            server_pid,
+            server_cpu: Some(SERVER_CPU),
+            cpus: vec![CLIENT_CPU],
+            mark: Some(bench.dir.join("window")),
+            once: 0,
+            seed: bench.args.seed,
+            latencies: false,
+        }
     }
 }
 
@@ -85,12 +188,7 @@ const LOOK_EVERY: u64 = 200;
 
 /// Steps the busiest thread of `server` while `client` does its I/O, and counts while `job`'s mark is there. Gives the
 /// steps per I/O.
-pub fn per_io(
-    server: u32,
-    job: &Job,
-    client: Child,
-    read: impl FnOnce(Child) -> anyhow::Result<Sample>,
-) -> anyhow::Result<f64> {
+fn per_io(server: u32, job: &Job, client: Child) -> anyhow::Result<f64> {
     let mark = job.mark.as_deref().context("the client makes no mark")?;
     sleep(WARMUP / 4);
     let thread = busiest(server)?;
@@ -114,7 +212,12 @@ pub fn per_io(
         }
     }
     ptrace::detach(thread, None)?;
-    let sample = read(client)?;
+    let output = client.wait_with_output()?;
+    if !output.status.success() {
+        bail!("the client failed: {}", output.status);
+    }
+    let sample: Sample =
+        serde_json::from_slice(&output.stdout).context("reading the client's sample")?;
     Ok(steps as f64 / sample.ios as f64)
 }
 

@@ -5,7 +5,9 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-use super::server::{CLIENT_CPU, SERVER_CPU};
+/// The core of each side.
+pub const SERVER_CPU: usize = 0;
+pub const CLIENT_CPU: usize = 1;
 
 #[derive(Serialize, Deserialize)]
 pub struct Machine {

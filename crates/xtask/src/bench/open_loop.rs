@@ -1,30 +1,19 @@
 //! What a quiet VM costs: `--open-loop`. The other loads of the bench are closed loops at full speed; most disks of a
 //! host do a few hundred requests a second, and the guest does not wait for each of them.
 //!
-//! Plans of the lab measure all of it but the connected disks without I/O.
+//! Plans of the lab measure all of it.
 
-mod idle;
 mod picture;
 mod report;
-mod server;
 
-use std::fs::File;
-use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::Duration;
 
-use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
-use super::Bench;
-use super::plan::{Backing, Client, Server};
-use super::report::Report;
-use harness::cpu;
-use idle::Idle;
+use super::words::{Backing, Client, Server};
 use lab::client::Sample;
 use lab::plan::words::Arrival;
 use lab::storage::Polling;
-use server::Serving;
 
 pub use picture::write as draw;
 pub use report::write;
@@ -50,15 +39,6 @@ pub struct Args {
     /// With --open-loop: the distances between requests
     #[arg(long, requires = "open_loop", default_value = "poisson", value_parser = Arrival::from_str)]
     pub arrivals: Arrival,
-
-    /// With --open-loop: connected disks without I/O [default: 1000]
-    #[arg(
-        long,
-        requires = "open_loop",
-        value_name = "N",
-        value_parser = clap::value_parser!(u16).range(2..=4096)
-    )]
-    disks: Option<u16>,
 }
 
 /// What can be measured.
@@ -72,8 +52,6 @@ pub enum Part {
     Throttle,
     /// 64 disks with 100 requests a second each
     Disks,
-    /// 1000 connected disks without I/O
-    Idle,
     /// Requests after a silence of 100 ms
     Bursts,
 }
@@ -98,8 +76,6 @@ pub enum Load {
         iothreads: usize,
         per_second: u32,
     },
-    /// Connected disks without I/O.
-    Idle { disks: usize },
     /// Requests at once after a silence; the latency is that of the first answer.
     Bursts { requests: usize },
 }
@@ -125,12 +101,7 @@ pub struct Measured {
     pub sample: Sample,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub polling: Option<Polling>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub idle: Option<Idle>,
 }
-
-const IDLE_DISKS: usize = 1000;
-const IDLE_BYTES: u64 = 1 << 30;
 
 /// Seconds of a sample where requests are many, if none are named.
 pub fn runtime_s(quick: bool) -> f64 {
@@ -147,61 +118,4 @@ impl Args {
         let parts = self.open_loop.as_deref().unwrap_or_default();
         parts.is_empty() || parts.contains(&part)
     }
-}
-
-/// Idle disks are measured once, unless rounds are named: their figures hardly differ.
-pub fn measure_idle(bench: &Bench, report: &mut Report) -> anyhow::Result<()> {
-    let disks = bench.args.open_loop.disks.map_or(IDLE_DISKS, usize::from);
-    let files = idle_disks(&bench.dir, disks)?;
-    let named = match &bench.args.servers[..] {
-        // With native AIO, qemu-storage-daemon takes a minute to open so many files.
-        [] => &[Server::Ringdisk, Server::Qsd],
-        named => named,
-    };
-    let baseline = bench.args.baseline.as_ref().map(|_| Server::Baseline);
-    for round in 0..bench.args.rounds.unwrap_or(1) {
-        for server in named.iter().copied().chain(baseline) {
-            if bench.interrupted() {
-                report.skipped.push("the rest: interrupted".into());
-                return Ok(());
-            }
-            if matches!(server, Server::Host) {
-                continue;
-            }
-            eprintln!("{disks} connected disks without I/O, {server} ...");
-            cpu::wait_for_quiet(Duration::from_secs_f64(bench.args.patience))?;
-            let serving = Serving { disks: &files };
-            match idle::measure(&serving, server, bench) {
-                Ok((sample, idle)) => report.open_loop.push(Measured {
-                    cell: Cell {
-                        backing: Backing::Disk,
-                        write: false,
-                        client: Client::Ring,
-                        load: Load::Idle { disks },
-                    },
-                    server,
-                    round,
-                    sample,
-                    polling: None,
-                    idle: Some(idle),
-                }),
-                Err(error) => report
-                    .failures
-                    .push(format!("{disks} idle disks, {server}: {error:#}")),
-            }
-        }
-    }
-    bench.save(report)
-}
-
-/// Sparse files.
-fn idle_disks(dir: &Path, disks: usize) -> anyhow::Result<Vec<PathBuf>> {
-    let dir = std::path::absolute(dir)?.join("open");
-    std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
-    let make = |i| {
-        let path = dir.join(format!("idle{i}.raw"));
-        File::create(&path)?.set_len(IDLE_BYTES)?;
-        Ok(path)
-    };
-    (0..disks).map(make).collect()
 }

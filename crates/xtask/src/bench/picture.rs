@@ -5,16 +5,12 @@ use std::path::Path;
 use anyhow::Context;
 use harness::svg::{Anchor, Svg};
 
-use super::plan::{Backing, Client, Server};
-use super::report::{CellResult, Report, short};
+use super::frame::{Contestant, HEADER, MARGIN, PANEL, WIDTH, header, style};
+use super::report::{CellResult, Report};
+use super::words::{Backing, Client, Server, short};
 use harness::spread::Spread;
 use lab::client::Sample;
 
-pub const WIDTH: f64 = 960.0;
-pub const MARGIN: f64 = 24.0;
-pub const HEADER: f64 = 104.0;
-/// The width of each of two columns.
-pub const PANEL: f64 = (WIDTH - 3.0 * MARGIN) / 2.0;
 const ROW: f64 = 190.0;
 const PLOT: f64 = 112.0;
 const BAR: f64 = 30.0;
@@ -25,9 +21,6 @@ const SERVERS: [Contestant; 4] = [
     (Server::Qsd, "#f08c00", "qemu-storage-daemon, io_uring"),
     (Server::Host, "#adb5bd", "fio on the host, no virtual disk"),
 ];
-
-/// A server with its colour and its name in the legend.
-pub type Contestant = (Server, &'static str, &'static str);
 
 /// One of the two columns.
 struct Figure {
@@ -75,7 +68,7 @@ fn draw(report: &Report) -> String {
         .collect();
     let mut svg = Svg::new(WIDTH, HEADER + rows.len() as f64 * ROW + MARGIN / 2.0);
     let title = "4k random reads, one core for the server";
-    header(&mut svg, report, title, &SERVERS);
+    header(&mut svg, &report.conditions(), title, &SERVERS);
     for (i, row) in rows.iter().enumerate() {
         let top = HEADER + i as f64 * ROW;
         for (column, figure) in FIGURES.iter().enumerate() {
@@ -84,38 +77,6 @@ fn draw(report: &Report) -> String {
         }
     }
     svg.standalone(title, &style(&SERVERS))
-}
-
-/// The title, the conditions of the run, and the legend.
-pub fn header(svg: &mut Svg, report: &Report, title: &str, legend: &[Contestant]) {
-    let machine = &report.machine;
-    let conditions = format!(
-        "medians of {} interleaved rounds, whiskers: least and most; {}, Linux {}, {}, {}",
-        report.rounds, machine.cpu, machine.kernel, machine.qemu_storage_daemon, machine.fio
-    );
-    svg.text((MARGIN, 34.0), Anchor::Start, "title", title);
-    svg.text((MARGIN, 56.0), Anchor::Start, "text", &conditions);
-    let mut x = MARGIN;
-    for (server, _, name) in legend {
-        svg.rect((x, 72.0), (14.0, 14.0), &server.to_string(), "", "");
-        svg.text((x + 20.0, 84.0), Anchor::Start, "legend", name);
-        x += 44.0 + name.len() as f64 * 7.0;
-    }
-}
-
-/// The style sheet. Each server's colour has the server's name as its class.
-pub fn style(contestants: &[Contestant]) -> String {
-    let mut style = String::from(
-        "text{fill:#212529;font-size:12px}.title{font-size:20px;font-weight:bold}\
-         .panel{font-size:13px;font-weight:bold}.legend{font-size:13px}.value{font-size:10px}.tick{font-size:11px}\
-         .axis{stroke:#868e96}.grid{stroke:#dee2e6}.whisker{stroke:#343a40}polyline{fill:none}polyline.curve{stroke-width:2}",
-    );
-    for (server, colour, _) in contestants {
-        style += &format!(
-            "polyline.{server}{{stroke:{colour}}}rect.{server},circle.{server}{{fill:{colour}}}"
-        );
-    }
-    style
 }
 
 /// The bars of one backing and one figure, in groups by depth.

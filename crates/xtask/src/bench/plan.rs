@@ -1,61 +1,11 @@
-//! What is measured: the words of the bench, and the cells that a command line selects.
+//! What is measured: the cells that a command line selects, and what is wanted of them.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-pub use lab::client::Access as Workload;
-pub use lab::plan::words::Client;
-
 use super::setting::{Aio, Setting};
-
-/// What lies beneath the served disk.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum,
-)]
-#[serde(rename_all = "lowercase")]
-pub enum Backing {
-    /// Completes at once: the ceiling of the path itself.
-    Null,
-    /// A file in the page cache.
-    Cache,
-    /// A compressed RAM block device.
-    Zram,
-    /// A fully written file on the real disk, `O_DIRECT`.
-    Disk,
-}
-
-/// Who does the I/O of a sample.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, clap::ValueEnum,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum Server {
-    Ringdisk,
-    /// ringdisk with `fixed-buffers=on`, for guests whose memory is never taken away.
-    RingdiskFixed,
-    /// ringdisk with `--poll-max-us 0`.
-    RingdiskNoPolling,
-    /// An earlier ringdisk binary, named by `--baseline`.
-    Baseline,
-    /// qemu-storage-daemon with `aio=io_uring`.
-    Qsd,
-    /// qemu-storage-daemon with `aio=native`.
-    QsdNative,
-    /// fio on the host, without a virtual disk in between: the limit.
-    Host,
-}
-
-/// The fio name of a workload's direction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Rw {
-    Randread,
-    Randwrite,
-    /// 128k sequential read.
-    Read,
-    /// 128k sequential write.
-    Write,
-}
+use super::words::{Backing, Client, Server, Workload};
 
 /// One line of the table: everything in it is measured in the same minute.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -192,33 +142,13 @@ impl Limit {
     }
 }
 
+/// How a comparison with what is wanted begins.
+pub fn verdict(reached: bool) -> &'static str {
+    if reached { "reached: " } else { "MISSED: " }
+}
+
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} {} {}", self.backing, self.workload, self.setting)
-    }
-}
-
-impl fmt::Display for Backing {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.pad(match self {
-            Backing::Null => "null",
-            Backing::Cache => "page cache",
-            Backing::Zram => "zram",
-            Backing::Disk => "disk",
-        })
-    }
-}
-
-impl fmt::Display for Server {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.pad(match self {
-            Server::Ringdisk => "ringdisk",
-            Server::RingdiskFixed => "fixed",
-            Server::RingdiskNoPolling => "no-polling",
-            Server::Baseline => "baseline",
-            Server::Qsd => "qsd",
-            Server::QsdNative => "qsd-native",
-            Server::Host => "host",
-        })
     }
 }

@@ -1,7 +1,7 @@
 //! The tables that plans of the lab measure: runs `ringdisk lab run bench-…` and reads its results into the bench's report.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
@@ -13,9 +13,10 @@ use lab::plan::{Case, Workload as LabLoad};
 
 use super::Bench;
 use super::open_loop::{self, Load, Measured, Part};
-use super::plan::{Backing, Cell, Client, Rw, Server, Workload};
+use super::plan::Cell;
 use super::report::{CellResult, Record, Report};
 use super::setting::{Aio, Cache, POLL_MAX_US, Poll, Ring, Setting};
+use super::words::{Backing, Client, Rw, Server, Workload};
 
 /// What the command line changes of a plan, as arguments of `ringdisk lab run`.
 #[derive(Clone, Default)]
@@ -82,6 +83,28 @@ impl Bench {
         command.args(&changes.0);
         command
     }
+}
+
+/// Runs the plans of `--plan`; the lab prints their tables.
+pub fn by_name(bench: &Bench) -> anyhow::Result<()> {
+    let mut changes = Changes::of(bench)?;
+    for change in &bench.args.set {
+        changes.0.extend(["--set".to_owned(), change.clone()]);
+    }
+    for plan in &bench.args.plan {
+        if bench.interrupted() {
+            bail!("interrupted");
+        }
+        let folder = new_folder(bench, plan)?;
+        let status = bench
+            .lab(plan, &folder, &changes)
+            .status()
+            .with_context(|| format!("starting {}", bench.programs.lab.display()))?;
+        if !status.success() {
+            bail!("{plan}: {status}");
+        }
+    }
+    Ok(())
 }
 
 /// Measures the closed loops.
@@ -162,13 +185,8 @@ pub fn open_loop(bench: &Bench) -> anyhow::Result<Report> {
             }
         }
     }
-    if or(disk).contains(&Backing::Disk) {
-        if part(Part::Disks) {
-            open(bench, Plan::Disks, Backing::Disk, &mut report)?;
-        }
-        if part(Part::Idle) {
-            open_loop::measure_idle(bench, &mut report)?;
-        }
+    if part(Part::Disks) && or(disk).contains(&Backing::Disk) {
+        open(bench, Plan::Disks, Backing::Disk, &mut report)?;
     }
     Ok(report)
 }
@@ -278,16 +296,7 @@ fn run(
         report.skipped.push(format!("{plan}: interrupted"));
         return Ok(None);
     }
-    if !bench.args.ringdisk_arg.is_empty() {
-        bail!(
-            "--ringdisk-arg does not reach plans; --poll sets the limit of polling, and 'ringdisk lab run {plan} --set' \
-             any key of [config]"
-        );
-    }
-    let folder = bench.dir.join(plan);
-    if folder.exists() {
-        fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
-    }
+    let folder = new_folder(bench, plan)?;
     let status = bench
         .lab(plan, &folder, changes)
         .stdout(Stdio::null())
@@ -312,6 +321,14 @@ fn run(
         }
     }
     Ok(Some(journal))
+}
+
+fn new_folder(bench: &Bench, plan: &str) -> anyhow::Result<PathBuf> {
+    let folder = bench.dir.join(plan);
+    if folder.exists() {
+        fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+    }
+    Ok(folder)
 }
 
 fn add_closed(report: &mut Report, journal: &Journal, backing: Backing, bench: &Bench) {
@@ -368,7 +385,6 @@ fn add_open(report: &mut Report, journal: &Journal, backing: Backing, plan: Plan
                 round: cell.block as usize,
                 sample: converted(sample),
                 polling: sample.polling,
-                idle: None,
             });
         }
     }

@@ -1,24 +1,20 @@
-//! What a run yields: the raw samples as JSON, and the table that one reads.
+//! What a run yields: the samples, and the tables of closed loops.
 
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 
 use anyhow::Context;
-use serde::{Deserialize, Serialize};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize};
 
-use super::images::{self, Imaged};
-use super::instructions::{self, Instructions};
+use super::instructions::Instructions;
 use super::machine::Machine;
-use super::open_loop::{self, Measured};
-use super::picture;
-use super::plan::{Backing, Cell, Client, Limit, Metric, Server, TARGETS, Target};
-use super::scaling::{self, Scaled};
+use super::open_loop::Measured;
+use super::plan::{Cell, Limit, Metric, TARGETS, Target};
+use super::words::{Client, Server, short};
 use harness::spread::Spread;
 use lab::client::Sample;
-
-/// What is shown as 0.0 %.
-const IDLE_PERCENT_MAX: f64 = 0.05;
 
 /// A whole run.
 #[derive(Serialize, Deserialize)]
@@ -28,13 +24,12 @@ pub struct Report {
     pub rounds: usize,
     pub runtime_s: f64,
     pub cells: Vec<CellResult>,
-    pub idle: Vec<Idle>,
     pub instructions: Vec<Instructions>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub scaling: Vec<Scaled>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub images: Vec<Imaged>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(
+        default,
+        skip_serializing_if = "Vec::is_empty",
+        deserialize_with = "with_requests"
+    )]
     pub open_loop: Vec<Measured>,
     /// Backings and settings that could not be measured here, with the reason.
     pub skipped: Vec<String>,
@@ -59,24 +54,12 @@ pub struct Record {
     pub sample: Sample,
 }
 
-/// A connected disk without I/O.
-#[derive(Serialize, Deserialize)]
-pub struct Idle {
-    pub server: Server,
-    pub client: Client,
-    pub backing: Backing,
-    pub seconds: f64,
-    /// Share of one core, 0 to 1.
-    pub core: f64,
-}
-
-/// Reads an earlier run and prints it again.
-pub fn show(json: &Path, svg: Option<&Path>) -> anyhow::Result<()> {
-    let text = fs::read_to_string(json).with_context(|| format!("reading {}", json.display()))?;
-    let report: Report =
-        serde_json::from_str(&text).with_context(|| format!("parsing {}", json.display()))?;
-    print!("{}", report.table());
-    svg.map_or(Ok(()), |svg| report.draw(svg))
+/// Earlier runs also have samples of disks without I/O, which this program no longer takes.
+fn with_requests<'de, D: Deserializer<'de>>(samples: D) -> Result<Vec<Measured>, D::Error> {
+    let samples: Vec<serde_json::Value> = Vec::deserialize(samples)?;
+    let with_requests = samples.into_iter().filter(|it| it["part"] != "idle");
+    let read = |it| serde_json::from_value(it).map_err(D::Error::custom);
+    with_requests.map(read).collect()
 }
 
 impl Report {
@@ -87,10 +70,7 @@ impl Report {
             rounds,
             runtime_s,
             cells: Vec::new(),
-            idle: Vec::new(),
             instructions: Vec::new(),
-            scaling: Vec::new(),
-            images: Vec::new(),
             open_loop: Vec::new(),
             skipped: Vec::new(),
             failures: Vec::new(),
@@ -102,44 +82,17 @@ impl Report {
             .with_context(|| format!("writing {}", path.display()))
     }
 
-    /// Draws the picture, if there is one of what was measured.
-    pub fn draw(&self, path: &Path) -> anyhow::Result<()> {
-        if !self.open_loop.is_empty() {
-            open_loop::draw(self, path)
-        } else if !self.cells.is_empty() {
-            picture::write(self, path)
-        } else {
-            Ok(())
-        }
+    /// What a picture says of a run.
+    pub fn conditions(&self) -> String {
+        let machine = &self.machine;
+        format!(
+            "medians of {} interleaved rounds, whiskers: least and most; {}, Linux {}, {}, {}",
+            self.rounds, machine.cpu, machine.kernel, machine.qemu_storage_daemon, machine.fio
+        )
     }
 
-    /// The run as text: figures first, then the targets.
-    pub fn table(&self) -> String {
-        let mut out = String::new();
-        self.write_table(&mut out)
-            .expect("writing to a String does not fail");
-        out
-    }
-
-    fn write_table(&self, out: &mut String) -> std::fmt::Result {
-        let Machine {
-            kernel,
-            cpu,
-            cores,
-            commit,
-            qemu_storage_daemon,
-            fio,
-            ..
-        } = &self.machine;
-        writeln!(
-            out,
-            "{cpu}, {cores} cores, Linux {kernel}; ringdisk {commit}; {qemu_storage_daemon}; {fio}"
-        )?;
-        writeln!(
-            out,
-            "medians of {} interleaved rounds of {} s; server and host fio on core {}, client on core {}; [min..max]",
-            self.rounds, self.runtime_s, self.machine.server_cpu, self.machine.client_cpu
-        )?;
+    /// The closed loops as text.
+    pub fn write_cells(&self, out: &mut String) -> std::fmt::Result {
         if self.cells.iter().any(|it| !it.cell.setting.is_default()) {
             writeln!(
                 out,
@@ -150,36 +103,6 @@ impl Report {
         for cells in self.cells.chunk_by(|a, b| a.cell.backing == b.cell.backing) {
             self.write_backing(out, cells)?;
             self.write_settings(out, cells)?;
-        }
-        for idle in &self.idle {
-            let Idle {
-                server,
-                seconds,
-                core,
-                ..
-            } = idle;
-            let verdict = match (server, core * 100.0 < IDLE_PERCENT_MAX) {
-                (Server::Ringdisk, true) => "reached: ",
-                (Server::Ringdisk, false) => "MISSED: ",
-                _ => "",
-            };
-            writeln!(
-                out,
-                "
-{verdict}{server} connected and idle for {seconds} s: {:.3} % of a core",
-                core * 100.0
-            )?;
-        }
-        scaling::write(out, &self.scaling)?;
-        images::write(out, &self.images)?;
-        open_loop::write(out, &self.open_loop)?;
-        instructions::write(out, &self.instructions)?;
-        self.write_targets(out)?;
-        for reason in &self.skipped {
-            writeln!(out, "skipped  {reason}")?;
-        }
-        for failure in &self.failures {
-            writeln!(out, "failed   {failure}")?;
         }
         Ok(())
     }
@@ -334,7 +257,8 @@ impl Report {
         Ok(())
     }
 
-    fn write_targets(&self, out: &mut String) -> std::fmt::Result {
+    /// What is wanted of the closed loops, and whether it was reached.
+    pub fn write_targets(&self, out: &mut String) -> std::fmt::Result {
         let verdicts: Vec<Verdict> = self.cells.iter().flat_map(CellResult::verdicts).collect();
         if verdicts.is_empty() {
             return Ok(());
@@ -546,21 +470,11 @@ fn group_width(group: &str, servers: usize) -> usize {
     (column_width(group) + 1) * servers - 1
 }
 
-/// Three significant digits.
-pub fn short(value: f64) -> String {
-    match value.abs() {
-        v if v >= 99.95 => format!("{value:.0}"),
-        v if v >= 9.995 => format!("{value:.1}"),
-        v if v >= 0.9995 => format!("{value:.2}"),
-        _ => format!("{value:.3}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::plan::Workload;
     use crate::bench::setting::Setting;
+    use crate::bench::words::{Backing, Workload};
 
     fn record(round: usize, server: Server, iops: f64) -> Record {
         let sample = Sample {
@@ -632,11 +546,5 @@ mod tests {
             "{}",
             verdicts[0].text
         );
-    }
-
-    #[test]
-    fn three_digits() {
-        let texts = [0.0731, 1.704, 24.52, 153.4, 20875.0].map(short);
-        assert_eq!(texts, ["0.073", "1.70", "24.5", "153", "20875"]);
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Backing, Server};
+use super::words::{Backing, Server};
 
 /// What every server of a row is told. What is not named is as each server has it by default, and as the backing needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -170,11 +170,6 @@ impl Cache {
     /// Whether the page cache is bypassed.
     pub fn direct(self) -> bool {
         matches!(self, Cache::None | Cache::Directsync)
-    }
-
-    /// Whether each write is durable when it is done.
-    pub fn through(self) -> bool {
-        matches!(self, Cache::Writethrough | Cache::Directsync)
     }
 }
 

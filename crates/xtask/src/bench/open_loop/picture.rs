@@ -7,9 +7,8 @@ use harness::svg::{Anchor, Svg};
 
 use super::report::{Row, rows};
 use super::{Load, Measured};
-use crate::bench::picture::{Contestant, HEADER, MARGIN, PANEL, WIDTH, header, style};
-use crate::bench::plan::{Backing, Server};
-use crate::bench::report::{Report, short};
+use crate::bench::frame::{Contestant, HEADER, MARGIN, PANEL, WIDTH, header, style};
+use crate::bench::words::{Backing, Server, short};
 use harness::spread::Spread;
 
 const ROW: f64 = 260.0;
@@ -25,18 +24,18 @@ const SERVERS: [Contestant; 5] = [
     (Server::Qsd, "#f08c00", "qemu-storage-daemon, io_uring"),
 ];
 
-/// Draws the rates of `report` as SVG; does nothing if there are none.
-pub fn write(report: &Report, path: &Path) -> anyhow::Result<()> {
+/// Draws the rates as SVG; does nothing if there are none.
+pub fn write(samples: &[Measured], conditions: &str, path: &Path) -> anyhow::Result<()> {
     let is_rate = |it: &&Measured| matches!(it.cell.load, Load::Rates { .. });
-    let samples: Vec<Measured> = report.open_loop.iter().filter(is_rate).cloned().collect();
+    let samples: Vec<Measured> = samples.iter().filter(is_rate).cloned().collect();
     if samples.is_empty() {
         return Ok(());
     }
-    let svg = draw(report, &rows(&samples));
+    let svg = draw(conditions, &rows(&samples));
     std::fs::write(path, svg).with_context(|| format!("writing {}", path.display()))
 }
 
-fn draw(report: &Report, rows: &[Row]) -> String {
+fn draw(conditions: &str, rows: &[Row]) -> String {
     let mut backings: Vec<Backing> = rows.iter().map(|row| row.cell.backing).collect();
     backings.sort();
     backings.dedup();
@@ -48,7 +47,7 @@ fn draw(report: &Report, rows: &[Row]) -> String {
         .into_iter()
         .filter(|(server, ..)| took_part(*server))
         .collect();
-    header(&mut svg, report, title, &legend);
+    header(&mut svg, conditions, title, &legend);
     for (i, backing) in backings.iter().enumerate() {
         for (column, write) in [false, true].into_iter().enumerate() {
             let its: Vec<&Row> = rows

@@ -3,23 +3,15 @@
 use std::cmp::Reverse;
 use std::fmt::{self, Write};
 
-use super::idle::Idle;
 use super::{Cell, Load, Measured};
-use crate::bench::neighbours::verdict;
-use crate::bench::plan::{Limit, Server};
-use crate::bench::report::short;
+use crate::bench::plan::{Limit, verdict};
+use crate::bench::words::{Server, short};
 use harness::spread::Spread;
 use lab::client::Sample;
 
 /// Of the requests that were due, this share may be unsent at the end of the window: chance, not a server that cannot
 /// follow.
 const UNSENT_SHARE_MAX: f64 = 0.02;
-
-/// What may be shown as no CPU, in percent of a core.
-const IDLE_PERCENT_MAX: f64 = 0.05;
-const IDLE_PRIVATE_KIB_MAX: f64 = 64.0;
-const IDLE_DESCRIPTORS_MAX: f64 = 4.0;
-const IDLE_READY_S_MAX: f64 = 2.0;
 
 /// All samples of one cell.
 pub struct Row<'a> {
@@ -58,7 +50,6 @@ impl Load {
             Load::Think { pause_us } => (1, 0, pause_us),
             Load::Throttle { limit, depth } => (2, limit.into(), depth as u64),
             Load::Disks { iothreads, .. } => (3, 0, iothreads as u64),
-            Load::Idle { disks } => (4, 0, disks as u64),
             Load::Bursts { requests } => (5, 0, requests as u64),
         }
     }
@@ -119,10 +110,6 @@ pub fn write(out: &mut String, samples: &[Measured]) -> fmt::Result {
         let servers = servers_of(rows);
         let load = rows[0].cell.load;
         writeln!(out, "\n### {}\n", load.title())?;
-        if let Load::Idle { .. } = load {
-            write_idle(out, rows, &servers, &mut verdicts)?;
-            continue;
-        }
         write_cpu(out, rows, &servers)?;
         write_latencies(out, rows, &servers)?;
         write_polling(out, rows, &servers)?;
@@ -179,7 +166,6 @@ impl Load {
             Load::Think { .. } => "Closed loop at depth 1 with a think time",
             Load::Throttle { .. } => "Limited disk, closed loop",
             Load::Disks { .. } => "Many disks, open loop",
-            Load::Idle { .. } => "Connected disks without I/O",
             Load::Bursts { .. } => "Bursts after 100 ms of silence",
         }
     }
@@ -285,86 +271,6 @@ fn polling(row: &Row, server: Server) -> String {
     format!("{cpu:.0} %, {hit:.0} %")
 }
 
-fn write_idle(
-    out: &mut String,
-    rows: &[Row],
-    servers: &[Server],
-    verdicts: &mut String,
-) -> fmt::Result {
-    for row in rows {
-        let figures = |figure: &dyn Fn(&Measured, &Idle) -> f64| -> Vec<String> {
-            let medians = servers.iter().map(|server| {
-                let its = row.samples.iter().filter(|it| it.server == *server);
-                let values = its.filter_map(|it| Some(figure(it, it.idle.as_ref()?)));
-                Spread::of(values).map_or(String::new(), |it| short(it.median))
-            });
-            medians.collect()
-        };
-        head(out, &row.cell.to_string(), &names(servers))?;
-        let percent = |it: &Measured, _: &Idle| it.sample.server_core * 100.0;
-        line(out, "CPU, % of a core", &figures(&percent))?;
-        line(out, "start to ready, s", &figures(&|_, it| it.ready_s))?;
-        let private = |_: &Measured, it: &Idle| it.private_kib();
-        line(out, "private memory of a disk, KiB", &figures(&private))?;
-        let pss = |_: &Measured, it: &Idle| it.each(|it| it.pss_kib);
-        line(out, "Pss of a disk, KiB", &figures(&pss))?;
-        let first = |_: &Measured, it: &Idle| it.one.private_kib;
-        line(out, "private memory with one disk, KiB", &figures(&first))?;
-        let descriptors = |_: &Measured, it: &Idle| it.descriptors();
-        line(out, "descriptors of a disk", &figures(&descriptors))?;
-        let own = |_: &Measured, it: &Idle| it.own_descriptors();
-        line(out, "&nbsp; beyond the front-end's", &figures(&own))?;
-        let mut kinds: Vec<&String> = row
-            .samples
-            .iter()
-            .filter_map(|it| it.idle.as_ref())
-            .flat_map(|it| it.connected.descriptors.keys())
-            .collect();
-        kinds.sort();
-        kinds.dedup();
-        for kind in kinds {
-            let count = |_: &Measured, it: &Idle| {
-                it.each(|it| it.descriptors.get(kind).copied().unwrap_or(0) as f64)
-            };
-            line(out, &format!("&nbsp; {kind}"), &figures(&count))?;
-        }
-        for it in row
-            .samples
-            .iter()
-            .filter(|it| it.server == Server::Ringdisk)
-        {
-            let Some(idle) = &it.idle else { continue };
-            let judged = [
-                (
-                    "CPU, % of a core",
-                    it.sample.server_core * 100.0,
-                    IDLE_PERCENT_MAX,
-                ),
-                (
-                    "private KiB of a disk",
-                    idle.private_kib(),
-                    IDLE_PRIVATE_KIB_MAX,
-                ),
-                (
-                    "descriptors of a disk beyond the front-end's",
-                    idle.own_descriptors(),
-                    IDLE_DESCRIPTORS_MAX,
-                ),
-                ("seconds to ready", idle.ready_s, IDLE_READY_S_MAX),
-            ];
-            for (what, value, most) in judged {
-                let (verdict, value) = (verdict(value <= most), short(value));
-                writeln!(
-                    verdicts,
-                    "{verdict}{}: {what} {value}, wanted at most {most}",
-                    row.cell
-                )?;
-            }
-        }
-    }
-    Ok(())
-}
-
 /// A figure that ringdisk promises here, beside another server's.
 struct Goal {
     what: &'static str,
@@ -409,7 +315,6 @@ fn goals(load: Load) -> Vec<Goal> {
         Load::Throttle { .. } => vec![qsd("CPU per I/O", CPU_US, 0.6)],
         Load::Disks { .. } => vec![qsd("CPU", CORE, 0.5)],
         Load::Bursts { .. } => vec![qsd("first answer, mean", MEAN, 1.0)],
-        Load::Idle { .. } => Vec::new(),
     }
 }
 
@@ -478,7 +383,7 @@ impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let what = if self.write { "write" } else { "read" };
         match self.load {
-            Load::Disks { .. } | Load::Idle { .. } => write!(f, "{}", self.load),
+            Load::Disks { .. } => write!(f, "{}", self.load),
             _ => write!(f, "{}, {what}, {}", self.backing, self.load),
         }
     }
@@ -500,7 +405,6 @@ impl fmt::Display for Load {
                 iothreads,
                 per_second,
             } => write!(f, "{disks} disks, {per_second}/s each, {iothreads} threads"),
-            Load::Idle { disks } => write!(f, "{disks} disks"),
             Load::Bursts { requests } if *requests == 1 => write!(f, "1 request"),
             Load::Bursts { requests } => write!(f, "{requests} requests"),
         }
@@ -510,7 +414,7 @@ impl fmt::Display for Load {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::plan::{Backing, Client};
+    use crate::bench::words::{Backing, Client};
     use lab::plan::words::Arrival;
 
     fn at(per_second: u32) -> Cell {
@@ -542,7 +446,6 @@ mod tests {
                 ..Sample::default()
             },
             polling: None,
-            idle: None,
         }
     }
 
@@ -602,19 +505,11 @@ mod tests {
                 iothreads: 2,
                 per_second: 100,
             },
-            Load::Idle { disks: 1000 },
             Load::Bursts { requests: 8 },
         ];
         for load in loads {
             let cell = Cell { load, ..at(100) };
-            let mut sample = measured(cell, Server::RingdiskNoPolling, 2, 74.0, 3);
-            sample.idle = Some(Idle {
-                disks: 1000,
-                ready_s: 0.5,
-                one: Default::default(),
-                listening: Default::default(),
-                connected: Default::default(),
-            });
+            let sample = measured(cell, Server::RingdiskNoPolling, 2, 74.0, 3);
             let text = serde_json::to_string(&sample).unwrap();
             let back: Measured = serde_json::from_str(&text).unwrap();
             assert_eq!(back.cell, cell);
