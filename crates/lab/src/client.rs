@@ -1,5 +1,5 @@
-//! The client of a measurement without a guest: requests to the vhost-user sockets of one server, from a process of its
-//! own, so that its CPU time and memory are not those of the program that started it.
+//! The client of a measurement without a guest: it sends requests to the vhost-user sockets of one server. It is a separate
+//! process, so that its CPU time and memory are separate too.
 
 mod closed;
 mod drivers;
@@ -24,7 +24,7 @@ pub use job::{Access, Job, Sample, noise};
 /// Runs a [`Job`] in JSON and prints its [`Sample`] as one line of JSON.
 ///
 /// # Errors
-/// It is no job, a server cannot be connected to, or a request fails.
+/// The job is invalid, a connection fails, or a request fails.
 pub fn run(job: &str) -> Result<()> {
     let job: Job = serde_json::from_str(job).context("parsing the client's job")?;
     watchdog(&job);
@@ -52,18 +52,20 @@ pub fn grace(job: &Job) -> Duration {
     Duration::from_secs(20) + CONNECT_MAX * job.sockets.len() as u32
 }
 
-/// A server that loses a request must not hang the measurement: with nothing completing, a sleeping client never wakes.
+/// Ends the process after a time limit: if a server lost a request, a sleeping client would never wake.
 fn watchdog(job: &Job) {
     let times_s = job.warmup_s + job.runtime_s + job.cooldown_s + job.idle_s.unwrap_or(0.0);
     let limit = Duration::from_secs_f64(times_s) + grace(job);
     thread::spawn(move || {
         thread::sleep(limit);
-        eprintln!("client: not done after {limit:?}; the server stopped completing requests");
+        eprintln!(
+            "client: not finished after {limit:?}; the server has stopped completing requests"
+        );
         std::process::exit(3);
     });
 }
 
-/// A server makes its sockets before it listens on them.
+/// Connects to a socket. A server creates its sockets before it listens on them, so this tries again.
 fn wait_for(sockets: &[PathBuf]) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(5);
     for path in sockets {

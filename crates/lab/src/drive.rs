@@ -1,7 +1,7 @@
-//! A load on vhost-user sockets, without a guest: what a server gives at most.
+//! Drives vhost-user sockets without a guest, to find the maximum of a server.
 //!
-//! What fio does in a guest: a closed loop that replaces each request as it completes, or an open one whose requests
-//! come when they come. There, a latency counts from when a request was due, however late it was sent.
+//! It makes the same loads as fio in a guest: a closed loop replaces each request as it completes; in an open loop, each
+//! request is due at its own time, and its latency counts from that time, however late it was sent.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Barrier, mpsc};
@@ -21,30 +21,30 @@ use crate::plan::{Settings, Workload};
 use crate::vhost::{DESCRIPTORS, Device, Queue, Shape};
 use harness::cpu;
 
-/// Longest that a server may take to greet, or to complete a request.
+/// How long a server may take to reply to a new connection, or to complete a request.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How often a wait is looked up from, for an end that is wanted.
+/// The interval at which a wait checks whether the user stops the run.
 const TICK: Duration = Duration::from_millis(100);
-/// Bytes that do not compress, written over and over.
+/// The size of the incompressible data that fills the buffers.
 const FILL: usize = 1 << 20;
 
-/// How long, and at which times.
+/// The times of a load.
 #[derive(Clone, Debug)]
 pub struct Times {
-    /// Before it counts.
+    /// The time before the measurement.
     pub ramp: Duration,
-    /// While it counts.
+    /// The measured time.
     pub runtime: Duration,
-    /// Of one point of the series.
+    /// The length of a point in the series.
     pub interval: Duration,
-    /// Where all threads of the load run; an empty list leaves them to the scheduler.
+    /// The CPUs of the load's threads; an empty list leaves them to the scheduler.
     pub cpus: Vec<usize>,
 }
 
-/// Drives all of these disks at the same time: a thread for each queue that has something to do.
+/// Drives all of these disks at the same time, with a thread for each queue that has requests.
 ///
 /// # Errors
-/// A disk cannot be connected to, a request fails or never ends, or an end is wanted.
+/// The connection to a disk fails, a request fails or never completes, or the user stops the run.
 pub fn drive(
     sockets: &[PathBuf],
     settings: &Settings,
@@ -76,7 +76,7 @@ pub fn drive(
             load.bs
         );
         for (number, queue) in its.into_iter().take(queues).enumerate() {
-            // The first queues have one request more if it does not go up.
+            // If the division has a remainder, the first queues have one request more.
             let depth = depth(settings, load) / queues
                 + usize::from(number < depth(settings, load) % queues);
             lanes.push(Lane {
@@ -129,32 +129,32 @@ pub fn drive(
     run.requests = run.latencies.requests();
     run.bytes = run.requests.saturating_mul(load.bs);
     run.iops = run.requests as f64 / times.runtime.as_secs_f64();
-    ensure!(run.requests > 0, "no request was completed in time");
+    ensure!(run.requests > 0, "no request completed in time");
     Ok(run)
 }
 
-/// A server that accepts and then says nothing would be waited for without end: not here.
+/// Connects, but does not wait forever for a server that accepts the connection and does not reply.
 fn connect(socket: &Path, shape: Shape, fill: Vec<u8>) -> Result<(Device, Vec<Queue>)> {
     let (sender, receiver) = mpsc::channel();
     let path = socket.to_owned();
     thread::spawn(move || drop(sender.send(Device::connect(&path, shape, &fill))));
     receiver.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         Err(anyhow!(
-            "{} has not greeted for {} s",
+            "{} has not replied for {} s",
             socket.display(),
             PATIENCE.as_secs()
         ))
     })
 }
 
-/// What one thread drives.
+/// The queue of one thread.
 struct Lane {
     queue: Queue,
     depth: usize,
     blocks: u64,
     next_block: u64,
     rng: Rng,
-    /// Requests per second that come; `None` is a closed loop.
+    /// The offered requests per second; `None` is a closed loop
     rate: Option<f64>,
     in_flight: usize,
 }
@@ -186,7 +186,7 @@ impl Lane {
                 self.queue.prepare(slot, write, block * load.bs);
                 self.in_flight += 1;
             }
-            // With a slot free, the next request is what is waited for.
+            // If a slot is free, wait only until the next request is due.
             let wait = match (self.rate, free.is_empty()) {
                 (Some(_), false) => due.saturating_duration_since(now).min(TICK),
                 _ => TICK,
@@ -203,7 +203,7 @@ impl Lane {
                 .checked_duration_since(count_from)
                 .map(|time| (time.as_nanos() / times.interval.as_nanos().max(1)) as usize);
             if place != current {
-                // What came before it counts is counted by nobody.
+                // Requests before the measured time do not count.
                 match current.and_then(|place| series.get_mut(place)) {
                     Some(histogram) => bins.move_to(histogram),
                     None => bins = Bins::default(),
@@ -213,7 +213,7 @@ impl Lane {
             match done.is_empty() {
                 true => ensure!(
                     heard.elapsed() < PATIENCE,
-                    "no request has been completed for {} s",
+                    "no request has completed for {} s",
                     PATIENCE.as_secs()
                 ),
                 false => heard = now,
@@ -237,7 +237,7 @@ impl Lane {
         Ok(series.into_iter().enumerate().map(interval).collect())
     }
 
-    /// Until the next request comes.
+    /// The time until the next request is due.
     fn gap(&mut self, rate: f64, arrival: Arrival) -> Duration {
         let share = match arrival {
             Arrival::Linear => 1.0,
@@ -263,7 +263,7 @@ impl Lane {
         (write, block)
     }
 
-    /// Waits for what is still under way.
+    /// Waits for the requests that are still in flight.
     fn drain(&mut self, stop: &Stop) -> Result<()> {
         let since = Instant::now();
         let mut done = Vec::new();
@@ -271,7 +271,7 @@ impl Lane {
             ensure!(!stop.is_wanted(), "stopped");
             ensure!(
                 since.elapsed() < PATIENCE,
-                "{} requests were never completed",
+                "{} requests never completed",
                 self.in_flight
             );
             done.clear();

@@ -1,4 +1,4 @@
-//! The host: what it is, and what it did while guests ran.
+//! Facts about the host, and its load while guests run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,10 +11,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use crate::window::Window;
 use harness::cpu::{self, Usage};
 
-/// What results depend on, in words: results with other facts are not comparable.
+/// Facts on which results depend: results with different facts are not comparable.
 pub type Facts = BTreeMap<String, String>;
 
-/// Facts of this host. Versions of programs are added by whoever starts them.
+/// Facts of this host, without the versions of programs.
 pub fn facts(storage: &Path) -> Facts {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let field = |text: &str, key: &str| {
@@ -79,7 +79,7 @@ pub fn facts(storage: &Path) -> Facts {
     facts
 }
 
-/// `major:minor` of the device that a path lies on.
+/// `major:minor` of the device on which a path is.
 fn device_of(path: &Path) -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     let metadata = fs::metadata(path).ok()?;
@@ -109,51 +109,51 @@ pub fn now_ms() -> u64 {
         .map_or(0, |since| since.as_millis() as u64)
 }
 
-/// What was counted at one time, all since boot or start.
+/// Counters at one time, since boot or the start of a process.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tick {
     at_ms: u64,
-    /// Of all CPUs, in clock ticks.
+    /// The time of all CPUs in clock ticks
     all: u64,
     idle: u64,
     stolen: u64,
-    /// Of the processes that are watched.
+    /// The CPU time of the watched processes
     watched: Usage,
-    /// How many of them there are.
+    /// The number of the watched processes
     processes: usize,
-    /// Of this program and all that it started, in clock ticks.
+    /// The CPU time of this program and its descendants in clock ticks
     ours: u64,
-    /// Exits of KVM of theirs.
+    /// KVM's exits of the watched processes
     exits: Option<u64>,
 }
 
-/// Whose CPU time is counted.
+/// The processes whose CPU time is counted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Watched {
     /// These processes.
     Processes(Vec<u32>),
-    /// fio, wherever this program started it.
+    /// The fio processes that this program started.
     Fio,
 }
 
-/// What a window cost.
+/// The host's load in a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// CPU time of the watched processes, in seconds per second.
     pub cpus_used: f64,
-    /// Context switches of theirs per second.
+    /// Context switches of the watched processes per second.
     pub switches_per_s: f64,
-    /// Exits of KVM per second, where they can be read.
+    /// KVM's exits per second, if the host reports them.
     pub exits_per_s: Option<f64>,
-    /// Shares of all CPUs' time: idle, stolen by a hypervisor, and used by who has nothing to do with us.
+    /// The share of all CPUs' time that was idle.
     pub idle: f64,
-    /// See `idle`.
+    /// The share that a hypervisor gave to other virtual machines.
     pub stolen: f64,
-    /// See `idle`.
+    /// The share that unrelated programs used.
     pub others: f64,
 }
 
-/// Watches the host and some processes of it until it is dropped.
+/// Watches the host and some of its processes until it is dropped.
 pub struct Watch {
     ticks: Arc<Mutex<Vec<Tick>>>,
     end: Arc<AtomicBool>,
@@ -163,7 +163,7 @@ pub struct Watch {
 const PERIOD: Duration = Duration::from_millis(200);
 
 impl Watch {
-    /// Watches these processes, and holds all their threads on a CPU if exactly one is named.
+    /// Watches these processes, and pins all their threads if the plan names exactly one CPU.
     pub fn start(watched: Watched, cpus: Vec<usize>) -> Watch {
         let (ticks, end) = (
             Arc::new(Mutex::new(vec![tick(&watched, &cpus)])),
@@ -186,7 +186,7 @@ impl Watch {
         }
     }
 
-    /// What a time cost; `None` if it was too short, or is not over.
+    /// The load in a window; `None` if the window was too short, or is not over.
     pub fn cost(&self, window: Window) -> Option<Cost> {
         let ticks = self.ticks.lock().unwrap_or_else(PoisonError::into_inner);
         let from = ticks
@@ -242,7 +242,7 @@ fn tick(watched: &Watched, cpus: &[usize]) -> Tick {
     };
     // A server with several CPUs has pinned its threads itself.
     if let [_] = cpus {
-        // One that has just ended needs no pin.
+        // A process that has just ended needs no pinning.
         pids.iter().for_each(|pid| drop(cpu::pin(*pid, cpus)));
     }
     let usages: Vec<Usage> = pids.iter().filter_map(|pid| Usage::of(*pid).ok()).collect();
@@ -258,7 +258,7 @@ fn tick(watched: &Watched, cpus: &[usize]) -> Tick {
     let field = |index: usize| fields.get(index).copied().unwrap_or(0);
     Tick {
         at_ms: now_ms(),
-        // user nice system idle iowait irq softirq steal; guests' time is in user already.
+        // user nice system idle iowait irq softirq steal; user includes guests' time.
         all: fields.iter().take(8).sum(),
         idle: field(3) + field(4),
         stolen: field(7),
@@ -271,19 +271,19 @@ fn tick(watched: &Watched, cpus: &[usize]) -> Tick {
     }
 }
 
-/// CPU time of a process and all that it started, and that they started. What of them has ended, and was waited for, is
-/// in the time of who did.
+/// The CPU time of a process and its descendants. The time of those that have ended is in that of the parent that waited for
+/// them.
 fn family_ticks(pid: u32) -> u64 {
     let below: u64 = children(pid).into_iter().map(family_ticks).sum();
     below + cpu_ticks(pid, 4)
 }
 
-/// The processes of this name that a process started, and that they started.
+/// The descendants of a process that have this name.
 fn named_below(pid: u32, name: &str) -> Vec<u32> {
     let mut found = Vec::new();
     for child in children(pid) {
-        let its = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
-        match its.trim() == name {
+        let comm = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();
+        match comm.trim() == name {
             true => found.push(child),
             false => found.extend(named_below(child, name)),
         }
@@ -306,8 +306,8 @@ fn children(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// User and system time of a process, with threads that have ended, and then those of children that it waited for: the
-/// first `fields` from the 14th of its stat, counted behind the parenthesised name, which may contain anything.
+/// The sum of the first `fields` values from the 14th of a process's stat: user and system time, including ended threads,
+/// and then those of children that it waited for. The name in parentheses may contain anything.
 fn cpu_ticks(pid: u32, fields: usize) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let behind = stat.rsplit(')').next().unwrap_or_default();
@@ -319,7 +319,7 @@ fn cpu_ticks(pid: u32, fields: usize) -> u64 {
         .sum()
 }
 
-/// Root only, and only with debugfs.
+/// KVM's exits of a process. Needs root and debugfs.
 fn exits(pid: u32) -> Option<u64> {
     let prefix = format!("{pid}-");
     let folders = fs::read_dir("/sys/kernel/debug/kvm").ok()?.flatten();

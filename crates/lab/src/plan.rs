@@ -1,4 +1,4 @@
-//! A plan: which configurations are measured under which loads, what is compared, and what others have published.
+//! A plan: the configurations, the loads, the comparisons, and published claims.
 
 pub mod backing;
 pub mod ceph;
@@ -28,81 +28,81 @@ pub use workload::Workload;
 use cpus::Cpus;
 use words::{Against, Expect, GuestKind, Interleave, Metric, Until};
 
-/// Most configurations, loads and pairs of a plan: a mistake in a list is more likely than such a wish.
+/// The maximum number of configurations: more are probably an error in a list.
 pub const CASES_MAX: usize = 256;
-/// See [`CASES_MAX`].
+/// The maximum number of loads.
 pub const WORKLOADS_MAX: usize = 1024;
-/// Most rates that a search finds for a load.
+/// The maximum number of rates that a search finds for a load.
 pub const RATES_MAX: usize = 9;
 
-/// A plan, complete and checked.
+/// A plan that has been checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// A word, for folders.
+    /// The name, a word that can be the name of a folder.
     pub name: String,
-    /// A line for people.
+    /// The title, one line.
     pub title: String,
     /// Where the load runs.
     pub guest: GuestKind,
-    /// How long all of it may take.
+    /// The time that the plan may take.
     pub budget: Duration,
-    /// Repeats of each configuration, at most. A repeat of all of them is a block.
+    /// The maximum number of blocks. A block runs each configuration once.
     pub blocks_max: u32,
-    /// For the order of the runs; `None` takes one and records it.
+    /// The seed for the order of the runs; `None` chooses one, which the journal records.
     pub seed: Option<u64>,
-    /// Gains smaller than this are no difference.
+    /// Gains smaller than this count as none.
     pub margin: f64,
-    /// The effect that is to be found, and the noise of a run that is expected: for the estimate of the time.
+    /// The effect that is to be found, for the estimate of the time.
     pub effect: f64,
-    /// See `effect`.
+    /// The expected noise of a run, for the estimate of the time.
     pub noise: f64,
-    /// Bytes of each disk that the lab makes.
+    /// The size in bytes of each disk that the lab creates.
     pub size: u64,
-    /// Where it makes them; `None` is beside the result.
+    /// The folder for these disks; `None` is the result's folder.
     pub directory: Option<PathBuf>,
-    /// Whether it also creates the disks that configurations name, and removes them.
+    /// Whether the lab creates the disks that configurations name, and removes them at the end.
     pub create: bool,
-    /// How long a run counts.
+    /// The measured time of a run.
     pub runtime: Duration,
-    /// How long it runs before.
+    /// The time before it.
     pub ramp: Duration,
     /// The configurations.
     pub cases: Vec<Case>,
     /// The loads.
     pub workloads: Vec<Workload>,
-    /// Which is compared with which: indexes of cases, from and to.
+    /// The comparisons, as pairs of indexes of cases: from and to.
     pub contrasts: Vec<(usize, usize)>,
-    /// How the comparisons were chosen.
+    /// The rule for the comparisons.
     pub against: Against,
-    /// Where the sweep asks for more than can be configured, and was left out.
+    /// Combinations of the sweep that cannot be configured, with the reasons.
     pub left_out: Vec<String>,
-    /// What others have published of this.
+    /// Published claims.
     pub claims: Vec<Claim>,
     /// What a block repeats for each configuration.
     pub interleave: Interleave,
     /// When a run ends.
     pub until: Until,
-    /// What verdicts are about.
+    /// The figure of the verdicts.
     pub metric: Metric,
     /// The CPUs of servers and of the load, unless a configuration has others.
     pub cpus: Cpus,
-    /// Whether each disk is brought into the same state before each sample: nothing left to be written back, and
-    /// resident in the page cache, or with O_DIRECT absent from it.
+    /// Whether each disk is brought into the same state before each sample: written back, and completely in the page
+    /// cache or, with O_DIRECT, not in it.
     pub settle: bool,
-    /// How long a sample waits for a machine on which nothing else runs.
+    /// How long a sample waits until nothing else runs on the machine.
     pub patience: Duration,
-    /// A guest of one's own.
+    /// A guest of the user's.
     pub ssh: Option<Ssh>,
-    /// Job files that it names, with their texts.
+    /// The job files that the plan names, with their texts.
     pub jobs: BTreeMap<String, String>,
 }
 
 /// A selection of cases or loads: `iodepth=1,32`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Filter {
-    /// What is looked at.
+    /// The key to compare.
     pub key: String,
-    /// The values of which one is wanted.
+    /// The values to select.
     pub values: Vec<String>,
 }
 
@@ -120,7 +120,7 @@ impl std::str::FromStr for Filter {
     }
 }
 
-/// A configuration by its name.
+/// A named configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case {
     /// A name, unique in the plan.
@@ -133,46 +133,46 @@ pub struct Case {
     pub settings: Settings,
 }
 
-/// A published figure that the plan looks at again.
+/// A published figure that the plan tests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Claim {
-    /// Who, and when.
+    /// The author and the year.
     pub source: String,
-    /// What was published.
+    /// The published figure.
     pub figure: String,
-    /// Settings and loads for which it is said, on the side compared with.
+    /// The settings of the base of the comparison.
     pub from: Vec<(String, String)>,
-    /// The same on the other side.
+    /// The settings of the configuration that is compared with it.
     pub to: Vec<(String, String)>,
-    /// Loads that it is about; empty is all.
+    /// The loads of the claim; empty means all.
     pub at: Vec<(String, String)>,
-    /// What happens.
+    /// The expected result.
     pub expect: Expect,
-    /// Why this cannot be tested with this plan on any host like this one.
+    /// Why this plan cannot test the claim.
     pub untestable: Option<String>,
 }
 
-/// How a guest of one's own is booted and reached.
+/// How a guest of the user's is booted and reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ssh {
-    /// A disk image that boots; never written to. `None` if the guest already runs.
+    /// A disk image to boot, which is never written to; `None` if the guest already runs.
     pub image: Option<PathBuf>,
     /// The user to log in as.
     pub user: String,
     /// A private key.
     pub key: Option<PathBuf>,
-    /// Host of a guest that already runs.
+    /// The host name of a guest that already runs.
     pub host: Option<String>,
-    /// Its port.
+    /// The port of its SSH server.
     pub port: u16,
-    /// The disks in the guest that are tested, in order.
+    /// The disks in the guest to measure.
     pub disks: Vec<String>,
-    /// Whether commands are for a Windows guest.
+    /// Whether the guest runs Windows.
     pub windows: bool,
 }
 
 impl Case {
-    /// Whether it has all of these settings; `case` is its name.
+    /// Whether the case has all of these settings. The key `case` is its name.
     pub fn matches(&self, wanted: &[(String, String)]) -> bool {
         wanted.iter().all(|(key, value)| match key.as_str() {
             "case" => &self.name == value,
@@ -182,7 +182,7 @@ impl Case {
 }
 
 impl Claim {
-    /// Whether it says something of this comparison under this load.
+    /// Whether the claim is about this comparison under this load.
     pub fn is_about(&self, from: &Case, to: &Case, workload: &Workload) -> bool {
         let at = |(key, value): &(String, String)| match key.as_str() {
             "workload" => &workload.name == value,
@@ -193,15 +193,15 @@ impl Claim {
 }
 
 impl Plan {
-    /// Reads a plan. `file` is for messages, and where job files that it names are looked for.
+    /// Reads a plan. `file` is for messages; job files are read from its folder.
     ///
     /// # Errors
-    /// The first mistake: its line, and the nearest allowed word.
+    /// The first error in the plan, with its line and the nearest allowed word.
     pub fn parse(file: &std::path::Path, text: &str) -> Result<Plan, PlanError> {
         parse::plan(file, text, &|name| parse::read_job(file, name))
     }
 
-    /// Reads a plan that was recorded with the job files that it names: no file is read.
+    /// Reads a plan from a journal, which also has the job files. Reads no file.
     ///
     /// # Errors
     /// As [`Plan::parse`].
@@ -216,8 +216,8 @@ impl Plan {
         })
     }
 
-    /// The plan without these cases, which cannot be measured here. Comparisons with them fall away; in a ladder, the
-    /// case after one that is missing is compared with the one before it.
+    /// The plan without these cases, which cannot run here, and without their comparisons. In a ladder, the case after a
+    /// missing one is compared with the one before it.
     #[must_use]
     pub fn without(&self, names: &[String]) -> Plan {
         let kept: Vec<usize> = (0..self.cases.len())
@@ -240,7 +240,7 @@ impl Plan {
         plan
     }
 
-    /// The plan with what all of the filters select.
+    /// The part of the plan that all of the filters select.
     ///
     /// # Errors
     /// As [`Plan::selected`].
@@ -250,11 +250,11 @@ impl Plan {
             .try_fold(self.clone(), |plan, filter| plan.selected(filter))
     }
 
-    /// The plan with the cases and loads that a filter selects. `case`, `workload` and every key of a configuration or a
-    /// load may be named; a case or load that has a named key must have one of the values.
+    /// The part of the plan that a filter selects: cases or loads with one of the values. Keys are `case`, `workload`, and
+    /// all keys of configurations and loads.
     ///
     /// # Errors
-    /// Nothing is left, or no case and no load has the key.
+    /// The filter selects nothing, or its key is unknown.
     pub fn selected(&self, filter: &Filter) -> Result<Plan, String> {
         let Filter { key, values } = filter;
         let mut plan = self.clone();
@@ -295,7 +295,7 @@ impl Plan {
             let mut there: Vec<&str> = there.iter().map(String::as_str).collect();
             there.dedup();
             return Err(format!(
-                "nothing of the plan has {key}={}; there are {}",
+                "no part of the plan has {key}={}; there are {}",
                 values.join(","),
                 there.join(", ")
             ));
@@ -303,7 +303,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The plan with a load at each of these rates, instead of one whose rates are to be searched for.
+    /// The plan with a load at each of these rates, in place of the load whose rates were searched for.
     #[must_use]
     pub fn with_rates(&self, load: &str, rates: &[u32]) -> Plan {
         let mut plan = self.clone();
@@ -327,12 +327,12 @@ impl Plan {
         }
     }
 
-    /// A run with all that belongs to it, without the boot of its guest.
+    /// The time of a run without the boot of its guest.
     pub fn run_time(&self) -> Duration {
         self.ramp + self.runtime
     }
 
-    /// Which cases are compared, for cases that are already there.
+    /// The comparisons of these cases by this rule.
     fn pair(cases: &[Case], against: Against) -> Vec<(usize, usize)> {
         let all = 0..cases.len();
         match against {
@@ -354,8 +354,8 @@ impl Plan {
         }
     }
 
-    /// Whether two differ in one setting, and no other case with only that setting changed lies before `from`: each
-    /// value of an axis is compared with the axis' first.
+    /// Whether two cases differ in one setting, and no case before `from` differs from `to` only in that setting: each value
+    /// of an axis is compared with the first one.
     fn is_one_factor(cases: &[Case], from: usize, to: usize) -> bool {
         let differ = |a: usize, b: usize| cases[a].settings.differences(&cases[b].settings);
         let [axis] = differ(from, to)[..] else {

@@ -28,7 +28,7 @@ use crate::plan::{Filter, Plan};
 use crate::storage::Files;
 use crate::storage::named::Named;
 use blocks::Runner;
-use boot::Bench;
+use boot::Testbed;
 use progress::Progress;
 use recorder::Recorder;
 use runtime_folder::RuntimeFolder;
@@ -103,7 +103,7 @@ pub fn run(
     if stop.is_wanted() {
         return Ok(recorder.journal);
     }
-    let bench = Bench {
+    let testbed = Testbed {
         plan: &plan,
         ringdisk: &options.ringdisk,
         accel,
@@ -111,15 +111,15 @@ pub fn run(
         folder: runtime.0.clone(),
         stop,
     };
-    search_rates(&bench, &mut files, &mut recorder)?;
+    search_rates(&testbed, &mut files, &mut recorder)?;
     if stop.is_wanted() {
         return Ok(recorder.journal);
     }
     let plan_with_rates = recorder.journal.plan.clone();
     let mut runner = Runner {
-        bench: Bench {
+        testbed: Testbed {
             plan: &plan_with_rates,
-            ..bench
+            ..testbed
         },
         files,
         ringdisk: &options.ringdisk,
@@ -231,12 +231,16 @@ fn changed_facts(before: &Facts, now: &Facts) -> Vec<String> {
 }
 
 /// Searches the rates of each load that leaves them open. Ends early if the user stops the run.
-fn search_rates(bench: &Bench<'_>, files: &mut Files, recorder: &mut Recorder<'_>) -> Result<()> {
-    for load in bench.plan.workloads.iter().filter(|load| load.search) {
+fn search_rates(
+    testbed: &Testbed<'_>,
+    files: &mut Files,
+    recorder: &mut Recorder<'_>,
+) -> Result<()> {
+    for load in testbed.plan.workloads.iter().filter(|load| load.search) {
         let since = Instant::now();
-        let rates = match search::rates(bench, files, load, recorder.progress) {
+        let rates = match search::rates(testbed, files, load, recorder.progress) {
             Ok(rates) => rates,
-            Err(_) if bench.stop.is_wanted() => return Ok(()),
+            Err(_) if testbed.stop.is_wanted() => return Ok(()),
             Err(error) => return Err(error),
         };
         recorder.rates(Rates {

@@ -58,7 +58,7 @@ impl Files {
     /// Creates and fills the disks that a plan names, before the first of them is measured.
     ///
     /// # Errors
-    /// A disk is not there, cannot be created or filled, or an end is wanted.
+    /// A disk does not exist, cannot be created or filled, or the user stops the run.
     pub fn prepare(&mut self, plan: &Plan, stop: &Stop, told: Told) -> Result<Vec<Fill>> {
         let mut fills = Vec::new();
         let settings = plan.cases.iter().map(|case| &case.settings);
@@ -151,7 +151,7 @@ impl Files {
         }
     }
 
-    /// A file that is created by the first call.
+    /// A file that the first call creates.
     fn once(
         &mut self,
         path: PathBuf,
@@ -163,13 +163,13 @@ impl Files {
         }
     }
 
-    /// A file that is created by each call.
+    /// A file that each call creates again.
     fn again(
         &mut self,
         path: PathBuf,
         create: impl FnOnce(&Path, u64) -> Result<()>,
     ) -> Result<PathBuf> {
-        // An earlier one is no longer in the way, nor in the page cache.
+        // Remove an earlier one, also from the page cache.
         let _ = fs::remove_file(&path);
         self.check_room(path.parent().unwrap_or(&self.folder))?;
         if !self.made.contains(&path) {
@@ -200,7 +200,7 @@ impl Files {
         let free = room.f_bavail.saturating_mul(room.f_frsize);
         ensure!(
             free >= self.size + RESERVE,
-            "{} has {} MiB free, and a disk takes {} and a reserve of {}; name another with 'directory' in [storage], or a smaller 'size'",
+            "{} has {} MiB free, and a disk needs {} and a reserve of {}; set another 'directory' or a smaller 'size' in [storage]",
             folder.display(),
             free >> 20,
             size_text(self.size),
@@ -220,17 +220,17 @@ impl Drop for Files {
     }
 }
 
-/// Brings a disk into the state in which every sample of a cache mode starts: no sample pays for the writeback of the one
-/// before.
+/// Brings a disk into the state in which every sample of a cache mode starts, so that no sample includes the writeback of the
+/// previous one.
 ///
 /// # Errors
-/// It cannot be read or synced.
+/// The disk cannot be read or synced.
 pub fn settle(path: &Path, cache: Cache) -> Result<()> {
     let what = || format!("settling {}", path.display());
     let mut file = File::open(path).with_context(what)?;
     file.sync_data().with_context(what)?;
     match cache.direct() {
-        // O_DIRECT would first have to look for pages in the cache.
+        // With O_DIRECT, the kernel would first search the page cache.
         true => {
             rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).with_context(what)?
         }
@@ -239,16 +239,16 @@ pub fn settle(path: &Path, cache: Cache) -> Result<()> {
     Ok(())
 }
 
-/// How ringdisk's I/O threads waited, since they were started.
+/// How ringdisk's I/O threads have waited since they were started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Polling {
-    /// Times that a thread polled before it slept.
+    /// The number of times that a thread polled before it slept.
     pub polls: u64,
-    /// Those that found something to do.
+    /// The number of times that polling found a request.
     pub polls_hit: u64,
     /// Time spent polling.
     pub polled_ns: u64,
-    /// Times that a thread slept.
+    /// The number of times that a thread slept.
     pub sleeps: u64,
     /// CPU time of the threads, polling included.
     pub cpu_ns: u64,
@@ -263,7 +263,7 @@ impl Polling {
 
 /// A server of disks over vhost-user. Dropping this ends it.
 pub struct Served {
-    /// `None` if the server is not ours.
+    /// `None` if the lab did not start the server
     process: Option<Process>,
     /// One socket per disk.
     pub sockets: Vec<PathBuf>,
@@ -271,8 +271,8 @@ pub struct Served {
     pub ready_s: f64,
 }
 
-/// The longest that a server may take until it is ready, and how much longer for each disk: qemu-storage-daemon takes a
-/// minute for a thousand disks with native AIO.
+/// The time that a server may take until it is ready, and the additional time per disk: qemu-storage-daemon takes a minute
+/// for a thousand disks with native AIO.
 const START_MAX: Duration = Duration::from_secs(60);
 const START_OF_DISK_MAX: Duration = Duration::from_millis(200);
 
@@ -320,7 +320,7 @@ impl Served {
         }
         let name = "the server of the disks";
         let log = folder.join("server.log");
-        // Pinned from its start: a server that sees one CPU has one I/O thread.
+        // Pin it from the start: a server that sees one CPU starts one I/O thread.
         if let Some(library) = &settings.preload {
             command.env("LD_PRELOAD", library);
         }
@@ -330,7 +330,7 @@ impl Served {
             cpus => cpu::start_on(cpus, || Process::start(name, &mut command, &log))?,
         };
         let mut process = process?.with_grace(Duration::from_secs(10));
-        // Not by connecting: qemu-storage-daemon takes a connection for its guest.
+        // Do not connect to find out: qemu-storage-daemon would accept that as its guest.
         let limit = START_MAX + START_OF_DISK_MAX * disks.len() as u32;
         process.wait_until(limit, stop, || sockets.iter().all(|socket| socket.exists()))?;
         Ok(Served {
@@ -340,8 +340,8 @@ impl Served {
         })
     }
 
-    /// How ringdisk's I/O threads have waited; `None` for other servers, and for a ringdisk that does not say. To be
-    /// asked after a measurement: ringdisk measures latencies from then on.
+    /// How ringdisk's I/O threads have waited; `None` for other servers, and for a ringdisk that does not report it. Call this
+    /// only after a measurement, because ringdisk then starts to measure latencies.
     pub fn polling(&self) -> Option<Polling> {
         self.process.as_ref()?;
         let control = self.sockets.first()?.with_file_name("control.sock");
@@ -360,7 +360,7 @@ impl Served {
         })
     }
 
-    /// The server's process id, if the server is ours.
+    /// The server's process id, if the lab started it.
     pub fn pid(&self) -> Option<u32> {
         self.process.as_ref().map(Process::pid)
     }
@@ -432,7 +432,7 @@ fn ringdisk_command(
 fn daemon_command(settings: &Settings, disks: &[Disk], size: u64, sockets: &[PathBuf]) -> Command {
     let mut command = guarded(Path::new("qemu-storage-daemon"));
     let through = matches!(settings.cache, Cache::Writethrough | Cache::Directsync);
-    // As ringdisk's: the disks are spread over the threads.
+    // Spread the disks over the threads, as ringdisk does.
     let threads = match settings.iothread {
         IoThread::Off => 0,
         IoThread::One => 1,

@@ -1,4 +1,4 @@
-//! What a process holds.
+//! The memory and descriptors of a process.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ pub struct Footprint {
 }
 
 impl Footprint {
-    /// That of a process now.
+    /// Reads the footprint of a process.
     ///
     /// # Errors
     /// The process has ended, or belongs to another user.
@@ -45,13 +45,13 @@ impl Footprint {
         })
     }
 
-    /// Open descriptors of all kinds.
+    /// The number of open descriptors.
     pub fn open(&self) -> usize {
         self.descriptors.values().sum()
     }
 }
 
-/// What a descriptor is, by where its link in `/proc` leads.
+/// The kind of a descriptor, from the target of its link in `/proc`.
 fn kind(target: &Path) -> String {
     let text = target.to_string_lossy();
     match text.strip_prefix("anon_inode:") {

@@ -1,4 +1,4 @@
-//! What a client process is asked to do, and what it answers.
+//! The job of a client process, and its result.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,16 +11,16 @@ use super::footprint::Footprint;
 use super::pace::Pace;
 use crate::plan::words::Client;
 
-/// What one client process is asked to do; travels as JSON on its command line.
+/// The job of a client process, which its command line has as JSON.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Job {
     /// A vhost-user socket for each disk.
     pub sockets: Vec<PathBuf>,
-    /// How many of the disks have I/O; the others are connected only.
+    /// The number of disks with I/O; the others are only connected.
     pub driven: usize,
-    /// Queues of each disk.
+    /// The number of queues of each disk.
     pub queues: u16,
-    /// Entries of each queue. blkio uses three for a request.
+    /// The size of each queue. blkio uses three entries for a request.
     pub queue_size: u16,
     /// Whether the virtqueues are packed.
     pub packed: bool,
@@ -28,10 +28,10 @@ pub struct Job {
     pub client: Client,
     /// The requests of each queue.
     pub access: Access,
-    /// When requests are sent; `None` is a closed loop, in which each completed request is replaced at once. With a pace,
-    /// each disk has a thread.
+    /// When requests are sent; `None` is a closed loop, in which each completed request is replaced immediately. With a
+    /// pace, each disk has a thread.
     pub pace: Option<Pace>,
-    /// Seed of the times of requests; `seed` is that of their offsets.
+    /// The seed for the times of requests; `seed` is for their offsets.
     pub schedule_seed: u64,
     /// Seconds of I/O before the window.
     pub warmup_s: f64,
@@ -41,33 +41,33 @@ pub struct Job {
     pub cooldown_s: f64,
     /// Stay connected without I/O for this many seconds, instead of measuring requests.
     pub idle_s: Option<f64>,
-    /// The server.
+    /// The process id of the server.
     pub server_pid: u32,
-    /// The CPU to which all threads of the server, kernel workers included, are pinned when it is warm.
+    /// The CPU to which all threads of the server, including kernel workers, are pinned after the warm-up.
     pub server_cpu: Option<usize>,
     /// A closed loop has a thread on each of these CPUs; the threads share the queues in turn. Without CPUs it has one
     /// thread, which is not pinned. blkio has a thread for each queue.
     pub cpus: Vec<usize>,
     /// A file that exists during the window.
     pub mark: Option<PathBuf>,
-    /// At most one request in each area of so many bytes: the client ends when it has been in all of them. 0 for no limit.
+    /// At most one request in each area of this size in bytes: the client ends when it has accessed all areas. 0 is no limit.
     pub once: u64,
-    /// Seed of the offsets.
+    /// The seed for the offsets.
     pub seed: u64,
-    /// Whether the sample is to have all latencies.
+    /// Whether the sample contains all latencies.
     pub latencies: bool,
 }
 
 /// The requests of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Access {
-    /// Writes, otherwise reads.
+    /// Whether requests are writes.
     pub write: bool,
-    /// In sequence, otherwise at random.
+    /// Whether offsets are sequential and not random.
     pub sequential: bool,
-    /// Bytes of each request.
+    /// The size of each request in bytes.
     pub block: usize,
-    /// Requests in flight, at most.
+    /// The maximum number of requests in flight.
     pub depth: usize,
 }
 
@@ -95,7 +95,7 @@ impl fmt::Display for Access {
     }
 }
 
-/// What was measured in the window.
+/// The figures of the window.
 #[derive(Clone, Default, Serialize, Deserialize)]
 pub struct Sample {
     /// Requests per second.
@@ -111,29 +111,29 @@ pub struct Sample {
     pub p99_us: f64,
     /// Longest latency in microseconds.
     pub max_us: f64,
-    /// CPU time of the whole server process for each request, kernel workers included, in microseconds.
+    /// CPU time of the whole server process per request, including kernel workers, in microseconds.
     pub cpu_us_per_io: f64,
-    /// The part of it in user mode.
+    /// Its part in user mode.
     pub cpu_user_us_per_io: f64,
-    /// The part of it in the kernel.
+    /// Its part in the kernel.
     pub cpu_system_us_per_io: f64,
-    /// Context switches of the server for each request.
+    /// Context switches of the server per request.
     pub switches_per_io: f64,
     /// CPU time of the server per second.
     pub server_core: f64,
     /// CPU time of the client per second.
     pub client_core: f64,
-    /// Time that the server's threads were runnable but not running, summed, over the window's length. Threads that share
-    /// the server's core also wait for each other.
+    /// The time that the server's threads waited for a CPU, as a sum over the window's length. Threads on the same core also
+    /// wait for each other.
     pub server_starved: f64,
     /// CPU time per second of processes that are not part of the measurement.
     pub others_cores: f64,
     /// CPU time per second that a hypervisor gave to other machines.
     pub stolen_cores: f64,
-    /// Requests that were due in the window, but could not be sent in it: all slots were in use.
+    /// Requests that were due in the window but could not be sent, because all slots were in use.
     #[serde(default)]
     pub unsent: u64,
-    /// What the server holds while all disks are connected and without I/O.
+    /// The server's memory and descriptors while all disks are connected and have no I/O.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub footprint: Option<Footprint>,
     /// The latencies.
@@ -141,7 +141,7 @@ pub struct Sample {
     pub latencies: Histogram,
 }
 
-/// Bytes that do not compress: of a zram device, the path to it is to be measured and not its compressor.
+/// Incompressible data, so that a measurement of zram does not measure its compressor.
 pub fn noise(len: usize, seed: u64) -> Vec<u8> {
     let words = (0..len.div_ceil(8) as u64).map(|word| mix(seed.wrapping_add(word)));
     let mut data: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();

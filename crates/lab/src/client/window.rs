@@ -1,5 +1,5 @@
-//! The window of a measurement: the counters of the server and of the machine are read at its edges, while all threads
-//! of the client stand still, so that requests and CPU time belong together.
+//! The window of a measurement. At both edges, all threads of the client pause while the counters of the server and of the
+//! machine are read, so that requests and CPU time match.
 
 use std::fs::File;
 use std::sync::Barrier;
@@ -14,16 +14,16 @@ use super::job::{Job, Sample};
 use harness::cpu::{self, Cores, Usage};
 use harness::histogram::{Bins, Histogram};
 
-/// What a thread did between the edges of the window.
+/// The requests of a thread in the window.
 pub struct Lap {
     pub latencies: Bins,
-    /// As many as the latencies, or more where not each one counts.
+    /// The number of requests; more than latencies if not all count
     pub ios: u64,
-    /// Requests that were due, but could not be sent.
+    /// Requests that were due but could not be sent
     pub unsent: u64,
 }
 
-/// A thread per driver, each of which runs `drive`. All stand still while the counters are read.
+/// Runs `drive` in a thread for each driver. All threads pause while the counters are read.
 pub fn measure<D: Driver>(
     job: &Job,
     drivers: Vec<D>,
@@ -33,7 +33,7 @@ pub fn measure<D: Driver>(
     thread::scope(|scope| {
         let start = |(number, driver)| {
             let (drive, edge) = (&drive, &edge);
-            // The others would wait for it at the next edge.
+            // The other threads would wait for this one at the next edge.
             scope.spawn(move || drive(job, number, driver, edge).unwrap_or_else(|e| give_up(&e)))
         };
         let laps: Vec<_> = drivers.into_iter().enumerate().map(start).collect();
@@ -59,13 +59,13 @@ pub fn measure<D: Driver>(
     })
 }
 
-/// This process is nothing but the client.
+/// The CPU time of this process, which is the client.
 fn give_up(error: &anyhow::Error) -> ! {
     eprintln!("{error:#}");
     std::process::exit(1)
 }
 
-/// What was used between the edges.
+/// The counters' differences between the edges.
 fn window(job: &Job, edge: &Barrier) -> Result<Window> {
     edge.wait();
     if let Some(cpu) = job.server_cpu {
@@ -94,7 +94,7 @@ fn window(job: &Job, edge: &Barrier) -> Result<Window> {
     Ok(used)
 }
 
-/// All that is read at both edges of the window.
+/// The counters at an edge of the window.
 struct Counters {
     at: Instant,
     server: Usage,

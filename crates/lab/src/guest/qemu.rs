@@ -278,7 +278,7 @@ impl Guest {
     /// Starts QEMU. The guest boots afterwards: see [`Guest::wait`].
     ///
     /// # Errors
-    /// QEMU is missing, or ends at once; the message contains what it said.
+    /// QEMU is missing, or ends immediately; the message contains its output.
     pub fn start(setup: &Setup, stop: &Stop) -> Result<Guest> {
         fs::create_dir_all(&setup.folder)
             .with_context(|| format!("making {}", setup.folder.display()))?;

@@ -1,4 +1,4 @@
-//! CPUs as plans write them.
+//! Lists of CPUs in plans.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,16 +8,16 @@ use super::settings::number;
 /// The largest number of a CPU.
 const CPU_MAX: usize = 1023;
 
-/// Numbers of CPUs: `0`, `0-3`, `0,2`.
+/// A list of CPUs: `0`, `0-3`, `0,2`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CpuList(Vec<usize>);
 
 /// The CPUs of a run without a guest. An empty list leaves them to the scheduler.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cpus {
-    /// Where servers run, and fio on the host.
+    /// The CPUs of servers, and of fio on the host.
     pub server: Vec<usize>,
-    /// Where the load of a socket is made.
+    /// The CPUs of the client that drives a socket.
     pub load: Vec<usize>,
 }
 

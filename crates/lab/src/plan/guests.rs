@@ -1,20 +1,20 @@
-//! Which settings and loads a plan may have with a guest, and which without.
+//! Checks which settings and loads need a guest, and which need none.
 
 use super::settings::{self, Settings};
 use super::sockets;
 use super::words::{Client, Device};
 use super::workload::{self, Workload};
 
-/// The most volumes of a guest.
+/// The maximum number of volumes of a guest.
 const VOLUMES_MAX: u16 = 24;
 
-/// With a guest, its driver and fio in it make the load.
+/// Checks a configuration with a guest, in which fio makes the load.
 ///
 /// # Errors
-/// A setting or a load that needs another driver.
+/// A setting or a load needs a driver of the lab.
 pub fn with(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
     if settings.client != Client::Blkio {
-        return Err("client is for guest = \"none\": a guest has a driver of its own".into());
+        return Err("client is for guest = \"none\": a guest has its own driver".into());
     }
     if settings.volumes > VOLUMES_MAX {
         return Err(format!("a guest has at most {VOLUMES_MAX} volumes"));
@@ -28,7 +28,7 @@ pub fn with(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
     loads.iter().try_for_each(made_by_fio)
 }
 
-/// fio does not make all loads.
+/// Refuses loads that fio cannot make.
 fn made_by_fio(load: &Workload) -> Result<(), String> {
     let key = workload::WITHOUT_FIO
         .into_iter()
@@ -42,10 +42,10 @@ fn made_by_fio(load: &Workload) -> Result<(), String> {
     }
 }
 
-/// Without a guest, a server's socket is driven directly, or fio runs on the host.
+/// Checks a configuration without a guest: the lab drives the server's socket, or fio runs on the host.
 ///
 /// # Errors
-/// A setting of guests, or a load that only a guest makes.
+/// A setting or a load needs a guest.
 pub fn without(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
     if settings.device == Device::Host {
         return loads
@@ -69,7 +69,9 @@ pub fn without(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
         .into_iter()
         .find(|key| settings.get(key) != plain.get(key));
     if let Some(key) = of_guests {
-        return Err(format!("{key} is a guest's, and guest = \"none\" has none"));
+        return Err(format!(
+            "{key} needs a guest, and guest = \"none\" has none"
+        ));
     }
     loads.iter().try_for_each(|load| {
         sockets::check(settings, load).map_err(|e| format!("{}: {e}", load.name))

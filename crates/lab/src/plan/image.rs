@@ -3,28 +3,28 @@
 use super::settings::{default_or, number, on_off, switch};
 use super::units::{size, size_text};
 
-/// The keys, in the order in which they are shown.
+/// The keys, in the order of messages.
 pub const KEYS: [&str; 3] = ["cluster-size", "extended-l2", "backing-files"];
 
-/// The most backing files of an image.
+/// The maximum number of backing files.
 const BACKING_FILES_MAX: u8 = 16;
 
 /// The layout of a qcow2 image that the lab creates.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Image {
-    /// Bytes of a cluster; `None` is qemu-img's default.
+    /// The size of a cluster in bytes; `None` is qemu-img's default.
     pub cluster_size: Option<u64>,
     /// Whether clusters have subclusters.
     pub extended_l2: bool,
-    /// Files below the one that is served. All data is in the lowest; the others are created again for each start.
+    /// The number of backing files. All data is in the lowest; the others are created again for each start.
     pub backing_files: u8,
 }
 
 impl Image {
-    /// Sets what `key` of [`KEYS`] names.
+    /// Sets the value of `key`, one of [`KEYS`].
     ///
     /// # Errors
-    /// What is allowed instead.
+    /// The value is invalid; the message says what is allowed.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         match key {
             "cluster-size" => self.cluster_size = default_or(value, cluster_size)?,
@@ -34,7 +34,7 @@ impl Image {
         Ok(())
     }
 
-    /// The value of `key` of [`KEYS`] as a plan writes it.
+    /// The value of `key`, one of [`KEYS`], as a plan writes it.
     pub fn value(&self, key: &str) -> String {
         match key {
             "cluster-size" => self
@@ -45,10 +45,10 @@ impl Image {
         }
     }
 
-    /// Whether an image of qcow2 can be created like this.
+    /// Checks whether qemu-img can create such an image.
     ///
     /// # Errors
-    /// Why not, and what to set instead.
+    /// It cannot; the message says what to set instead.
     pub fn check(&self) -> Result<(), String> {
         if self.extended_l2 && self.cluster_size.is_some_and(|size| size < 16 << 10) {
             return Err("extended-l2 needs a cluster-size of 16k or more".into());
@@ -56,7 +56,7 @@ impl Image {
         Ok(())
     }
 
-    /// What qemu-img takes as `-o`.
+    /// The value of qemu-img's `-o`.
     pub fn options(&self) -> String {
         let size = self
             .cluster_size

@@ -1,4 +1,4 @@
-//! Plans in TOML. Every mistake is told with its line.
+//! Reads plans in TOML. Every error has its line.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,16 +22,16 @@ use super::words::{Against, Device, GuestKind, Interleave, Metric, Until, not_on
 use super::workload::{self, Profile, Workload};
 use super::{CASES_MAX, Case, Claim, Plan, Ssh, WORKLOADS_MAX};
 
-/// Largest plan, and largest job file.
+/// The largest plan or job file.
 const BYTES_MAX: u64 = 1 << 20;
 
-/// A mistake in a plan.
+/// An error in a plan.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{}, line {line}: {problem}", file.display())]
 pub struct PlanError {
     /// The plan.
     pub file: PathBuf,
-    /// Counted from 1.
+    /// The line, counted from 1.
     pub line: usize,
     /// What is wrong, and what is allowed.
     pub problem: String,
@@ -66,14 +66,14 @@ pub fn plan(file: &Path, text: &str, jobs: Jobs) -> Result<Plan, PlanError> {
     })
 }
 
-/// The text of a job file of this name, or why there is none.
+/// Returns the text of the job file with this name.
 pub type Jobs<'a> = &'a dyn Fn(&str) -> Result<String, String>;
 
 fn parse(file: &Path, text: &str, jobs: Jobs) -> Parsed<Plan> {
     if text.len() as u64 > BYTES_MAX {
         return Err(Mistake::new(
             0..0,
-            format!("a plan of more than {BYTES_MAX} bytes is none"),
+            format!("a plan must not have more than {BYTES_MAX} bytes"),
         ));
     }
     let root = DeTable::parse(text).map_err(|e| {
@@ -218,7 +218,8 @@ fn read_cpus(table: &DeTable) -> Parsed<Cpus> {
     Ok(cpus)
 }
 
-/// The cases of `[config]` and `[[case]]`: each case with each combination of the axes. Whether there are `[[case]]`s.
+/// Adds the cases of `[config]` and `[[case]]`: each case with each combination of the axes. Returns whether the plan has
+/// any `[[case]]`.
 fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
     let common = match table(root, "config")? {
         Some(table) => entries(table)?,
@@ -245,7 +246,7 @@ fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
         bases.push((None, Vec::new(), 0..0));
     }
     for (name, own, span) in &bases {
-        // A case's own word goes before the common one.
+        // A value in a case overrides the common one.
         let is_own = |entry: &&Entry| !own.iter().any(|mine| mine.key == entry.key);
         let axes: Vec<&Entry> = common
             .iter()
@@ -413,7 +414,7 @@ fn workloads(plan: &mut Plan, root: &DeTable, jobs: Jobs) -> Parsed<Vec<Workload
     Ok(all)
 }
 
-/// Every item with every value of an axis.
+/// Combines every item with every value of an axis.
 fn multiply<T: Clone>(
     items: &[T],
     axis: &Entry,
@@ -464,14 +465,14 @@ fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) -> P
             not_one_of(entry.key, &known),
         ));
     }
-    // A condition is written `key=value key=value`, or is a case's name.
+    // A condition is `key=value key=value`, or the name of a case.
     let condition = |key: &str, known: &[&str], name: &str| -> Parsed<Vec<(String, String)>> {
         let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
             return Ok(Vec::new());
         };
         let text = single(entry)?;
         let fail = |problem: String| Mistake::new(entry.span.clone(), format!("{key}: {problem}"));
-        // A case's name may have an '=' in it too.
+        // The name of a case may contain '=' too.
         if !text.contains('=') || plan.cases.iter().any(|case| case.name == text) {
             return Ok(vec![(name.into(), text)]);
         }
@@ -508,7 +509,7 @@ fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) -> P
     };
     if claim.untestable.is_none() && !plan.contrasts.iter().any(about) {
         let problem = format!(
-            "[[claim]] {} is about no comparison of this plan",
+            "[[claim]] {} matches no comparison of this plan",
             number + 1
         );
         return Err(Mistake::new(span, problem));
@@ -562,9 +563,9 @@ fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
     Ok(ssh)
 }
 
-/// Requests that must have room in an open loop.
+/// The smallest depth of an open loop.
 const DEPTH_OPEN: u32 = 8;
-/// What only the whole plan shows.
+/// Checks that need the whole plan.
 fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
     let span = |name: &str| {
         root.iter()
@@ -610,15 +611,15 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
         for load in &plan.workloads {
             if load.search && load.iodepth.saturating_mul(load.numjobs) < DEPTH_OPEN {
                 let problem = format!(
-                    "{}: rate = \"auto\" needs an iodepth of {DEPTH_OPEN} or more: with fewer requests under way, a \
-                     slow disk is asked less, and that is no open loop",
+                    "{}: rate = \"auto\" needs an iodepth of {DEPTH_OPEN} or more: with fewer requests in flight, a \
+                     slow disk receives fewer requests, which is not an open loop",
                     load.name
                 );
                 return Err(Mistake::new(span("fio"), problem));
             }
             if load.once > 0 && plan.interleave != Interleave::Loads {
                 let problem = format!(
-                    "{}: once needs interleave = \"loads\": each sample then has a start of its own, and an image that \
+                    "{}: once needs interleave = \"loads\": each sample then has its own start, and an image that \
                      is created for it",
                     load.name
                 );
@@ -643,7 +644,7 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
     Ok(())
 }
 
-/// Reads a job file that lies beside the plan.
+/// Reads a job file in the plan's folder.
 pub fn read_job(plan: &Path, name: &str) -> Result<String, String> {
     let path = plan.parent().unwrap_or(Path::new("")).join(name);
     let fail = |e| format!("{}: {e}", path.display());
@@ -655,7 +656,7 @@ pub fn read_job(plan: &Path, name: &str) -> Result<String, String> {
     match text.lines().any(|line| line.trim_start().starts_with('[')) {
         true => Ok(text),
         false => Err(format!(
-            "{}: has no [section], so it is no fio job file",
+            "{}: has no [section], so it is not a fio job file",
             path.display()
         )),
     }

@@ -1,4 +1,4 @@
-//! A VM's storage configuration: what the plan varies around the load.
+//! A VM's storage configuration.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use super::words::{
     Aio, Cache, Client, Device, Format, Machine, RingKind, Scheduler, Syntax, not_one_of,
 };
 
-/// Most guests of a run and virtual CPUs of one: what one host boots. Most volumes: what one server opens.
+/// Limits: guests that one host boots, virtual CPUs of a guest, and volumes that one server opens.
 const GUESTS_MAX: u16 = 256;
 const VOLUMES_MAX: u16 = 4096;
 const VCPUS_MAX: u16 = 256;
@@ -21,19 +21,19 @@ const VCPUS_MAX: u16 = 256;
 /// One configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Settings {
-    /// What the guest sees.
+    /// The guest's device.
     pub device: Device,
-    /// Who serves a vhost-user-blk disk.
+    /// The server of a vhost-user-blk disk.
     pub server: Server,
     /// QEMU's cache mode.
     pub cache: Cache,
-    /// How bytes are moved; `None` is the server's own choice.
+    /// The host's I/O interface; `None` leaves the choice to the server.
     pub aio: Option<Aio>,
     /// Threads for the disk's I/O.
     pub iothread: IoThread,
-    /// Virtqueues; `None` is the front-end's default.
+    /// The number of virtqueues; `None` is the front-end's default.
     pub queues: Option<u16>,
-    /// Entries of a virtqueue; `None` is the front-end's default.
+    /// The size of a virtqueue; `None` is the front-end's default.
     pub queue_size: Option<u16>,
     /// The image's format.
     pub format: Format,
@@ -49,7 +49,7 @@ pub struct Settings {
     pub image: Image,
     /// The machine type.
     pub machine: Machine,
-    /// Whether the guest's memory is in huge pages.
+    /// Whether the guest's memory uses huge pages.
     pub hugepages: bool,
     /// Virtual CPUs.
     pub vcpus: u16,
@@ -57,37 +57,37 @@ pub struct Settings {
     pub memory_mib: u64,
     /// The guest's I/O scheduler.
     pub scheduler: Scheduler,
-    /// Guests that run at the same time.
+    /// The number of guests at the same time.
     pub guests: u16,
-    /// Disks of each guest.
+    /// The number of disks of each guest.
     pub volumes: u16,
-    /// How the disk is named to QEMU.
+    /// The option that describes the disk on QEMU's command line.
     pub syntax: Syntax,
     /// The driver of a vhost-user socket, without a guest.
     pub client: Client,
-    /// The virtqueues that the driver asks for, without a guest.
+    /// The kind of virtqueues that the driver requests, without a guest.
     pub ring: RingKind,
-    /// Longest time in microseconds that a server polls before it sleeps; `None` is the server's default.
+    /// The longest time in microseconds that a server polls before it sleeps; `None` is the server's default.
     pub poll_max_us: Option<u32>,
     /// Whether ringdisk registers the guest's memory with the kernel.
     pub fixed_buffers: bool,
-    /// Requests per second that a server allows each disk; `None` is no limit.
+    /// The limit of each disk in requests per second; `None` is no limit.
     pub iops: Option<u32>,
-    /// How many of the disks have I/O without a guest; `None` is all.
+    /// The number of disks with I/O, without a guest; `None` is all.
     pub active: Option<u16>,
-    /// Reads in flight on one more disk of the server, without a guest; `None` is no such disk.
+    /// The reads in flight on an additional disk of the server, without a guest; `None` is no such disk.
     pub neighbour: Option<u16>,
-    /// The CPUs of the server and of the load, without a guest; `None` are those of the plan.
+    /// The CPUs of the server, without a guest; `None` are those of the plan.
     pub server_cpus: Option<CpuList>,
-    /// See `server_cpus`.
+    /// The CPUs of the load, without a guest; `None` are those of the plan.
     pub load_cpus: Option<CpuList>,
     /// Another QEMU.
     pub qemu: Option<PathBuf>,
-    /// A library that whoever opens the disks is started with, such as another malloc: QEMU, a server, or fio on the host.
+    /// A library to preload, such as another malloc, into the program that opens the disks: QEMU, a server, or fio on the host.
     pub preload: Option<PathBuf>,
 }
 
-/// Who serves a vhost-user-blk disk.
+/// The server of a vhost-user-blk disk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Server {
     /// The ringdisk that is measured.
@@ -96,22 +96,22 @@ pub enum Server {
     Build(PathBuf),
     /// QEMU's own daemon.
     QemuStorageDaemon,
-    /// Whoever listens at a socket; what it serves is not ours.
+    /// Any server that listens at this socket.
     Socket(PathBuf),
 }
 
 /// Threads for a disk's I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum IoThread {
-    /// QEMU's main loop; a server's own default.
+    /// QEMU's main loop, or a server's default.
     Off,
     /// One thread.
     One,
-    /// The queues are spread over as many (`iothread-vq-mapping`).
+    /// The queues are spread over this number of threads (`iothread-vq-mapping`).
     Mapping(u16),
 }
 
-/// The keys, in the order in which they are shown.
+/// The keys, in the order of messages.
 pub const KEYS: [&str; 37] = [
     "device",
     "server",
@@ -152,10 +152,10 @@ pub const KEYS: [&str; 37] = [
     "preload",
 ];
 
-/// The keys of a load that no guest makes.
+/// The keys that need a load without a guest.
 pub const WITHOUT_GUEST: [&str; 4] = ["active", "neighbour", "server-cpus", "load-cpus"];
 
-/// The keys that mean nothing without a guest.
+/// The keys that need a guest.
 pub const OF_GUESTS: [&str; 7] = [
     "machine",
     "hugepages",
@@ -206,10 +206,10 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Sets what `key` of [`KEYS`] names.
+    /// Sets the value of `key`, one of [`KEYS`].
     ///
     /// # Errors
-    /// What is allowed instead.
+    /// The value is invalid; the message says what is allowed.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         match key {
             "device" => self.device = value.parse()?,
@@ -221,7 +221,7 @@ impl Settings {
             "queue-size" => {
                 self.queue_size = default_or(value, |v| number(v, 2, 1024))?;
                 if self.queue_size.is_some_and(|n| !n.is_power_of_two()) {
-                    return Err(format!("{value} is no power of two"));
+                    return Err(format!("{value} is not a power of two"));
                 }
             }
             "format" => self.format = value.parse()?,
@@ -269,7 +269,7 @@ impl Settings {
         Ok(())
     }
 
-    /// The value of `key` of [`KEYS`] as a plan writes it; `-` where it means nothing in this configuration.
+    /// The value of `key`, one of [`KEYS`], as a plan writes it; `-` if it does not apply to this configuration.
     pub fn get(&self, key: &str) -> String {
         match self.has(key) {
             true => self.value(key),
@@ -277,7 +277,7 @@ impl Settings {
         }
     }
 
-    /// The value of a key, whether or not it means anything.
+    /// The value of a key, whether or not it applies.
     pub fn value(&self, key: &str) -> String {
         let or_default = |value: Option<String>| value.unwrap_or_else(|| "default".into());
         let number = |value: Option<u16>| or_default(value.map(|n| n.to_string()));
@@ -326,7 +326,7 @@ impl Settings {
         }
     }
 
-    /// Whether a setting means anything in this configuration. What does not is no difference between two.
+    /// Whether a setting applies to this configuration. Others are ignored in comparisons.
     fn has(&self, key: &str) -> bool {
         let guest = self.device != Device::Host;
         let vhost = self.device == Device::VhostUserBlk;
@@ -360,7 +360,7 @@ impl Settings {
         }
     }
 
-    /// How many files are below the image.
+    /// The number of backing files.
     pub fn backing_files(&self) -> u8 {
         match self.has("backing-files") {
             true => self.image.backing_files,
@@ -382,15 +382,15 @@ impl Settings {
         self.get(key) != other.get(key) && !(detail && self.value(key) == other.value(key))
     }
 
-    /// Whether this can be configured at all.
+    /// Checks whether the configuration is possible.
     ///
     /// # Errors
-    /// Why not, and what to set instead.
+    /// It is not; the message says what to set instead.
     pub fn check(&self) -> Result<(), String> {
         let direct = self.cache.direct();
         if self.has("aio") && self.aio == Some(Aio::Native) && !direct {
             return Err(format!(
-                "aio=native needs cache=none or directsync, not {}: Linux AIO is asynchronous with O_DIRECT only",
+                "aio=native needs cache=none or directsync, not {}: Linux AIO is asynchronous only with O_DIRECT",
                 self.cache
             ));
         }
@@ -413,7 +413,7 @@ impl Settings {
             );
         }
         if self.device == Device::Ide && self.volumes > 4 {
-            return Err("an IDE controller has room for 4 disks".into());
+            return Err("an IDE controller has at most 4 disks".into());
         }
         self.check_daemon()?;
         if self.device == Device::Host && self.backing == Backing::Null {
@@ -463,12 +463,12 @@ impl Settings {
         }
     }
 
-    /// Whether the disks are opened by who the lab starts, and not by whoever listens at a socket of the user's.
+    /// Whether a program that the lab starts opens the disks, and not a server at a socket of the user's.
     pub fn opens_disks(&self) -> bool {
         self.device != Device::VhostUserBlk || !matches!(self.server, Server::Socket(_))
     }
 
-    /// Whether librbd opens the disks, in whatever program.
+    /// Whether librbd opens the disks, in any program.
     pub fn is_librbd(&self) -> bool {
         self.backing.is_rbd() && !self.krbd
     }
@@ -496,7 +496,7 @@ impl Settings {
         Ok(())
     }
 
-    /// What is not as by default, such as `device=ide cache=writeback`.
+    /// The settings that differ from the defaults, such as `device=ide cache=writeback`.
     pub fn label(&self) -> String {
         let plain = Settings::default();
         let words = KEYS.into_iter().filter_map(|key| match key {
@@ -569,10 +569,10 @@ impl fmt::Display for IoThread {
     }
 }
 
-/// A value for which a server or a program has a default.
+/// Parses a value or `default`.
 ///
 /// # Errors
-/// It is neither `default` nor what `parse` takes.
+/// It is neither `default` nor valid for `parse`.
 pub fn default_or<T>(
     value: &str,
     parse: impl Fn(&str) -> Result<T, String>,
@@ -585,20 +585,20 @@ pub fn default_or<T>(
         .map_err(|problem| format!("{problem}; or default"))
 }
 
-/// A number between these, both included.
+/// Parses a number from `min` to `max`.
 ///
 /// # Errors
-/// It is none, or another one.
+/// It is not such a number.
 pub fn number<T: FromStr + PartialOrd + fmt::Display>(
     value: &str,
     min: T,
     max: T,
 ) -> Result<T, String> {
     let number = value.parse().ok().filter(|n| (&min..=&max).contains(&n));
-    number.ok_or_else(|| format!("'{value}' is no number from {min} to {max}"))
+    number.ok_or_else(|| format!("'{value}' is not a number from {min} to {max}"))
 }
 
-/// A setting that is on or off.
+/// Parses `on` or `off`.
 ///
 /// # Errors
 /// It is neither.
@@ -610,7 +610,7 @@ pub fn switch(value: &str) -> Result<bool, String> {
     }
 }
 
-/// How plans write such a setting.
+/// A switch as a plan writes it.
 pub fn on_off(value: bool) -> String {
     if value { "on" } else { "off" }.into()
 }
@@ -619,7 +619,7 @@ fn path(value: &str) -> Result<Option<PathBuf>, String> {
     match value {
         "default" => Ok(None),
         _ if value.starts_with('/') => Ok(Some(value.into())),
-        _ => Err(format!("'{value}' is no absolute path, nor default")),
+        _ => Err(format!("'{value}' is neither an absolute path nor default")),
     }
 }
 

@@ -1,17 +1,17 @@
-//! Which loads can be made on a vhost-user socket without a guest.
+//! Checks which loads are possible on a vhost-user socket without a guest.
 
 use super::words::Client;
 use super::workload::WITHOUT_FIO;
 use super::{Settings, Workload};
 use crate::vhost::{DESCRIPTORS, QUEUE_SIZE_MAX};
 
-/// Entries of a queue that the ring client asks for, unless the plan has another number.
+/// The queue size of the ring client, unless the plan sets another.
 pub const RING_QUEUE_SIZE: u16 = 512;
 
-/// Bytes in flight at most, over all volumes: they are memory.
+/// The maximum number of bytes in flight on all volumes, which need memory.
 const MEMORY_MAX: u64 = 1 << 30;
 
-/// Requests in flight of a volume.
+/// The number of requests in flight on a volume.
 pub fn depth(settings: &Settings, load: &Workload) -> usize {
     let depth = load.iodepth as usize * load.numjobs as usize;
     match load.per_queue {
@@ -24,10 +24,10 @@ fn queues(settings: &Settings) -> usize {
     settings.queues.unwrap_or(1).into()
 }
 
-/// Whether a load can be made without fio.
+/// Checks whether the client can make a load.
 ///
 /// # Errors
-/// What it has that only fio, or another client, does.
+/// The load needs fio or another client.
 pub fn check(settings: &Settings, load: &Workload) -> Result<(), String> {
     let plain = Workload::default();
     let only_fio = [
@@ -46,7 +46,7 @@ pub fn check(settings: &Settings, load: &Workload) -> Result<(), String> {
     let bytes = u64::from(depth(settings, load) as u32) * load.bs * u64::from(settings.volumes);
     if bytes > MEMORY_MAX {
         return Err(format!(
-            "{bytes} bytes under way are more than {MEMORY_MAX}; set a smaller iodepth or bs"
+            "{bytes} bytes in flight are more than {MEMORY_MAX}; set a smaller iodepth or bs"
         ));
     }
     match settings.client {
@@ -55,7 +55,7 @@ pub fn check(settings: &Settings, load: &Workload) -> Result<(), String> {
     }
 }
 
-/// The blkio crate's driver, which spreads requests over the queues.
+/// Checks for the blkio crate's driver, which spreads requests over the queues.
 fn check_blkio(settings: &Settings, load: &Workload) -> Result<(), String> {
     let of_load = WITHOUT_FIO
         .into_iter()
@@ -79,7 +79,7 @@ fn check_blkio(settings: &Settings, load: &Workload) -> Result<(), String> {
     Ok(())
 }
 
-/// The driver crate's driver, which drives all queues alike, from a process of its own.
+/// Checks for the driver crate's driver, which sends the same number of requests to all queues.
 fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
     let depth = depth(settings, load);
     let queues = queues(settings);
@@ -133,7 +133,7 @@ fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
     Ok(())
 }
 
-/// A load that goes everywhere once.
+/// Checks a load that accesses each area once.
 fn check_once(settings: &Settings, load: &Workload) -> Result<(), String> {
     if load.once == 0 {
         return Ok(());

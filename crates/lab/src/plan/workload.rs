@@ -1,4 +1,4 @@
-//! What fio is asked to do.
+//! The loads of a plan.
 
 use std::fmt::Write as _;
 
@@ -9,51 +9,51 @@ use super::words::{Arrival, Rw, not_one_of};
 /// One load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workload {
-    /// What it is called in reports; empty until the plan is complete.
+    /// Its name in reports; empty until the plan is complete.
     pub name: String,
     /// Direction.
     pub rw: Rw,
-    /// Bytes of a request.
+    /// The size of a request in bytes.
     pub bs: u64,
-    /// Sizes mixed, in fio's words (`4k/60:64k/40`); goes before `bs`.
+    /// A mix of sizes in fio's syntax (`4k/60:64k/40`); overrides `bs`.
     pub bssplit: Option<String>,
-    /// Requests under way, of each job.
+    /// The requests in flight of each job.
     pub iodepth: u32,
-    /// Processes.
+    /// The number of jobs.
     pub numjobs: u32,
-    /// Requests per second that are offered, of all jobs of a volume; `None` is as fast as they are answered.
+    /// The offered requests per second of all jobs of a volume; `None` is a closed loop.
     pub rate: Option<u32>,
-    /// Whether rates are still to be searched for: `rate` is `None` until they are found.
+    /// Whether rates must be searched for; `rate` is `None` until then.
     pub search: bool,
-    /// How they come.
+    /// The distances between requests of the rate.
     pub arrival: Arrival,
-    /// Reads among mixed requests, in percent.
+    /// The share of reads in mixed loads, in percent.
     pub rwmixread: u32,
-    /// Writes after which fio calls fsync; 0 is never.
+    /// The number of writes between two calls of fsync; 0 is never.
     pub fsync: u32,
     /// fio's engine.
     pub engine: String,
     /// fio's `random_distribution`.
     pub distribution: String,
-    /// How far buffers can be compressed, in percent.
+    /// How much buffers can be compressed, in percent.
     pub compress: u32,
-    /// Microseconds from the last answer to the next requests; `None` sends them at once, or at the rate.
+    /// The pause in microseconds from the last answer to the next requests; `None` is no pause.
     pub thinktime_us: Option<u64>,
-    /// Requests that are sent at once after a pause.
+    /// The requests that are sent together after a pause.
     pub burst: u32,
     /// Whether fio makes new data for each write.
     pub refill: bool,
-    /// Whether `iodepth` is that of each queue, instead of each volume.
+    /// Whether `iodepth` is per queue instead of per volume.
     pub per_queue: bool,
-    /// A size: in each area of so many bytes, there is at most one request. 0 is no limit.
+    /// At most one request in each area of this size in bytes; 0 is no limit.
     pub once: u64,
-    /// Whether there are no requests while it counts, only before.
+    /// Whether there are requests only before the measured time.
     pub idle: bool,
-    /// The text of a job file, instead of all this.
+    /// The text of a job file, which replaces all other keys.
     pub job: Option<String>,
 }
 
-/// The keys, in the order in which they are shown.
+/// The keys, in the order of messages.
 pub const KEYS: [&str; 18] = [
     "rw",
     "bs",
@@ -75,7 +75,7 @@ pub const KEYS: [&str; 18] = [
     "idle",
 ];
 
-/// The keys of loads that fio does not make.
+/// The keys of loads that fio cannot make.
 pub const WITHOUT_FIO: [&str; 4] = ["thinktime", "per-queue", "once", "idle"];
 
 const ENGINES: [&str; 5] = ["libaio", "io_uring", "psync", "pvsync2", "posixaio"];
@@ -109,17 +109,17 @@ impl Default for Workload {
 }
 
 impl Workload {
-    /// Sets what `key` of [`KEYS`] names.
+    /// Sets the value of `key`, one of [`KEYS`].
     ///
     /// # Errors
-    /// What is allowed instead.
+    /// The value is invalid; the message says what is allowed.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         match key {
             "rw" => self.rw = value.parse()?,
             "bs" => {
                 self.bs = size(value)?;
                 if self.bs > 64 << 20 || !self.bs.is_multiple_of(512) {
-                    return Err(format!("'{value}' is no multiple of 512 up to 64M"));
+                    return Err(format!("'{value}' is not a multiple of 512 up to 64M"));
                 }
             }
             "bssplit" => self.bssplit = Some(plain(value, "0123456789km/:")?),
@@ -165,7 +165,7 @@ impl Workload {
         Ok(())
     }
 
-    /// The value of `key` of [`KEYS`]; `-` where it means nothing.
+    /// The value of `key`, one of [`KEYS`]; `-` if it does not apply.
     pub fn get(&self, key: &str) -> String {
         if self.job.is_some() {
             return "-".into();
@@ -202,7 +202,7 @@ impl Workload {
         }
     }
 
-    /// Gives it a name, if it has none: `randread 4k, depth 8`.
+    /// Gives the load a name if it has none: `randread 4k, depth 8`.
     pub fn named(mut self) -> Self {
         if !self.name.is_empty() {
             return self;
@@ -224,7 +224,7 @@ impl Workload {
         self
     }
 
-    /// The same, at this rate instead of one that is to be searched for.
+    /// The load at this rate, which was searched for.
     #[must_use]
     pub fn at_rate(&self, rate: u32) -> Self {
         let (unknown, known) = (", rate auto", format!(", rate {rate}"));
@@ -239,12 +239,12 @@ impl Workload {
         }
     }
 
-    /// Whether requests follow one another on the disk.
+    /// Whether requests are sequential.
     pub fn sequential(&self) -> bool {
         matches!(self.rw, Rw::Read | Rw::Write | Rw::ReadWrite)
     }
 
-    /// Whether anything is written. A job file that says nothing of it may.
+    /// Whether the load may write. A job file without `rw` may.
     pub fn writes(&self) -> bool {
         match &self.job {
             None => self.rw.writes(),
@@ -256,7 +256,7 @@ impl Workload {
         }
     }
 
-    /// The lines of a fio job, without what is the runner's: file, time and output.
+    /// The lines of a fio job without the file, times and output, which the run sets.
     pub fn job_lines(&self) -> String {
         let mut lines = format!(
             "rw={}\niodepth={}\nnumjobs={}\nioengine={}\nrandom_distribution={}\nnorandommap=1\nrandrepeat=0\n",
@@ -270,7 +270,7 @@ impl Workload {
             lines += &format!("rwmixread={}\n", self.rwmixread);
         }
         if self.rw.writes() {
-            // Without it a buffer of zeroes is what a host may store in no time.
+            // A buffer of zeroes would be stored without I/O.
             lines += &format!(
                 "refill_buffers={}\nbuffer_compress_percentage={}\n",
                 u8::from(self.refill),
@@ -281,7 +281,7 @@ impl Workload {
             }
         }
         if let Some(rate) = self.rate {
-            // fio's rate is each job's, and each direction's.
+            // fio's rate is per job and direction.
             let each = |share: u32| {
                 let part = u64::from(rate) * u64::from(share) / 100;
                 (part / u64::from(self.numjobs)).max(1)
@@ -298,29 +298,29 @@ impl Workload {
 
 fn number(value: &str, min: u32, max: u32) -> Result<u32, String> {
     let number = value.parse().ok().filter(|n| (min..=max).contains(n));
-    number.ok_or_else(|| format!("'{value}' is no number from {min} to {max}"))
+    number.ok_or_else(|| format!("'{value}' is not a number from {min} to {max}"))
 }
 
-/// A word that goes into a job file as it is: nothing in it may start another line or option.
+/// Checks a word for a job file: it must not start another line or option.
 fn plain(value: &str, allowed: &str) -> Result<String, String> {
     match !value.is_empty() && value.len() <= 256 && value.chars().all(|c| allowed.contains(c)) {
         true => Ok(value.into()),
-        false => Err(format!("'{value}' has other characters than {allowed}")),
+        false => Err(format!("'{value}' has characters other than {allowed}")),
     }
 }
 
-/// A plan's word for a list of loads that belong together.
+/// A named list of loads.
 #[derive(Clone, Copy)]
 pub struct Profile {
-    /// The word.
+    /// The name.
     pub name: &'static str,
-    /// What it stands for.
+    /// A description.
     pub about: &'static str,
-    /// Name, and settings of each load.
+    /// The name and the settings of each load.
     loads: &'static [(&'static str, &'static [(&'static str, &'static str)])],
 }
 
-/// The profiles that there are.
+/// All profiles.
 pub const PROFILES: [Profile; 4] = [
     Profile {
         name: "crystaldiskmark",
@@ -404,10 +404,10 @@ pub const PROFILES: [Profile; 4] = [
 ];
 
 impl Profile {
-    /// The profile of a name.
+    /// The profile with this name.
     ///
     /// # Errors
-    /// Which there are.
+    /// There is none; the message lists all.
     pub fn of(name: &str) -> Result<Profile, String> {
         let names: Vec<_> = PROFILES.iter().map(|profile| profile.name).collect();
         let found = PROFILES.into_iter().find(|profile| profile.name == name);

@@ -1,5 +1,5 @@
-//! Configurations beside the one that a plan compares with all others: what each gives and costs, and ratios of samples
-//! of the same block.
+//! Tables of all configurations with one that is compared with all others: their figures, and ratios of samples of the same
+//! block.
 
 use std::fmt::Write as _;
 
@@ -18,7 +18,7 @@ type Figure = fn(&Sample) -> Option<f64>;
 /// A figure with its name in tables of ratios and in JSON.
 type Named = (&'static str, &'static str, Figure);
 
-/// What is compared under a load with requests.
+/// The figures of a load with requests.
 const REQUESTS: [Named; 4] = [
     ("IOPS", "iops", |sample| Some(sample.iops)),
     ("mean latency", "mean-us", |sample| Some(sample.mean_ns)),
@@ -28,7 +28,7 @@ const REQUESTS: [Named; 4] = [
     ("CPU per I/O", "cpu-us", |sample| sample.cpu_us),
 ];
 
-/// What is compared while disks have no I/O.
+/// The figures of disks without I/O.
 const IDLE: [Named; 4] = [
     ("core", "core-percent", |sample| {
         Some(sample.idle.as_ref()?.core * 100.0)
@@ -48,7 +48,7 @@ fn compared(load: &Workload) -> [Named; 4] {
     if load.idle { IDLE } else { REQUESTS }
 }
 
-/// The heads of the figures themselves.
+/// The column heads of the figures.
 fn heads(load: &Workload) -> [&'static str; 4] {
     match load.idle {
         true => ["core %", "KiB", "open", "ready s"],
@@ -56,7 +56,7 @@ fn heads(load: &Workload) -> [&'static str; 4] {
     }
 }
 
-/// Ratios of a comparison, the second configuration's figure over the first's.
+/// The ratios of a comparison: the second configuration's figure over the first's.
 pub fn json(analysis: &Analysis, from: usize, to: usize, load: usize) -> Value {
     let figures = compared(&analysis.plan().workloads[load]);
     let each = figures.iter().map(|(_, key, figure)| {
@@ -71,7 +71,7 @@ pub fn json(analysis: &Analysis, from: usize, to: usize, load: usize) -> Value {
 struct Row {
     name: String,
     figures: [String; 4],
-    /// See [`caption`].
+    /// Described by [`caption`]
     ratios: [String; 4],
 }
 
@@ -123,7 +123,7 @@ pub fn are_shown(plan: &Plan) -> bool {
     }
 }
 
-/// What the ratios are.
+/// A description of the ratios.
 fn caption(analysis: &Analysis) -> String {
     let ratios = match (
         analysis.plan().against,
@@ -141,7 +141,7 @@ fn caption(analysis: &Analysis) -> String {
     )
 }
 
-/// For a terminal.
+/// The tables for a terminal.
 pub fn text(analysis: &Analysis) -> String {
     let mut text = String::new();
     for (index, load) in analysis.plan().workloads.iter().enumerate() {
@@ -172,9 +172,9 @@ pub fn text(analysis: &Analysis) -> String {
     text
 }
 
-/// For the page.
+/// The tables for the page.
 pub fn html(analysis: &Analysis) -> String {
-    let mut page = String::from("<section><h2>Beside each other</h2>\n");
+    let mut page = String::from("<section><h2>Comparison</h2>\n");
     for (index, load) in analysis.plan().workloads.iter().enumerate() {
         let _ = write!(page, "<h3>{}</h3><table><tr><th></th>", escape(&load.name));
         let compared = compared(load).map(|(name, _, _)| name);

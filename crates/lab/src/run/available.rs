@@ -180,7 +180,7 @@ pub fn overwritten(plan: &Plan) -> Vec<String> {
     names
 }
 
-/// Whether a disk is filled before the first sample, as far as this can be told; if not, the answer is yes.
+/// Whether a disk may be filled before the first sample: `true` unless it is certainly not thin.
 fn may_be_thin(name: &Name, settings: &Settings) -> bool {
     let disk = match name {
         Name::Path(path) => Disk::Path(path.clone()),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use super::boot::{Bench, Up, keep_logs};
+use super::boot::{Booted, Testbed, keep_logs};
 use super::recorder::Recorder;
 use super::validity;
 use crate::analysis::{Analysis, arm_and_load};
@@ -28,7 +28,7 @@ const CEILING_BLOCKS: u32 = 2;
 
 /// Runs the blocks of a plan.
 pub struct Runner<'a> {
-    pub bench: Bench<'a>,
+    pub testbed: Testbed<'a>,
     pub files: Files,
     /// The ringdisk that is measured.
     pub ringdisk: &'a Path,
@@ -48,7 +48,7 @@ impl Runner<'_> {
     /// # Errors
     /// The journal cannot be written, or the host's own disk cannot be measured.
     pub fn run(&mut self, recorder: &mut Recorder<'_>) -> Result<()> {
-        let plan = self.bench.plan;
+        let plan = self.testbed.plan;
         let sequential = Arc::new(Sequential::new(plan.blocks_max as usize));
         let schedule = Schedule::of(plan, recorder.journal.header.seed);
         let cells_s: f64 = recorder.journal.cells.iter().map(|cell| cell.took_s).sum();
@@ -88,12 +88,12 @@ impl Runner<'_> {
                     recorder.progress.say("the budget is used up");
                     return Ok(());
                 }
-                if self.bench.stop.is_wanted() {
+                if self.testbed.stop.is_wanted() {
                     return Ok(());
                 }
                 self.boot(recorder, block, &boot)?;
             }
-            if self.bench.stop.is_wanted() {
+            if self.testbed.stop.is_wanted() {
                 return Ok(());
             }
             let analysis = Analysis::with(&recorder.journal, sequential.clone());
@@ -130,12 +130,12 @@ impl Runner<'_> {
 
     /// Boots a configuration once and runs its loads.
     fn boot(&mut self, recorder: &mut Recorder<'_>, block: u32, boot: &Boot) -> Result<()> {
-        let plan = self.bench.plan;
+        let plan = self.testbed.plan;
         let twin = boot.arm >= plan.cases.len();
         let case = plan.cases.get(boot.arm).unwrap_or(&plan.cases[0]);
         recorder.progress.boot(&case.name, twin);
         let since = Instant::now();
-        let booted = self.bench.boot(&case.settings, &mut self.files);
+        let booted = self.testbed.boot(&case.settings, &mut self.files);
         let boot_s = since.elapsed().as_secs_f64();
         let cell = |load: usize| Cell {
             block,
@@ -147,7 +147,7 @@ impl Runner<'_> {
         };
         let mut up = match booted {
             Ok(up) => up,
-            Err(_) if self.bench.stop.is_wanted() => return Ok(()),
+            Err(_) if self.testbed.stop.is_wanted() => return Ok(()),
             Err(error) => {
                 *self.failures.entry(boot.arm).or_default() += 1;
                 self.keep_logs(block, &case.name);
@@ -200,16 +200,16 @@ impl Runner<'_> {
     fn measure(
         &self,
         journal: &Journal,
-        up: &mut Up,
+        up: &mut Booted,
         settings: &Settings,
         load: usize,
         cell: Cell,
     ) -> Option<Cell> {
-        let workload = &self.bench.plan.workloads[load];
+        let workload = &self.testbed.plan.workloads[load];
         let since = Instant::now();
         let turn = u64::from(cell.block);
-        let measured = self.bench.measure(up, settings, workload, turn);
-        if self.bench.stop.is_wanted() {
+        let measured = self.testbed.measure(up, settings, workload, turn);
+        if self.testbed.stop.is_wanted() {
             return None;
         }
         let cell = Cell {
@@ -238,7 +238,7 @@ impl Runner<'_> {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "=-_".contains(c);
         let name = case.replace(|c| !is_plain(c), "_");
         keep_logs(
-            &self.bench.folder,
+            &self.testbed.folder,
             &self.logs.join(format!("{block}-{name}")),
         );
     }
@@ -273,14 +273,14 @@ impl Runner<'_> {
             cost,
             ceiling,
             changed: &changed,
-            planned_s: self.bench.plan.runtime.as_secs_f64(),
-            accel: self.bench.accel,
+            planned_s: self.testbed.plan.runtime.as_secs_f64(),
+            accel: self.testbed.accel,
         })
     }
 
     /// Measures the host's own disk, for the loads whose guests use it.
     fn ceilings(&mut self, recorder: &mut Recorder<'_>, block: u32) -> Result<()> {
-        let plan = self.bench.plan;
+        let plan = self.testbed.plan;
         let mut disk_counts: Vec<u16> = plan
             .cases
             .iter()
@@ -300,11 +300,11 @@ impl Runner<'_> {
                 ..Settings::default()
             };
             recorder.progress.boot("the host's own disk", false);
-            let mut up: Up = self.bench.boot(&settings, &mut self.files)?;
+            let mut up: Booted = self.testbed.boot(&settings, &mut self.files)?;
             for load in loads {
                 recorder.progress.cell(&load.name);
                 let measured = self
-                    .bench
+                    .testbed
                     .measure(&mut up, &settings, load, u64::from(block));
                 // If it fails, the report lacks this ceiling, and nothing else.
                 if let Ok((sample, _)) = measured {
@@ -315,7 +315,7 @@ impl Runner<'_> {
                         mean_ns: sample.mean_ns,
                     })?;
                 }
-                if self.bench.stop.is_wanted() {
+                if self.testbed.stop.is_wanted() {
                     return Ok(());
                 }
             }

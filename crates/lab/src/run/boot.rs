@@ -1,4 +1,4 @@
-//! One boot: a configuration comes up, loads run in it, and it goes.
+//! Boots a configuration, and runs loads in it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,40 +21,40 @@ use crate::storage::{Disk, Files, Served, settle};
 use crate::window::{Counted, count};
 use harness::cpu;
 
-/// What is the same for all boots of a run.
-pub struct Bench<'a> {
+/// What all boots of a run have in common.
+pub struct Testbed<'a> {
     /// The plan.
     pub plan: &'a Plan,
     /// The ringdisk that is measured.
     pub ringdisk: &'a Path,
     /// How guests run.
     pub accel: Accel,
-    /// What guests boot, unless they are the user's own.
+    /// The kernel and the initramfs, unless the guests are the user's.
     pub kernel: Option<(Kernel, PathBuf)>,
-    /// For sockets and logs; short, since the path of a socket is.
+    /// The folder for sockets and logs. Its path is short, because paths of sockets are.
     pub folder: PathBuf,
-    /// When to end.
+    /// The user's request to stop the run.
     pub stop: &'a Stop,
 }
 
-/// Longest that fio may take beyond its time: translated guests are slow to start it, and to write its logs.
+/// How long fio may take beyond its run time. Guests under TCG start it slowly, and write its logs slowly.
 const GRACE: Duration = Duration::from_secs(180);
-/// How long before its start a load is announced to several guests.
+/// The time between announcing a load to several guests and its start.
 const NOTICE: Duration = Duration::from_millis(1500);
 
-/// A configuration that is up.
-pub struct Up {
+/// A configuration that has booted.
+pub struct Booted {
     shells: Vec<Box<dyn Shell>>,
-    /// How far each guest's clock is ahead of ours, in ms.
+    /// The time in ms by which each guest's clock is ahead of the host's.
     ahead_ms: Vec<i64>,
     pids: Vec<u32>,
     disks: Vec<Vec<String>>,
     /// The first image that fio opens through librbd.
     image: Option<Image>,
-    /// The disks on this host.
+    /// The files of the disks on this host.
     paths: Vec<PathBuf>,
     served: Option<Served>,
-    /// What is in force.
+    /// The effective settings.
     pub effective: Effective,
     load: Place,
 }
@@ -63,13 +63,13 @@ pub struct Up {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Guests,
-    /// fio, beside us.
+    /// fio on the host.
     Host,
-    /// Without fio: we drive the servers' sockets.
+    /// The lab itself drives the servers' sockets.
     Sockets,
 }
 
-impl Up {
+impl Booted {
     fn settle(&self, settings: &Settings) -> Result<()> {
         self.paths
             .iter()
@@ -77,7 +77,7 @@ impl Up {
     }
 }
 
-/// On the host, `aio` is fio's engine.
+/// The load with `aio` as fio's engine, for fio on the host.
 fn on_engine(settings: &Settings, load: &Workload) -> Workload {
     let engine = match settings.aio {
         _ if settings.device != Device::Host => return load.clone(),
@@ -93,12 +93,12 @@ fn on_engine(settings: &Settings, load: &Workload) -> Workload {
     }
 }
 
-impl Bench<'_> {
-    /// Brings a configuration up.
+impl Testbed<'_> {
+    /// Boots a configuration.
     ///
     /// # Errors
-    /// A disk cannot be made, a server or a guest does not come up; with the last lines of their logs.
-    pub fn boot(&self, settings: &Settings, files: &mut Files) -> Result<Up> {
+    /// A disk cannot be created, or a server or a guest does not start; with the last lines of their logs.
+    pub fn boot(&self, settings: &Settings, files: &mut Files) -> Result<Booted> {
         let mut disks: Vec<Vec<Disk>> = Vec::new();
         for guest in 0..settings.guests {
             let count = settings.volumes + u16::from(settings.neighbour.is_some());
@@ -158,7 +158,7 @@ impl Bench<'_> {
         if let Some(guest) = guests.first() {
             effective.extend(effective::of_qemu(guest, settings)?);
         }
-        // What neither QEMU nor the guest tells: as it was given to whoever serves the disk.
+        // Neither QEMU nor the guest reports these: use the values that the server was given.
         for key in [
             "server",
             "cache",
@@ -182,7 +182,7 @@ impl Bench<'_> {
             ahead_ms.push(ahead(&mut guest, self.stop)?);
             shells.push(Box::new(guest));
         }
-        Ok(Up {
+        Ok(Booted {
             shells,
             ahead_ms,
             pids,
@@ -245,19 +245,24 @@ impl Bench<'_> {
         let (kernel, initramfs) = self
             .kernel
             .as_ref()
-            .ok_or_else(|| anyhow!("there is no kernel for guests"))?;
+            .ok_or_else(|| anyhow!("no kernel for guests was found"))?;
         Ok(Boot::Lab(kernel.clone(), initramfs.clone()))
     }
 
-    /// A guest that somebody else has started.
-    fn running_guest(&self, ssh: &crate::plan::Ssh, host: &str, settings: &Settings) -> Result<Up> {
+    /// Connects to a guest that already runs.
+    fn running_guest(
+        &self,
+        ssh: &crate::plan::Ssh,
+        host: &str,
+        settings: &Settings,
+    ) -> Result<Booted> {
         ensure!(
             !ssh.windows,
             "a Windows guest is measured by hand: docs/lab.md says how, and 'ringdisk lab import' reads its result"
         );
         ensure!(
             !ssh.disks.is_empty(),
-            "[ssh] names no disks; as in disks = [\"/dev/vdb\"]"
+            "[ssh] names no disks; write for example disks = [\"/dev/vdb\"]"
         );
         let mut shell = Ssh {
             target: format!("{}@{host}", ssh.user),
@@ -266,7 +271,7 @@ impl Bench<'_> {
         };
         let effective = effective::of_guest(&mut shell, settings, &ssh.disks, self.stop)?;
         let ahead_ms = vec![ahead(&mut shell, self.stop)?];
-        Ok(Up {
+        Ok(Booted {
             shells: vec![Box::new(shell)],
             ahead_ms,
             pids: Vec::new(),
@@ -282,10 +287,10 @@ impl Bench<'_> {
     /// Runs a load in all guests at the same time. `turn` is the same for all configurations of a block.
     ///
     /// # Errors
-    /// fio fails, a guest or a server dies, or what they say is nonsense.
+    /// fio fails, a guest or a server ends, or the output is invalid.
     pub fn measure(
         &self,
-        up: &mut Up,
+        up: &mut Booted,
         settings: &Settings,
         workload: &Workload,
         turn: u64,
@@ -301,7 +306,7 @@ impl Bench<'_> {
             && settings.client != Client::Blkio
         {
             let measured = outside::measure(self.plan, served, settings, workload, turn, self.stop);
-            // A server's end explains what the client says of it.
+            // If the server has ended, that explains the client's error.
             served.alive()?;
             return measured;
         }
@@ -321,7 +326,7 @@ impl Bench<'_> {
                     ramp: self.plan.ramp,
                     size: (!whole_disk).then_some(self.plan.size),
                     image: up.image.as_ref(),
-                    // In a guest, the guest's own cache is never what is asked about.
+                    // Always bypass the guest's own cache.
                     direct: up.load != Place::Host || settings.cache.direct(),
                     keep_cache: self.plan.settle,
                     start_ms: start_ms.map(|start| start.saturating_add_signed(*ahead_ms)),
@@ -352,7 +357,7 @@ impl Bench<'_> {
             }
             _ => run_in_shells(&mut up.shells, jobs, limit, stop),
         };
-        // A server's end explains what the guests say of it.
+        // If the server has ended, that explains the guests' errors.
         if let Some(served) = &mut up.served {
             served.alive()?;
         }
@@ -396,18 +401,18 @@ fn run_in_shells(
     })
 }
 
-/// The disks of fio, beside us.
-fn on_host(disks: &[Disk]) -> Up {
+/// The disks of fio on the host.
+fn on_host(disks: &[Disk]) -> Booted {
     let name = |disk: &Disk| match disk {
         Disk::Rbd(image) => image.path(),
         other => other
             .path()
             .map_or_else(String::new, |path| path.display().to_string()),
     };
-    Up {
+    Booted {
         shells: vec![Box::new(Host)],
         ahead_ms: vec![0],
-        // fio's CPU time is the load's, unless the plan compares it with that of servers: see `measure`.
+        // fio's CPU time counts only if the plan compares it with that of servers: see `measure`.
         pids: Vec::new(),
         disks: vec![disks.iter().map(name).collect()],
         image: disks.iter().find_map(|disk| match disk {
@@ -426,8 +431,8 @@ fn paths(disks: &[Disk]) -> Vec<PathBuf> {
     files.cloned().collect()
 }
 
-/// A server that has no guests.
-fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Up {
+/// A server without guests.
+fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Booted {
     let mut effective = Effective::new();
     for key in [
         "server",
@@ -453,7 +458,7 @@ fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Up {
     ] {
         as_given(&mut effective, key, settings);
     }
-    Up {
+    Booted {
         shells: Vec::new(),
         ahead_ms: Vec::new(),
         pids: served.pid().into_iter().collect(),
@@ -499,7 +504,8 @@ fn sample(counted: Counted, cost: Option<Cost>, nobody_watched: bool) -> Sample 
     }
 }
 
-/// How far a clock is ahead of ours: the best of a few questions, to half of what an answer takes.
+/// The time in ms by which a guest's clock is ahead of the host's: the most exact of three readings. The error is at most
+/// half of the time that a reading takes.
 fn ahead(shell: &mut dyn Shell, stop: &Stop) -> Result<i64> {
     let mut best: Option<(u64, i64)> = None;
     for _ in 0..3 {
@@ -511,7 +517,7 @@ fn ahead(shell: &mut dyn Shell, stop: &Stop) -> Result<i64> {
             .text()
             .trim()
             .parse()
-            .with_context(|| format!("the guest's clock says {:?}", answer.text()))?;
+            .with_context(|| format!("the guest's clock printed {:?}", answer.text()))?;
         let difference = said as i64 - (asked + took / 2) as i64;
         if best.is_none_or(|(least, _)| took < least) {
             best = Some((took, difference));
@@ -520,7 +526,7 @@ fn ahead(shell: &mut dyn Shell, stop: &Stop) -> Result<i64> {
     Ok(best.map_or(0, |(_, difference)| difference))
 }
 
-/// Keeps the logs of a boot that failed.
+/// Copies the logs of a boot that failed.
 pub fn keep_logs(from: &Path, to: &Path) {
     let copy = |from: &Path, to: &Path| -> std::io::Result<()> {
         fs::create_dir_all(to)?;

@@ -1,4 +1,4 @@
-//! A load on vhost-user sockets from a process of its own: see [`crate::client`].
+//! Drives vhost-user sockets from a client process: see [`crate::client`].
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -21,18 +21,18 @@ use crate::storage::Served;
 use crate::window::Point;
 use harness::cpu;
 
-/// How often a client is looked at.
+/// The interval at which a client is checked.
 const TICK: Duration = Duration::from_millis(20);
-/// How much longer than the measured client its neighbour reads: starting that client takes a while.
+/// The additional time for which the neighbour reads, because starting the measured client takes a while.
 const NEIGHBOUR_S: f64 = 3.0;
 /// How long a client may take beyond its own limit: it should say itself that it has reached that.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// Measures a load on a server's sockets. `turn` is the same for all configurations of a block: requests of a rate are
-/// then due at the same times for all of them.
+/// Measures a load on a server's sockets. `turn` is the same for all configurations of a block, so that requests of a rate
+/// are due at the same times for all of them.
 ///
 /// # Errors
-/// The client fails, or an end is wanted.
+/// The client fails, or the user stops the run.
 pub fn measure(
     plan: &Plan,
     served: &Served,
@@ -70,7 +70,7 @@ pub fn measure(
         })
     });
     if settings.neighbour.is_some() {
-        // Of both disks together.
+        // The CPU time of both disks together
         (sample.cpu_us, sample.switches) = (None, None);
     }
     Ok((sample, Some(cost)))
@@ -93,11 +93,11 @@ fn start(job: &Job, cpus: &Cpus) -> Result<Child> {
     child.context("starting the client")
 }
 
-/// A client that reads another disk of the server for longer than the measured one.
+/// A client that reads another disk of the server, for longer than the measurement.
 struct Neighbour(Option<Child>);
 
 impl Neighbour {
-    /// Returns when it reads.
+    /// Returns once it reads.
     fn start(measured: &Job, served: &Served, depth: u16, cpus: &Cpus) -> Result<Neighbour> {
         let mark = served.sockets[0].with_file_name("neighbour");
         let _ = std::fs::remove_file(&mark);
@@ -138,7 +138,7 @@ impl Neighbour {
         Ok(neighbour)
     }
 
-    /// Succeeds if it read all the time.
+    /// Succeeds if it has read during the whole measurement.
     fn ended(mut self, limit: Duration, stop: &Stop) -> Result<()> {
         let Some(mut child) = self.0.take() else {
             return Ok(());
@@ -215,7 +215,7 @@ fn job(
     }
 }
 
-/// Waits for what the client prints.
+/// Waits for the client's output.
 fn answer(mut child: Child, limit: Duration, stop: &Stop) -> Result<client::Sample> {
     let output = collect(child.stdout.take());
     let errors = collect(child.stderr.take());
@@ -228,7 +228,7 @@ fn answer(mut child: Child, limit: Duration, stop: &Stop) -> Result<client::Samp
             let _ = child.kill();
             let _ = child.wait();
             ensure!(!stop.is_wanted(), "stopped");
-            bail!("the client was not done after {} s", limit.as_secs());
+            bail!("the client has not finished after {} s", limit.as_secs());
         }
         thread::sleep(TICK);
     };
@@ -274,7 +274,7 @@ fn journal_sample(sample: &client::Sample, load: &Workload, runtime_s: f64) -> (
         cpus_used: sample.server_core,
         switches_per_s: sample.switches_per_io * sample.iops,
         exits_per_s: None,
-        // Server and client have a CPU each, or sleep: a CPU that is busy with one of them starves nobody.
+        // Server and client have their own CPUs, or sleep: a busy CPU does not mean that one of them lacks time.
         idle: 1.0,
         stolen: sample.stolen_cores / cpus,
         others: sample.others_cores / cpus,

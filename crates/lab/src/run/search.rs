@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-use super::boot::Bench;
+use super::boot::Testbed;
 use super::progress::Progress;
 use crate::analysis::Knee;
 use crate::plan::{RATES_MAX, Workload};
@@ -21,20 +21,20 @@ const HIGHEST: f64 = 1.3;
 /// # Errors
 /// No configuration could be measured, or the user stops the run.
 pub fn rates(
-    bench: &Bench,
+    testbed: &Testbed,
     files: &mut Files,
     load: &Workload,
     progress: &mut dyn Progress,
 ) -> Result<Vec<u32>> {
     let (mut lowest, mut knees, mut failure) = (u32::MAX, Vec::new(), None);
-    for case in &bench.plan.cases {
+    for case in &testbed.plan.cases {
         progress.boot(&case.name, false);
         let settings = &case.settings;
         let disks = f64::from(settings.guests) * f64::from(settings.volumes);
-        let mut up = match bench.boot(settings, files) {
+        let mut up = match testbed.boot(settings, files) {
             Ok(up) => up,
             Err(error) => {
-                ensure!(!bench.stop.is_wanted(), "stopped");
+                ensure!(!testbed.stop.is_wanted(), "stopped");
                 progress.say(&format!("{}: no search for rates: {error:#}", case.name));
                 failure = Some(error);
                 continue;
@@ -50,7 +50,7 @@ pub fn rates(
                 Some(rate) => format!("{}: searching, {rate} a second", load.name),
                 None => format!("{}: searching, a closed loop", load.name),
             });
-            let (sample, _) = bench.measure(&mut up, settings, &load_at_rate, 0)?;
+            let (sample, _) = testbed.measure(&mut up, settings, &load_at_rate, 0)?;
             Ok::<_, anyhow::Error>((sample.iops / disks, sample.percentile_us(0.99)))
         };
         let found = at(None).and_then(|(capacity, _)| {
@@ -66,7 +66,7 @@ pub fn rates(
                 knees.push(knee);
             }
             Err(error) => {
-                ensure!(!bench.stop.is_wanted(), "stopped");
+                ensure!(!testbed.stop.is_wanted(), "stopped");
                 progress.say(&format!("{}: no search for rates: {error:#}", case.name));
                 failure = Some(error);
             }

@@ -1,4 +1,4 @@
-//! What speaks against a sample. It is kept, and said.
+//! Reasons to doubt a sample. They are recorded with the sample.
 
 use crate::guest::Accel;
 use crate::host::Cost;
@@ -6,7 +6,7 @@ use crate::journal::Sample;
 use crate::plan::{Settings, Workload};
 use crate::stats::steady::{Steady, rounds, steady};
 
-/// All that is known about a sample.
+/// A sample with its circumstances.
 pub struct Evidence<'a> {
     /// The sample.
     pub sample: &'a Sample,
@@ -14,28 +14,28 @@ pub struct Evidence<'a> {
     pub settings: &'a Settings,
     /// The load.
     pub workload: &'a Workload,
-    /// What the host did meanwhile.
+    /// The host's load during the sample.
     pub cost: Option<Cost>,
-    /// What fio reaches on the host's disk.
+    /// The IOPS of fio on the host's own disk.
     pub ceiling: Option<f64>,
-    /// Programs that changed since the first cell.
+    /// Programs that changed after the first cell.
     pub changed: &'a [String],
-    /// Seconds that the plan wanted.
+    /// The planned time in seconds.
     pub planned_s: f64,
     /// How guests run.
     pub accel: Accel,
 }
 
-/// More than the host's own disk gives, beyond what two runs of it differ by.
+/// The ratio to the host's own disk above which a sample is too fast; two runs differ by less.
 const ABOVE_CEILING: f64 = 1.15;
 const IDLE_MIN: f64 = 0.03;
 const STOLEN_MAX: f64 = 0.02;
 const OTHERS_MAX: f64 = 0.15;
-/// Of a client that sleeps while it waits.
+/// Share of a CPU, for a client that sleeps while it waits
 const CLIENT_MAX: f64 = 0.95;
 const WINDOW_MIN: f64 = 0.6;
 
-/// The flags of a sample; empty if nothing speaks against it.
+/// The flags of a sample; empty if there is no reason to doubt it.
 pub fn flags(evidence: &Evidence) -> Vec<String> {
     let mut flags = Vec::new();
     let percent = |share: f64| format!("{:.0} %", share * 100.0);
@@ -51,9 +51,11 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
     {
         let times = sample.iops / ceiling;
         flags.push(match settings.cache.direct() {
-            true => format!("faster than the host's disk by {times:.1} times: something caches"),
+            true => format!(
+                "faster than the host's disk: {times:.1} times as fast, so a cache is involved"
+            ),
             false => format!(
-                "cached: {times:.1} times the host's disk, by cache={}",
+                "cached: {times:.1} times as fast as the host's disk, due to cache={}",
                 settings.cache
             ),
         });
@@ -61,7 +63,7 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
     if let Some(cost) = evidence.cost {
         if cost.stolen > STOLEN_MAX {
             flags.push(format!(
-                "stolen: {} of the CPU time went to other machines",
+                "stolen: other virtual machines used {} of the CPU time",
                 percent(cost.stolen)
             ));
         }
@@ -73,19 +75,19 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
         }
         if cost.idle < IDLE_MIN {
             let why = if evidence.accel == Accel::Tcg {
-                ", as translated guests do"
+                ", as with guests under TCG"
             } else {
                 ""
             };
             flags.push(format!(
-                "starved: the CPUs had {} left{why}",
+                "starved: the CPUs were idle for only {}{why}",
                 percent(cost.idle)
             ));
         }
     }
     if sample.window_s < WINDOW_MIN * evidence.planned_s {
         flags.push(format!(
-            "short: all jobs ran together for {:.1} s only",
+            "short: all jobs ran together for only {:.1} s",
             sample.window_s
         ));
     }
@@ -97,7 +99,7 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
         && settings.client.sleeps()
     {
         flags.push(format!(
-            "client: it used {} of its CPU, so the server may be faster than this",
+            "client: it used {} of its CPU, so the server may be faster",
             percent(used)
         ));
     }
@@ -107,19 +109,22 @@ pub fn flags(evidence: &Evidence) -> Vec<String> {
             * f64::from(settings.active.unwrap_or(settings.volumes));
         if sample.iops < 0.97 * offered {
             flags.push(format!(
-                "behind: {} of the offered rate",
+                "behind: only {} of the offered rate",
                 percent(sample.iops / offered)
             ));
         }
     }
     if sample.latencies.requests() < 100 && !workload.idle {
-        flags.push(format!("few: {} requests", sample.latencies.requests()));
+        flags.push(format!(
+            "few: only {} requests",
+            sample.latencies.requests()
+        ));
     }
     flags.extend(
         evidence
             .changed
             .iter()
-            .map(|what| format!("changed: {what} is not what it was at the start")),
+            .map(|what| format!("changed: {what} has changed since the start")),
     );
     flags
 }

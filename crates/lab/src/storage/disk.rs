@@ -28,7 +28,7 @@ impl Disk {
         self.files().first().map(PathBuf::as_path)
     }
 
-    /// Its files, from the top down.
+    /// Its files, from the top image down.
     pub fn files(&self) -> &[PathBuf] {
         match self {
             Self::Path(path) => std::slice::from_ref(path),
@@ -38,12 +38,12 @@ impl Disk {
     }
 }
 
-/// A thin disk was filled before the first sample: otherwise reads would find nothing, and writes would allocate.
+/// A thin disk that was filled before the first sample. Otherwise reads would hit holes, and writes would allocate space.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Fill {
     /// Its name in the plan.
     pub disk: String,
-    /// Its bytes.
+    /// Its size in bytes.
     pub bytes: u64,
     /// Seconds that it took.
     pub took_s: f64,

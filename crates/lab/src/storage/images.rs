@@ -8,20 +8,20 @@ use anyhow::Result;
 use super::rbd::output;
 use crate::plan::image::Image;
 
-/// Creates an image with the content of a raw file, all of it allocated.
+/// Creates an image with the content of a raw file, completely allocated.
 ///
 /// # Errors
-/// What qemu-img says.
+/// qemu-img fails.
 pub fn convert(raw: &Path, path: &Path, image: &Image) -> Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(["convert", "-f", "raw", "-O", "qcow2", "-S", "0", "-o"]);
     run(command.arg(image.options()).arg(raw).arg(path))
 }
 
-/// Creates an empty image of `size` bytes in place of what is at `path`, over another image or none.
+/// Creates an empty image of `size` bytes, with or without a backing file. Replaces the file at `path`.
 ///
 /// # Errors
-/// What qemu-img says.
+/// qemu-img fails.
 pub fn create(path: &Path, size: u64, image: &Image, backing: Option<&Path>) -> Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2", "-o", &image.options()]);

@@ -1,4 +1,4 @@
-//! Disks that a plan names: filled where they are thin, and created and removed where the plan says so.
+//! Disks that a plan names. The lab fills thin ones, and with `create` also creates and removes them.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -16,40 +16,40 @@ use super::rbd::{Image, output};
 use crate::plan::Settings;
 use crate::plan::backing::Name;
 
-/// Bytes that are written between two looks at whether an end is wanted.
+/// The bytes that are written between two checks whether the user stops the run.
 const CHUNK: u64 = 256 << 20;
 
-/// The disks that a plan names. Dropping this removes those that were created.
+/// The disks that a plan names. Dropping this removes those that it created.
 #[derive(Debug)]
 pub struct Named {
     /// Whether the lab creates them.
     create: bool,
-    /// Bytes of those that it creates.
+    /// The size in bytes of disks that it creates
     size: u64,
-    /// For copies of Ceph's configuration file.
+    /// The folder for copies of Ceph's configuration file
     folder: PathBuf,
-    /// By their cluster and name.
+    /// The disks by cluster and name
     states: BTreeMap<(PathBuf, Name), State>,
 }
 
-/// What became of a disk.
+/// The state of a disk.
 #[derive(Debug, Default)]
 struct State {
     created: bool,
     filled: bool,
-    /// Whether a configuration has had it, and may have written to it.
+    /// Whether a configuration has used it, and may have written to it
     used: bool,
-    /// Where it is a block device of the kernel's client.
+    /// Its block device, if the kernel's client has mapped it
     mapped: Option<(Image, PathBuf)>,
-    /// What removes it.
+    /// How to remove it
     image: Option<Image>,
 }
 
-/// Who is told how much of a disk is filled: its name, the bytes that are written, and all of them.
+/// Receives the progress of filling a disk: its name, the bytes that are written, and its size.
 pub type Told<'a> = &'a mut dyn FnMut(&str, u64, u64);
 
 impl Named {
-    /// For disks of `size` bytes if the lab creates them.
+    /// Disks of `size` bytes, if the lab creates them.
     pub fn new(create: bool, size: u64, folder: PathBuf) -> Named {
         Named {
             create,
@@ -59,10 +59,10 @@ impl Named {
         }
     }
 
-    /// The disk of this name as a configuration opens it, filled or empty as it wants.
+    /// The disk with this name as a configuration opens it, filled or empty.
     ///
     /// # Errors
-    /// The disk cannot be created or filled, or an end is wanted.
+    /// The disk cannot be created or filled, or the user stops the run.
     pub fn disk(
         &mut self,
         settings: &Settings,
@@ -97,7 +97,7 @@ impl Named {
         let mut filling = None;
         if settings.prefill && !state.filled {
             if state.created || is_thin(&disk)? {
-                // What the kernel's client has open is filled through librbd.
+                // An image that the kernel's client has mapped is filled through librbd.
                 state.unmap()?;
                 let since = Instant::now();
                 let bytes = fill_disk(&disk, stop, told)?;
@@ -157,10 +157,10 @@ impl Drop for Named {
     }
 }
 
-/// Disks on which the first write to a place allocates storage.
+/// Whether the first write to a part of the disk allocates storage.
 ///
 /// # Errors
-/// The disk is not there, or its cluster does not answer.
+/// The disk does not exist, or its cluster does not answer.
 pub fn is_thin(disk: &Disk) -> Result<bool> {
     match disk {
         Disk::Null | Disk::Chain(_) => Ok(false),
@@ -173,7 +173,7 @@ pub fn is_thin(disk: &Disk) -> Result<bool> {
     }
 }
 
-/// Whether LVM says that the device is a thin volume with room left; no other kind of device can be asked.
+/// Whether the device is a thin LVM volume that is not full. There is no way to find out for other devices.
 fn is_thin_volume(path: &Path) -> bool {
     let Some(lvs) = find_program("lvs") else {
         return false;
@@ -247,7 +247,7 @@ fn program(name: &str) -> Result<PathBuf> {
     find_program(name).with_context(|| format!("{name} is missing; on Debian, 'apt install lvm2'"))
 }
 
-/// Fills all of a disk. Its bytes.
+/// Fills a disk, and returns its size.
 fn fill_disk(disk: &Disk, stop: &Stop, told: Told) -> Result<u64> {
     let (name, bytes) = match disk {
         Disk::Null | Disk::Chain(_) => return Ok(0),
