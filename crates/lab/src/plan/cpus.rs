@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::settings::number;
+use super::units::number;
 
 /// The largest number of a CPU.
 const CPU_MAX: usize = 1023;

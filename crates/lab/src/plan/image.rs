@@ -1,7 +1,6 @@
 //! The layout of the qcow2 images that the lab creates.
 
-use super::settings::{default_or, number, on_off, switch};
-use super::units::{size, size_text};
+use super::units::{default_or, number, on_off, size, size_text, switch};
 
 /// The keys, in the order of messages.
 pub const KEYS: [&str; 3] = ["cluster-size", "extended-l2", "backing-files"];

@@ -12,11 +12,11 @@ use toml::de::DeTable;
 
 use super::cpus::{CpuList, Cpus};
 use super::guests;
-use super::settings::{self, Settings, switch};
-use super::units::{share, size, time};
+use super::settings::{self, Settings};
+use super::units::{number, share, size, switch, time};
 use super::values::{
-    Entry, Mistake, Parsed, absolute, between, entries, host, line, number, one, pairs, single,
-    table, tables, values, word,
+    Entry, Mistake, Parsed, absolute, between, entries, host, line, one, pairs, single, table,
+    tables, values, word,
 };
 use super::words::{Against, Device, GuestKind, Interleave, Metric, Until, not_one_of};
 use super::workload::{self, Profile, Workload};
@@ -92,7 +92,7 @@ fn parse(file: &Path, text: &str, jobs: Jobs) -> Parsed<Plan> {
             "title" => plan.title = line(text()?).map_err(fail)?,
             "guest" => plan.guest = text()?.parse().map_err(fail)?,
             "budget" => plan.budget = time(&text()?).map_err(fail)?,
-            "blocks" => plan.blocks_max = number(&text()?, 1, 1000).map_err(fail)? as u32,
+            "blocks" => plan.blocks_max = number(&text()?, 1, 1000).map_err(fail)?,
             "seed" => plan.seed = Some(number(&text()?, 0, i64::MAX as u64).map_err(fail)?),
             "margin" => plan.margin = share(&text()?).map_err(fail)?,
             "effect" => plan.effect = share(&text()?).map_err(fail)?,
@@ -537,7 +537,7 @@ fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
             "key" => ssh.key = Some(absolute(&text()?).map_err(fail)?),
             "user" => ssh.user = word(&text()?).map_err(fail)?,
             "host" => ssh.host = Some(host(&text()?).map_err(fail)?),
-            "port" => ssh.port = number(&text()?, 1, 65_535).map_err(fail)? as u16,
+            "port" => ssh.port = number(&text()?, 1, 65_535).map_err(fail)?,
             "os" => {
                 ssh.windows = match text()?.as_str() {
                     "linux" => false,

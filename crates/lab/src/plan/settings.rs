@@ -8,7 +8,7 @@ use super::backing::Backing;
 use super::ceph::{self, Ceph};
 use super::cpus::CpuList;
 use super::image::{self, Image};
-use super::units::{size, size_text};
+use super::units::{default_or, number, on_off, size, size_text, switch};
 use super::words::{
     Aio, Cache, Client, Device, Format, Machine, RingKind, Scheduler, Syntax, not_one_of,
 };
@@ -567,52 +567,6 @@ impl fmt::Display for IoThread {
             Self::Mapping(threads) => write!(f, "{threads}"),
         }
     }
-}
-
-/// Parses a value or `default`.
-///
-/// # Errors
-/// It is neither `default` nor valid for `parse`.
-pub fn default_or<T>(
-    value: &str,
-    parse: impl Fn(&str) -> Result<T, String>,
-) -> Result<Option<T>, String> {
-    if value == "default" {
-        return Ok(None);
-    }
-    parse(value)
-        .map(Some)
-        .map_err(|problem| format!("{problem}; or default"))
-}
-
-/// Parses a number from `min` to `max`.
-///
-/// # Errors
-/// It is not such a number.
-pub fn number<T: FromStr + PartialOrd + fmt::Display>(
-    value: &str,
-    min: T,
-    max: T,
-) -> Result<T, String> {
-    let number = value.parse().ok().filter(|n| (&min..=&max).contains(&n));
-    number.ok_or_else(|| format!("'{value}' is not a number from {min} to {max}"))
-}
-
-/// Parses `on` or `off`.
-///
-/// # Errors
-/// It is neither.
-pub fn switch(value: &str) -> Result<bool, String> {
-    match value {
-        "on" | "true" => Ok(true),
-        "off" | "false" => Ok(false),
-        _ => Err(format!("'{value}' is neither on nor off")),
-    }
-}
-
-/// A switch as a plan writes it.
-pub fn on_off(value: bool) -> String {
-    if value { "on" } else { "off" }.into()
 }
 
 fn path(value: &str) -> Result<Option<PathBuf>, String> {

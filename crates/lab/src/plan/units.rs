@@ -1,5 +1,7 @@
-//! Sizes, times and shares in plans.
+//! Sizes, times, shares, numbers and switches in plans.
 
+use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 /// Bytes: `512`, `0.5k`, `4k`, `1.5M`, `2G`; powers of 1024 as in QEMU and fio.
@@ -94,6 +96,52 @@ pub fn share(text: &str) -> Result<f64, String> {
     } else {
         Err(problem())
     }
+}
+
+/// Parses a value or `default`.
+///
+/// # Errors
+/// It is neither `default` nor valid for `parse`.
+pub fn default_or<T>(
+    value: &str,
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> Result<Option<T>, String> {
+    if value == "default" {
+        return Ok(None);
+    }
+    parse(value)
+        .map(Some)
+        .map_err(|problem| format!("{problem}; or default"))
+}
+
+/// Parses a number from `min` to `max`.
+///
+/// # Errors
+/// It is not such a number.
+pub fn number<T: FromStr + PartialOrd + fmt::Display>(
+    value: &str,
+    min: T,
+    max: T,
+) -> Result<T, String> {
+    let number = value.parse().ok().filter(|n| (&min..=&max).contains(&n));
+    number.ok_or_else(|| format!("'{value}' is not a number from {min} to {max}"))
+}
+
+/// Parses `on` or `off`.
+///
+/// # Errors
+/// It is neither.
+pub fn switch(value: &str) -> Result<bool, String> {
+    match value {
+        "on" | "true" => Ok(true),
+        "off" | "false" => Ok(false),
+        _ => Err(format!("'{value}' is neither on nor off")),
+    }
+}
+
+/// A switch as a plan writes it.
+pub fn on_off(value: bool) -> String {
+    if value { "on" } else { "off" }.into()
 }
 
 #[cfg(test)]

@@ -177,11 +177,6 @@ pub fn absolute(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-pub fn number(text: &str, min: u64, max: u64) -> Result<u64, String> {
-    let number = text.parse().ok().filter(|n| (min..=max).contains(n));
-    number.ok_or_else(|| format!("'{text}' is not a number from {min} to {max}"))
-}
-
 pub fn between(text: &str, min_s: f64, max_s: f64) -> Result<Duration, String> {
     let found = time(text)?;
     if (min_s..=max_s).contains(&found.as_secs_f64()) {

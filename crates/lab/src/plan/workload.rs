@@ -2,8 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::settings::{on_off, switch};
-use super::units::{size, size_text, time};
+use super::units::{number, on_off, size, size_text, switch, time};
 use super::words::{Arrival, Rw, not_one_of};
 
 /// One load.
@@ -294,11 +293,6 @@ impl Workload {
         }
         lines
     }
-}
-
-fn number(value: &str, min: u32, max: u32) -> Result<u32, String> {
-    let number = value.parse().ok().filter(|n| (min..=max).contains(n));
-    number.ok_or_else(|| format!("'{value}' is not a number from {min} to {max}"))
 }
 
 /// Checks a word for a job file: it must not start another line or option.
