@@ -13,7 +13,7 @@ use crate::queue::Interrupt;
 use crate::worker::{StopRequest, Worker};
 
 /// Most commands that are handled before requests are looked at again. Sessions wait for the answers to theirs, so that
-/// there are seldom more than one from each; but many front-ends can send many messages.
+/// there are seldom more from each than it has queues; but many front-ends can send many messages.
 const COMMANDS: usize = 16;
 
 impl<E: Engine> Worker<E> {

@@ -32,5 +32,5 @@ pub use report::{IoAction, IoEvent, IoFailure, IoResumed, LeftOut, LogLimiter};
 pub use stats::activity::ThreadStats;
 pub use stats::histogram::Histogram;
 pub use stats::{DiskStats, Latency, RequestStats};
-pub use thread::IoThread;
+pub use thread::{IoThread, StoppingQueue};
 pub use throttle::ThrottleGroup;

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 
 use block::Engine;
@@ -80,15 +80,12 @@ impl IoThread {
         answer(&result)?
     }
 
-    /// Stops serving a queue when no request of it is in flight, or when the disk's stop timeout is over. Returns where
-    /// in the ring the next server continues.
-    ///
-    /// # Errors
-    /// The thread has ended, with a line in the log that says why.
-    pub fn stop(&self, queue: QueueId) -> io::Result<StoppedRing> {
+    /// Asks for a queue to be stopped, and does not wait. The queue fetches no more requests, and stops when none is in
+    /// flight, or when the disk's stop timeout is over.
+    pub fn begin_stop(&self, queue: QueueId) -> StoppingQueue {
         let (reply, result) = mpsc::channel();
         self.send(Command::Stop { queue, reply });
-        answer(&result)
+        StoppingQueue(result)
     }
 
     /// Changes the eventfds that a queue signals, and returns when that is done: a front-end that sends one descriptor
@@ -119,6 +116,19 @@ impl IoThread {
         // Fails only if the thread has ended. Then the reply never comes, which tells the caller the same.
         let _ = self.commands.send(command);
         self.wake.wake();
+    }
+}
+
+/// A queue that was asked to stop.
+pub struct StoppingQueue(Receiver<StoppedRing>);
+
+impl StoppingQueue {
+    /// Waits until the queue has stopped. Returns where in the ring the next server continues.
+    ///
+    /// # Errors
+    /// The thread has ended, with a line in the log that says why.
+    pub fn wait(self) -> io::Result<StoppedRing> {
+        answer(&self.0)
     }
 }
 

@@ -8,5 +8,6 @@ mod neighbours;
 mod no_allocation;
 mod replace;
 mod stats;
+mod stopping;
 mod support;
 mod throttle;

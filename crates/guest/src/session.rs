@@ -101,9 +101,12 @@ pub trait Device {
     /// # Errors
     /// The device lacks the resources to serve it.
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
-    /// Stops serving a ring. Returns when the ring has nothing in flight, or when the device has waited for
-    /// its storage for long enough.
-    fn stop(&mut self, ring: u16) -> StoppedRing;
+    /// Asks for a ring to be stopped and does not wait: the ring fetches no more requests, and those in
+    /// flight go on. The next call for this ring is [`finish_stop`](Self::finish_stop).
+    fn begin_stop(&mut self, ring: u16);
+    /// Waits for a ring that was asked to stop. Returns when the ring has nothing in flight, or when the device
+    /// has waited for its storage for long enough.
+    fn finish_stop(&mut self, ring: u16) -> StoppedRing;
     /// Called when no ring is being served and none will be until the front-end asks for it. If the guest is
     /// `moving` to another machine, it continues there next. May be called more than once.
     ///

@@ -44,7 +44,10 @@ impl Device for &Hung {
     fn start(&mut self, _: u16, _: NewQueue) -> io::Result<()> {
         panic!("nothing is to be served")
     }
-    fn stop(&mut self, _: u16) -> StoppedRing {
+    fn begin_stop(&mut self, _: u16) {
+        panic!("nothing is served")
+    }
+    fn finish_stop(&mut self, _: u16) -> StoppedRing {
         panic!("nothing is served")
     }
     fn quiesce(&mut self, migrating: bool) -> io::Result<()> {

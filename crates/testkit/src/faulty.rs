@@ -62,6 +62,8 @@ pub struct MemoryDisk {
     pub cannot_zero: bool,
     /// The engine itself fails, instead of an operation.
     pub broken: bool,
+    /// How many descriptors the engines watch.
+    pub watched: usize,
     /// How often completions were reaped.
     pub turns: u64,
     /// Writes beyond the end extend the disk, as with a file.
@@ -110,6 +112,7 @@ impl MemoryDisk {
             submitted: Vec::new(),
             cannot_zero: false,
             broken: false,
+            watched: 0,
             turns: 0,
             grows: false,
             outage: None,
@@ -524,6 +527,7 @@ impl Engine for Faulty {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&self.epoll, &fd, epoll::EventData::new_u64(token.0), flags)?;
         self.watches.push((token, fd));
+        self.disk().watched += 1;
         Ok(())
     }
 
@@ -531,6 +535,7 @@ impl Engine for Faulty {
         if let Some(place) = self.watches.iter().position(|w| w.0 == token) {
             let (_, fd) = self.watches.swap_remove(place);
             epoll::delete(&self.epoll, fd.as_fd())?;
+            self.disk().watched -= 1;
         }
         Ok(())
     }

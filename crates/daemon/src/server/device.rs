@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use block::SECTOR_BYTES;
-use datapath::{Disk, IoThread, QueueId};
+use datapath::{Disk, IoThread, QueueId, StoppingQueue};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
 use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing};
 use tracing::{error, info, warn};
@@ -184,16 +184,17 @@ pub struct BlockDevice<'a> {
 }
 
 /// A ring that is being served.
-#[derive(Clone, Copy)]
 struct Running {
     queue: QueueId,
+    /// Set when the ring has been asked to stop.
+    stopping: Option<StoppingQueue>,
     /// What its thread needs when the queue is removed.
     arrived: Option<u32>,
 }
 
 impl<'a> BlockDevice<'a> {
     pub fn new(served: &'a ServedDisk) -> Self {
-        let running = vec![None; served.threads.len()];
+        let running = served.threads.iter().map(|_| None).collect();
         let mut device = Self {
             served,
             running,
@@ -315,7 +316,11 @@ impl Device for BlockDevice<'_> {
         let arrived = thread.arrive(&queue.virtqueue);
         let queue = thread.thread.start(self.served.disk.clone(), queue);
         let queue = queue.inspect_err(|_| thread.leave(arrived))?;
-        self.running[usize::from(ring)] = Some(Running { queue, arrived });
+        self.running[usize::from(ring)] = Some(Running {
+            queue,
+            stopping: None,
+            arrived,
+        });
         if first {
             // QEMU accepts notifications now: its device starts before its rings.
             self.served.tell_size_if_not_read();
@@ -323,19 +328,30 @@ impl Device for BlockDevice<'_> {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> StoppedRing {
+    fn begin_stop(&mut self, ring: u16) {
+        let thread = &self.thread(ring).thread;
+        if let Some(running) = &mut self.running[usize::from(ring)] {
+            running.stopping = Some(thread.begin_stop(running.queue));
+        }
+    }
+
+    fn finish_stop(&mut self, ring: u16) -> StoppedRing {
         let nowhere = StoppedRing {
             base: RingBase(0),
             unfinished: false,
         };
-        let Some(running) = self.running[usize::from(ring)].take() else {
+        let Some(Running {
+            stopping: Some(stopping),
+            arrived,
+            ..
+        }) = self.running[usize::from(ring)].take()
+        else {
             return nowhere;
         };
-        let thread = self.thread(ring);
         let began = Instant::now();
-        let stopped = thread.thread.stop(running.queue);
+        let stopped = stopping.wait();
         self.draining += began.elapsed();
-        thread.leave(running.arrived);
+        self.thread(ring).leave(arrived);
         stopped.unwrap_or_else(|e| {
             error!(
                 "disk {}: queue {ring} cannot be stopped: {e}",
@@ -393,7 +409,7 @@ impl Device for BlockDevice<'_> {
         call: Option<Arc<OwnedFd>>,
         error: Option<Arc<OwnedFd>>,
     ) {
-        if let Some(running) = self.running[usize::from(ring)] {
+        if let Some(running) = &self.running[usize::from(ring)] {
             let thread = &self.thread(ring).thread;
             thread.set_event_fds(running.queue, call, error);
         }

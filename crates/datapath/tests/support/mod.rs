@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use block::DiskFacts;
-use datapath::{Disk, IoThread, QueueId};
+use datapath::{Disk, IoThread, QueueId, StoppingQueue};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
 use guest::{Device, FrontendChannel, NewQueue, RingBase, StoppedRing};
 use tempfile::TempDir;
@@ -34,6 +34,7 @@ impl Served {
                 threads,
                 queue_size,
                 running: vec![None; usize::from(queues)],
+                stopping: (0..queues).map(|_| None).collect(),
             };
             match guest::serve(&socket, &mut device, its_stop.as_fd()) {
                 // Tests break threads on purpose.
@@ -52,6 +53,11 @@ impl Served {
         }
     }
 
+    /// Asks the session to stop, and does not wait.
+    pub fn begin_stop(&self) {
+        rustix::io::write(&self.stop, &1u64.to_ne_bytes()).unwrap();
+    }
+
     pub fn socket(&self) -> PathBuf {
         self.directory.path().join("socket")
     }
@@ -59,7 +65,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        rustix::io::write(&self.stop, &1u64.to_ne_bytes()).unwrap();
+        self.begin_stop();
         // After a failure, it may have lost a request and wait for it for ever.
         if !thread::panicking() {
             let session = self.session.take().unwrap();
@@ -73,6 +79,7 @@ struct Queues {
     threads: Arc<Vec<IoThread>>,
     queue_size: u16,
     running: Vec<Option<QueueId>>,
+    stopping: Vec<Option<StoppingQueue>>,
 }
 
 impl Queues {
@@ -124,12 +131,17 @@ impl Device for Queues {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> StoppedRing {
+    fn begin_stop(&mut self, ring: u16) {
         let id = self.running[usize::from(ring)].take();
         let id = id.expect("a session stops what runs");
+        self.stopping[usize::from(ring)] = Some(self.thread(ring).begin_stop(id));
+    }
+
+    fn finish_stop(&mut self, ring: u16) -> StoppedRing {
+        let stopping = self.stopping[usize::from(ring)].take();
+        let stopping = stopping.expect("a session waits for what it has asked to stop");
         // A thread that has failed has no answer.
-        let stopped = self.thread(ring).stop(id);
-        stopped.unwrap_or(StoppedRing {
+        stopping.wait().unwrap_or(StoppedRing {
             base: RingBase(0),
             unfinished: false,
         })

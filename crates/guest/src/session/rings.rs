@@ -223,12 +223,18 @@ impl Session<'_> {
     }
 
     pub(super) fn stop(&mut self, ring: u16) {
+        if self.rings[usize::from(ring)].running {
+            self.device.begin_stop(ring);
+            self.finish_stop(ring);
+        }
+    }
+
+    /// Waits for a ring that was asked to stop, and records where it stopped.
+    fn finish_stop(&mut self, ring: u16) {
+        let stopped = self.device.finish_stop(ring);
         let packed = self.packed();
         let state = &mut self.rings[usize::from(ring)];
-        if !std::mem::take(&mut state.running) {
-            return;
-        }
-        let stopped = self.device.stop(ring);
+        state.running = false;
         (state.base, state.unfinished) = (Some(stopped.base), stopped.unfinished);
         state.drained = !stopped.unfinished || state.untracked;
         // An in-order ring starts with the requests that it left.
@@ -276,11 +282,21 @@ impl Session<'_> {
         }
     }
 
+    /// Stops all running rings, and returns them. All are asked to stop before the first is waited for.
+    /// Otherwise the others would continue to fetch requests, these would compete for storage with those
+    /// that are waited for, and the guest would wait for the sum over all rings.
+    ///
+    /// The order in which the rings finish does not matter. Their requests in flight need nothing that another
+    /// ring would fetch. The base, the region's record and the dirty log of a ring are updated when this ring
+    /// has stopped; until then its record stays as it was while the ring was served, which is valid if this
+    /// process is killed. The caller changes memory, log, region and features only after all have stopped.
+    /// A ring whose I/O thread has failed also counts as stopped.
     pub(super) fn stop_all(&mut self) -> Vec<u16> {
         let running = |(i, r): (usize, &Ring)| r.running.then_some(i as u16);
-        let stopped: Vec<u16> = self.rings.iter().enumerate().filter_map(running).collect();
-        stopped.iter().for_each(|&ring| self.stop(ring));
-        stopped
+        let rings: Vec<u16> = self.rings.iter().enumerate().filter_map(running).collect();
+        rings.iter().for_each(|&ring| self.device.begin_stop(ring));
+        rings.iter().for_each(|&ring| self.finish_stop(ring));
+        rings
     }
 
     /// Removes a ring's record from the region of requests in flight. The recorded requests will not be

@@ -62,6 +62,8 @@ pub fn check(data: &[u8]) {
     let mut device = FakeDevice::default();
     let _ = guest::serve(&theirs, &mut device, never.as_fd());
     assert!(device.running.is_empty(), "{:?} still run", device.running);
+    let stopping = &device.stopping;
+    assert!(stopping.is_empty(), "{stopping:?} still stop");
     assert!(!device.has_frontend);
     drop(theirs);
     check_replies(&ours);
@@ -257,6 +259,7 @@ fn features() -> u64 {
 #[derive(Default)]
 struct FakeDevice {
     running: BTreeSet<u16>,
+    stopping: BTreeSet<u16>,
     has_frontend: bool,
 }
 
@@ -304,6 +307,7 @@ impl Device for FakeDevice {
     }
 
     fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+        assert!(self.stopping.is_empty(), "{:?} still stop", self.stopping);
         assert!(ring < QUEUES && self.running.insert(ring));
         let mut virtqueue = queue.virtqueue;
         let mut segments = vec![Segment { addr: 0, len: 0 }; virtqueue.max_segments()];
@@ -317,8 +321,12 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn stop(&mut self, ring: u16) -> StoppedRing {
-        assert!(self.running.remove(&ring));
+    fn begin_stop(&mut self, ring: u16) {
+        assert!(self.running.remove(&ring) && self.stopping.insert(ring));
+    }
+
+    fn finish_stop(&mut self, ring: u16) -> StoppedRing {
+        assert!(self.stopping.remove(&ring));
         StoppedRing {
             base: RingBase(7),
             unfinished: false,
@@ -327,6 +335,7 @@ impl Device for FakeDevice {
 
     fn quiesce(&mut self, _moving: bool) -> io::Result<()> {
         assert!(self.running.is_empty(), "{:?} still run", self.running);
+        assert!(self.stopping.is_empty(), "{:?} still stop", self.stopping);
         Ok(())
     }
 
