@@ -43,7 +43,10 @@ pub struct Disk {
     /// Held while the file is replaced.
     pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
-    pub(crate) errors: LogLimiter,
+    /// Limits log lines about requests that storage failed to serve. Nothing else uses it, or a guest could hide them.
+    pub(crate) storage_errors: LogLimiter,
+    /// Limits log lines that the guest or its front-end can cause.
+    pub(crate) guest_errors: LogLimiter,
     image_errors: LogLimiter,
     /// A front-end of the disk has blocked an I/O thread.
     blocks_threads: AtomicBool,
@@ -186,7 +189,8 @@ impl Disk {
             is_released: AtomicBool::new(false),
             replacing: Mutex::default(),
             options,
-            errors: LogLimiter::default(),
+            storage_errors: LogLimiter::default(),
+            guest_errors: LogLimiter::default(),
             image_errors: LogLimiter::default(),
             blocks_threads: AtomicBool::new(false),
             admission: Admission::default(),
@@ -403,7 +407,7 @@ impl Disk {
 
     /// Logs that a queue cannot be served with the address or size that the guest set.
     pub fn ring_failed(&self, ring: u16, error: &RingError) {
-        self.errors.log(|left_out| {
+        self.guest_errors.log(|left_out| {
             warn!(
                 "disk {}: queue {ring} cannot be served as the guest set it up: {error}{left_out}",
                 self.name
@@ -413,7 +417,7 @@ impl Disk {
 
     /// Logs that a queue is served without a record of its requests in flight.
     pub fn ring_untracked(&self, ring: u16, size: u16) {
-        self.errors.log(|left_out| {
+        self.guest_errors.log(|left_out| {
             warn!(
                 "disk {}: queue {ring} is served without a record of its requests in flight: the region that the \
                  front-end keeps for it has fewer entries than the queue, which has {size}; it is slower, and if \

@@ -4,6 +4,7 @@ mod durable;
 mod error_policy;
 mod faults;
 mod images;
+mod log_limits;
 mod neighbours;
 mod no_allocation;
 mod replace;

@@ -140,7 +140,7 @@ fn send_event(disk: &Disk, slot: &Slot, action: IoAction, errno: i32) {
 }
 
 fn log(disk: &Disk, slot: &Slot, errno: i32, consequence: &str) {
-    disk.errors.log(|left_out| {
+    disk.storage_errors.log(|left_out| {
         let cause = match errno {
             _ if slot.is_syncing() && disk.has_lost(errno) => lost(errno).to_string(),
             0 => "the file ends here: it was truncated while ringdisk served it".to_owned(),

@@ -132,7 +132,7 @@ pub(crate) fn retire(queue: &mut Queue, reason: &RingError, notifier: &Notifier)
     };
     queue.state = state;
     let disk = &queue.disk;
-    disk.errors.log(|left_out| {
+    disk.guest_errors.log(|left_out| {
         warn!(
             "disk {}: queue {} is given up at position {:#x} until {until}: {reason}{left_out}",
             disk.name,
@@ -145,7 +145,7 @@ pub(crate) fn retire(queue: &mut Queue, reason: &RingError, notifier: &Notifier)
 
 #[cold]
 fn refused(disk: &Disk, chain: &Chain) {
-    disk.errors.log(|left_out| {
+    disk.guest_errors.log(|left_out| {
         warn!(
             "disk {}: refused request {:02x?} with {} bytes out and {} in: a disk of {} bytes does \
              not allow it{left_out}",

@@ -49,7 +49,7 @@ pub(crate) fn interrupt(queue: &Queue, notifier: &Notifier) -> Result<(), Blocke
 #[cold]
 pub(crate) fn avoid_blocking(queues: &mut Queues, disk: &Arc<Disk>) {
     disk.set_blocks_threads();
-    disk.errors.log(|left_out| {
+    disk.guest_errors.log(|left_out| {
         warn!(
             "disk {}: its front-end has blocked an I/O thread, for up to a second: its call eventfd was full; from now \
              on ringdisk signals it without blocking, which takes more CPU{left_out}",
@@ -85,7 +85,7 @@ fn tell_marks(queue: &mut Queue, notifier: &Notifier) {
 #[cold]
 fn notify_by_aio(queue: &Queue, notifier: &Notifier, event: &OwnedFd) {
     if let Err(e) = notifier.notify_by_aio(event) {
-        queue.disk.errors.log(|left_out| {
+        queue.disk.guest_errors.log(|left_out| {
             warn!(
                 "disk {}: a signal to the front-end of queue {} is lost: {e} (is fs.aio-max-nr too \
                  low?){left_out}",
