@@ -302,15 +302,22 @@ impl Soak {
             0 if disk.snapshots.len() < 3 => {
                 qemu_img::img(directory, &format!("snapshot -c s{next} {file}"));
                 disk.snapshots.push(next);
+                self.journal_changes();
                 self.count("snapshot");
             }
             1 if !disk.snapshots.is_empty() => {
                 let oldest = disk.snapshots.remove(0);
                 qemu_img::img(directory, &format!("snapshot -d s{oldest} {file}"));
+                self.journal_changes();
                 self.count("snapshot deletion");
             }
             _ => {}
         }
+    }
+
+    /// An image with internal snapshots has no journal: with its last snapshot, the process gains a descriptor.
+    fn journal_changes(&mut self) {
+        self.baseline = None;
     }
 
     /// Kills the process and starts it with the same arguments. Nothing may have changed.
