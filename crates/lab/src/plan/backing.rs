@@ -129,6 +129,9 @@ fn checked(text: &str) -> Result<String, String> {
     if text.len() > NAME_MAX {
         return Err(format!("a name must not have more than {NAME_MAX} bytes"));
     }
+    if text.contains(char::is_control) {
+        return Err(format!("{text:?} contains control characters"));
+    }
     let mut plain = text.replace("{guest}", "").replace("{volume}", "");
     if plain.contains(['{', '}']) {
         return Err(format!(
@@ -143,7 +146,9 @@ fn checked(text: &str) -> Result<String, String> {
     };
     plain.drain(.."rbd:".len());
     let word = |part: &str| {
+        // Programs would read a leading '-' as an option.
         !part.is_empty()
+            && !part.starts_with('-')
             && part
                 .chars()
                 .all(|c| c.is_ascii_alphanumeric() || "._-{}".contains(c))
@@ -240,6 +245,8 @@ mod tests {
             ("rbd:pool", "rbd:POOL/IMAGE"),
             ("rbd:a/b:conf=x", "rbd:POOL/IMAGE"),
             ("rbd:a/b@snap", "rbd:POOL/IMAGE"),
+            ("rbd:-p/b", "rbd:POOL/IMAGE"),
+            ("/dev/a\nb", "control"),
             ("rbd:a/b/c", "rbd:POOL/IMAGE"),
             ("/dev/{disk}", "{guest}"),
             ("/dev/sdb,rbd:a/b", "mixes"),

@@ -18,7 +18,7 @@ use super::values::{
     Entry, Mistake, Parsed, absolute, between, entries, host, line, one, pairs, single, table,
     tables, values, word,
 };
-use super::words::{Against, Device, GuestKind, Interleave, Metric, Until, not_one_of};
+use super::words::{Against, Device, Format, GuestKind, Interleave, Metric, Until, not_one_of};
 use super::workload::{self, Profile, Workload};
 use super::{CASES_MAX, Case, Claim, Plan, Ssh, WORKLOADS_MAX};
 
@@ -588,6 +588,13 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
                 span("case"),
                 format!("two cases are named '{}'", case.name),
             ));
+        }
+        if plan.create && !case.settings.backing.is_own() && case.settings.format != Format::Raw {
+            let problem = format!(
+                "{}: create = true makes raw disks; set format=raw, or backing=/DIRECTORY/ for qcow2 images",
+                case.name
+            );
+            return Err(Mistake::new(span("storage"), problem));
         }
         if case.settings.device == Device::Host
             && case.settings.is_librbd()

@@ -268,3 +268,13 @@ proptest::proptest! {
         }
     }
 }
+
+#[test]
+fn disks_that_are_created_under_a_name_are_raw() {
+    let text = "guest = 'none'\n[storage]\ncreate = true\n[config]\ndevice = 'vhost-user-blk'\nformat = 'qcow2'\n";
+    let named = format!("{text}backing = '/images/a'\n");
+    let problem = Plan::parse(Path::new("plan.toml"), &named).unwrap_err();
+    assert!(problem.to_string().contains("format=raw"), "{problem}");
+    let own = format!("{text}backing = '/images/'\n");
+    Plan::parse(Path::new("plan.toml"), &own).unwrap();
+}

@@ -572,6 +572,9 @@ impl fmt::Display for IoThread {
 fn path(value: &str) -> Result<Option<PathBuf>, String> {
     match value {
         "default" => Ok(None),
+        _ if value.contains(char::is_control) => {
+            Err(format!("{value:?} contains control characters"))
+        }
         _ if value.starts_with('/') => Ok(Some(value.into())),
         _ => Err(format!("'{value}' is neither an absolute path nor default")),
     }

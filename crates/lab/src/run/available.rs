@@ -7,7 +7,7 @@ use std::process::Command;
 use harness::paths::find_program;
 
 use crate::plan::backing::Name;
-use crate::plan::words::{Aio, Device, GuestKind};
+use crate::plan::words::{Aio, Device, Format, GuestKind};
 use crate::plan::{Backing, Plan, Server, Settings};
 use crate::storage::Disk;
 use crate::storage::named::is_thin;
@@ -147,7 +147,11 @@ pub fn overwritten(plan: &Plan) -> Vec<String> {
             (_, _, Backing::Named(disks)) => {
                 // Thin disks are filled, even for loads that only read.
                 let is_written = |name: &Name| {
-                    writes || plan.create || settings.prefill && may_be_thin(name, settings)
+                    writes
+                        || plan.create
+                        || settings.prefill
+                            && settings.format == Format::Raw
+                            && may_be_thin(name, settings)
                 };
                 let disks = disks.all(settings.guests, settings.volumes);
                 let disks = disks.iter().filter(|name| is_written(name));

@@ -15,6 +15,7 @@ use super::disk::{Disk, Fill, fill};
 use super::rbd::{Image, output};
 use crate::plan::Settings;
 use crate::plan::backing::Name;
+use crate::plan::words::Format;
 
 /// The bytes that are written between two checks whether the user stops the run.
 const CHUNK: u64 = 256 << 20;
@@ -95,7 +96,8 @@ impl Named {
             }
         }
         let mut filling = None;
-        if settings.prefill && !state.filled {
+        // Random data in place of a qcow2 image's header would destroy the image.
+        if settings.prefill && settings.format == Format::Raw && !state.filled {
             if state.created || is_thin(&disk)? {
                 // An image that the kernel's client has mapped is filled through librbd.
                 state.unmap()?;
@@ -198,7 +200,7 @@ fn says_thin(text: &str) -> bool {
 /// `VG/LV` of a path `/dev/VG/LV`.
 fn logical_volume(path: &Path) -> Option<(&str, &str)> {
     let (group, volume) = path.to_str()?.strip_prefix("/dev/")?.split_once('/')?;
-    let is_word = |word: &str| !word.is_empty() && !word.contains('/');
+    let is_word = |word: &str| !word.is_empty() && !word.contains('/') && !word.starts_with('-');
     let is_kernels = ["mapper", "disk", "zvol", "shm", "pts"].contains(&group);
     (is_word(group) && is_word(volume) && !is_kernels).then_some((group, volume))
 }
@@ -336,6 +338,25 @@ mod tests {
         );
         drop(named);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_qcow2_image_is_never_filled() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.qcow2");
+        fs::write(&path, "QFI").unwrap();
+        OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .and_then(|file| file.set_len(1 << 20))
+            .unwrap();
+        let mut named = Named::new(false, 0, folder.path().to_owned());
+        let settings = Settings {
+            format: Format::Qcow2,
+            ..settings(true)
+        };
+        assert_eq!(disk(&mut named, &settings, &path).1, None);
+        assert!(fs::read(&path).unwrap().starts_with(b"QFI"));
     }
 
     #[test]
