@@ -23,13 +23,8 @@ const IO_ERROR: u8 = 1;
 const UNSUPPORTED: u8 = 2;
 
 const NO_FAULTS: Faults = Faults {
-    short: 0,
-    again: 0,
-    fail: 0,
-    late: 0,
     room: 64,
-    address_alignment: 1,
-    length_alignment: 1,
+    ..Faults::NONE
 };
 
 /// Late and in any order, so that many flushes wait for each other.

@@ -65,15 +65,7 @@ fn refused_requests_do_not_hide_storage_errors() {
     tracing::subscriber::set_global_default(Lines("disk limited:", lines.clone())).unwrap();
     let storage = MemoryDisk::new(DISK_BYTES as usize);
     let its_storage = storage.clone();
-    let faults = Faults {
-        short: 0,
-        again: 0,
-        fail: 0,
-        late: 0,
-        room: 16,
-        address_alignment: 1,
-        length_alignment: 1,
-    };
+    let faults = Faults::NONE;
     let make = move || Faulty::new(its_storage, faults, 1);
     let thread = IoThread::spawn("io-0".into(), Polling::up_to(Duration::ZERO), make).unwrap();
     let file = Arc::new(tempfile::tempfile().unwrap().into());

@@ -18,13 +18,9 @@ const DISK_BYTES: u64 = 1 << 20;
 const OK: u8 = 0;
 
 const FAULTS: Faults = Faults {
-    short: 0,
-    again: 0,
-    fail: 0,
     late: 20,
     room: 4,
-    address_alignment: 1,
-    length_alignment: 1,
+    ..Faults::NONE
 };
 
 /// Most operations that one queue submits in its turn.

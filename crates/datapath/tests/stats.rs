@@ -238,15 +238,7 @@ fn thread_statistics_grow() {
         "io-0".into(),
         Polling::up_to(Duration::from_micros(50)),
         move || {
-            let faults = Faults {
-                short: 0,
-                again: 0,
-                fail: 0,
-                late: 0,
-                room: 16,
-                address_alignment: 1,
-                length_alignment: 1,
-            };
+            let faults = Faults::NONE;
             Faulty::new(MemoryDisk::new(DISK_BYTES as usize), faults, 1)
         },
     );

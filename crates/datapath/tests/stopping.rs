@@ -16,15 +16,7 @@ const LEN: u32 = 4096;
 const OK: u8 = 0;
 
 /// None; operations are executed in order.
-const FAULTS: Faults = Faults {
-    short: 0,
-    again: 0,
-    fail: 0,
-    late: 0,
-    room: 16,
-    address_alignment: 1,
-    length_alignment: 1,
-};
+const FAULTS: Faults = Faults::NONE;
 
 fn lock(storage: &Mutex<MemoryDisk>) -> MutexGuard<'_, MemoryDisk> {
     storage.lock().unwrap_or_else(PoisonError::into_inner)

@@ -36,12 +36,8 @@ fn rate(average: u64) -> Rate {
 fn serve(null: bool) -> (Arc<Disk>, Served, Device) {
     let faults = Faults {
         short: 100,
-        again: 0,
-        fail: 0,
         late: 3,
-        room: 16,
-        address_alignment: 1,
-        length_alignment: 1,
+        ..Faults::NONE
     };
     let memory = MemoryDisk::new(DISK_BYTES as usize);
     let thread = IoThread::spawn(

@@ -38,6 +38,19 @@ pub struct Faults {
     pub length_alignment: u32,
 }
 
+impl Faults {
+    /// No faults: 16 operations in flight, with buffers anywhere.
+    pub const NONE: Faults = Faults {
+        short: 0,
+        again: 0,
+        fail: 0,
+        late: 0,
+        room: 16,
+        address_alignment: 1,
+        length_alignment: 1,
+    };
+}
+
 /// The bytes of a disk, and a record of what happened to them. The engine and the test share it.
 pub struct MemoryDisk {
     /// The bytes that a read returns.

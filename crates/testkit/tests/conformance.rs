@@ -12,13 +12,10 @@ use testkit::faulty::{Faults, Faulty, MemoryDisk};
 const BYTES: usize = 1 << 20;
 
 const NONE: Faults = Faults {
-    short: 0,
-    again: 0,
-    fail: 0,
-    late: 0,
     room: 64,
     address_alignment: 512,
     length_alignment: 512,
+    ..Faults::NONE
 };
 
 fn engine(faults: Faults, seed: u64) -> (Faulty, Subject) {

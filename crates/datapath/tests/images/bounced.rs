@@ -17,13 +17,10 @@ use super::hung::wait_until;
 use crate::support::{FACTS, Served};
 
 const FAULTS: Faults = Faults {
-    short: 0,
-    again: 0,
-    fail: 0,
-    late: 0,
     room: 128,
     address_alignment: 512,
     length_alignment: 512,
+    ..Faults::NONE
 };
 
 const NEEDS: DiskFacts = DiskFacts {

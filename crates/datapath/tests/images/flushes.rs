@@ -17,13 +17,8 @@ const OK: u8 = 0;
 const IOERR: u8 = 1;
 
 const FAULTS: Faults = Faults {
-    short: 0,
-    again: 0,
-    fail: 0,
-    late: 0,
     room: 64,
-    address_alignment: 1,
-    length_alignment: 1,
+    ..Faults::NONE
 };
 
 #[test]

@@ -17,13 +17,8 @@ use super::files::{Files, disk};
 use crate::support::{FACTS, Served};
 
 const FAULTS: Faults = Faults {
-    short: 0,
-    again: 0,
-    fail: 0,
-    late: 0,
     room: 64,
-    address_alignment: 1,
-    length_alignment: 1,
+    ..Faults::NONE
 };
 
 const MIB: u64 = 1 << 20;
