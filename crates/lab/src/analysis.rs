@@ -1,6 +1,8 @@
 //! What the cells of a journal say: medians, verdicts on comparisons, published claims and knees. An *arm* is a
 //! configuration's index in the plan; one more is the twin of the first.
 
+pub mod claims;
+
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +11,7 @@ use harness::histogram::Histogram;
 use harness::spread::Spread;
 
 use crate::journal::{Cell, Journal, Sample};
-use crate::plan::words::{Expect, Metric};
+use crate::plan::words::Metric;
 use crate::plan::{Case, Plan, Workload};
 use crate::schedule::Schedule;
 use crate::stats::judge::ERROR_RATE;
@@ -17,6 +19,7 @@ use crate::stats::sequential::Moments;
 use crate::stats::{
     Interval, Judge, Sequential, Verdict, median, median::bootstrap, median_interval,
 };
+pub use claims::{ClaimResult, Replication};
 
 /// A result, analysed.
 pub struct Analysis<'a> {
@@ -97,39 +100,6 @@ pub struct Ratio {
     pub least: f64,
     /// The most.
     pub most: f64,
-}
-
-/// Whether a published figure was reproduced.
-#[derive(Clone, Debug)]
-pub struct Replication {
-    /// The result.
-    pub outcome: ClaimResult,
-    /// The reason for it.
-    pub why: String,
-}
-
-/// How a published figure compares with the result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ClaimResult {
-    /// The result has the same direction.
-    Reproduced,
-    /// The result has another direction.
-    NotReproduced,
-    /// The comparisons are undecided.
-    Undecided,
-    /// This host cannot run the configurations.
-    Untestable,
-}
-
-impl std::fmt::Display for ClaimResult {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            Self::Reproduced => "direction reproduced",
-            Self::NotReproduced => "not reproduced",
-            Self::Undecided => "undecided",
-            Self::Untestable => "cannot be tested here",
-        })
-    }
 }
 
 /// The figure to compare; a larger one is better.
@@ -403,76 +373,6 @@ impl<'a> Analysis<'a> {
         // Another device implies another server.
         names.retain(|name| name != "server" || !asked.contains(&"device"));
         (names.len() > 1).then_some(names)
-    }
-
-    /// Compares the published figures with the result.
-    pub fn replications(&self) -> Vec<Replication> {
-        self.plan()
-            .claims
-            .iter()
-            .map(|claim| self.replicate(claim))
-            .collect()
-    }
-
-    fn replicate(&self, claim: &crate::plan::Claim) -> Replication {
-        let outcome = |outcome, why: String| Replication { outcome, why };
-        if let Some(why) = &claim.untestable {
-            return outcome(ClaimResult::Untestable, why.clone());
-        }
-        let about: Vec<Question> = self
-            .questions()
-            .into_iter()
-            .filter(|question| question.to < self.plan().cases.len())
-            .filter(|q| {
-                claim.is_about(
-                    self.case(q.from),
-                    self.case(q.to),
-                    &self.plan().workloads[q.workload],
-                )
-            })
-            .collect();
-        if about.is_empty() {
-            let missing: Vec<String> = self
-                .journal
-                .header
-                .left_out
-                .iter()
-                .map(|(case, why)| format!("{case}: {why}"))
-                .collect();
-            return outcome(ClaimResult::Untestable, missing.join("; "));
-        }
-        let gains: Vec<f64> = about
-            .iter()
-            .filter_map(|question| Some(question.gain?.ln_1p()))
-            .collect();
-        let counted = |verdict| {
-            about
-                .iter()
-                .filter(|question| question.verdict == verdict)
-                .count()
-        };
-        let (gain, loss, equal) = (
-            counted(Verdict::Gain),
-            counted(Verdict::Loss),
-            counted(Verdict::Equivalent),
-        );
-        let mean = Moments::of(&gains).mean.exp_m1() * 100.0;
-        let why = format!(
-            "{mean:+.1} % over {} loads: {gain} gain, {loss} loss, {equal} equivalent, {} undecided",
-            about.len(),
-            counted(Verdict::Undecided)
-        );
-        let (agree, against) = match claim.expect {
-            Expect::Gain => (gain, loss + equal),
-            Expect::Loss => (loss, gain + equal),
-            Expect::Equal => (equal, gain + loss),
-        };
-        match (agree, against) {
-            (0, 0) => outcome(ClaimResult::Undecided, why),
-            (agree, against) if agree > against => outcome(ClaimResult::Reproduced, why),
-            (agree, against) if agree < against => outcome(ClaimResult::NotReproduced, why),
-            _ => outcome(ClaimResult::Undecided, why),
-        }
     }
 
     /// The case with the largest gain over the first, as the geometric mean over all loads; `None` if no case is clearly

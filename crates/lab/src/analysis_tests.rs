@@ -1,6 +1,6 @@
 use super::*;
 use crate::host::Facts;
-use crate::journal::{BootRecord, Header, Record};
+use crate::journal::{BootRecord, Cell, Header, Record};
 
 /// A result whose boots came to these settings.
 fn booted(plan: &str, boots: &[(&str, &[(&str, &str)])]) -> Journal {
@@ -75,4 +75,99 @@ fn what_another_process_serves_is_one_difference() {
         Analysis::of(&journal).confounded(0, 1),
         Some(vec!["device".to_owned(), "queue-size".to_owned()])
     );
+}
+
+/// A result of 8 blocks in which the second case has `gain` times the IOPS of the first at depth 1, and `gain` squared at
+/// depth 2.
+fn measured(claim: &str, gain: f64, accelerator: &str) -> Journal {
+    let plan = format!(
+        "[[case]]\nname = 'a'\n[[case]]\nname = 'b'\nqueues = 2\nvcpus = 2\n[fio]\niodepth = [1, 2]\n[[claim]]\nsource = 's'\n\
+         figure = 'f'\n{claim}\n"
+    );
+    let mut journal = booted(&plan, &[]);
+    journal.header.facts = Facts::from([("accelerator".into(), accelerator.into())]);
+    for block in 0..8 {
+        let wobble = if block % 2 == 0 { 1.002 } else { 0.998 };
+        for (case, ratio) in [("a", 1.0), ("b", gain)] {
+            for (depth, load) in [(1, "randread 4k, depth 1"), (2, "randread 4k, depth 2")] {
+                let sample = Sample {
+                    iops: 1000.0 * wobble * f64::powi(ratio, depth),
+                    ..Sample::default()
+                };
+                journal.cells.push(Cell {
+                    block,
+                    case: case.into(),
+                    workload: load.into(),
+                    sample: Some(sample),
+                    ..Cell::default()
+                });
+            }
+        }
+    }
+    journal
+}
+
+#[test]
+fn a_claim_is_judged_by_the_mean_of_its_loads_in_its_own_direction() {
+    let of = |claim: &str, gain: f64| {
+        let journal = measured(claim, gain, "kvm");
+        let found = Analysis::of(&journal).replications().remove(0);
+        (found.outcome, (found.measured.unwrap() * 1000.0).round())
+    };
+    let at_1 = "from = 'a'\nto = 'b'\nat = 'iodepth=1'\nsize = '+10 %'";
+    let both = "from = 'a'\nto = 'b'\nsize = '+15.4 %'";
+    let inverse = "from = 'b'\nto = 'a'\nat = 'iodepth=1,4'\nsize = '-9.1 %'";
+    let words = "from = 'a'\nto = 'b'\nexpect = 'loss'";
+    assert_eq!(of(at_1, 1.1), (ClaimResult::Reproduced, 100.0));
+    assert_eq!(of(at_1, 1.5), (ClaimResult::DirectionOnly, 500.0));
+    assert_eq!(of(both, 1.1), (ClaimResult::Reproduced, 154.0));
+    assert_eq!(of(inverse, 1.1), (ClaimResult::Reproduced, -91.0));
+    assert_eq!(of(inverse, 0.9), (ClaimResult::NotReproduced, 111.0));
+    assert_eq!(of(words, 0.9), (ClaimResult::DirectionOnly, -146.0));
+    assert_eq!(of(words, 1.1), (ClaimResult::NotReproduced, 154.0));
+}
+
+#[test]
+fn all_reports_show_published_and_measured_sizes() {
+    let claim = "from = 'a'\nto = 'b'\nat = 'iodepth=1'\nsize = '+10 %'";
+    let journal = measured(claim, 1.1, "kvm");
+    let analysis = Analysis::of(&journal);
+    let text = crate::report::text(&analysis);
+    assert!(
+        text.contains("reproduced: published +10.0 %, measured +10 % [+10 %, +10 %] (1 comparison"),
+        "{text}"
+    );
+    let [(_, page), _, (_, json)] = crate::report::files(&analysis).unwrap();
+    assert!(page.contains(
+        "<td>+10.0 %</td><td>+10 % [+10 %, +10 %]</td><td class=\"good\">reproduced</td>"
+    ));
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let claim = &json["claims"][0];
+    assert!(
+        (claim["size-percent"][0].as_f64().unwrap() - 10.0).abs() < 1e-9,
+        "{claim}"
+    );
+    assert!(
+        claim["interval-percent"][1].as_f64().unwrap() > 9.0,
+        "{claim}"
+    );
+    assert_eq!(claim["outcome"], "reproduced");
+}
+
+#[test]
+fn emulation_and_other_storage_give_no_verdict() {
+    let claim = "from = 'a'\nto = 'b'\nsize = '+10 %'";
+    let of = |claim: &str, accelerator| {
+        let journal = measured(claim, 1.1, accelerator);
+        Analysis::of(&journal).replications().remove(0)
+    };
+    let emulated = of(claim, "tcg");
+    assert_eq!(
+        (emulated.outcome, emulated.interval),
+        (ClaimResult::Untestable, None)
+    );
+    assert!(emulated.why.contains("needs KVM"), "{}", emulated.why);
+    let on_files = of(&format!("{claim}\nstorage = 'rbd'"), "kvm");
+    assert_eq!(on_files.outcome, ClaimResult::Untestable);
+    assert!(on_files.why.contains("--pool"), "{}", on_files.why);
 }

@@ -29,5 +29,6 @@ pub mod run;
 pub mod schedule;
 pub mod stats;
 pub mod storage;
+pub mod study;
 pub mod vhost;
 pub mod window;

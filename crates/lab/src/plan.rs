@@ -3,6 +3,7 @@
 pub mod backing;
 pub mod ceph;
 pub mod changes;
+pub mod claims;
 pub mod cpus;
 mod guests;
 pub mod image;
@@ -20,13 +21,14 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use backing::Backing;
+pub use backing::{Backing, Name};
+pub use claims::Claim;
 pub use parse::PlanError;
 pub use settings::{IoThread, Server, Settings};
 pub use workload::Workload;
 
 use cpus::Cpus;
-use words::{Against, Expect, GuestKind, Interleave, Metric, Until};
+use words::{Against, GuestKind, Interleave, Metric, Until};
 
 /// The maximum number of configurations: more are probably an error in a list.
 pub const CASES_MAX: usize = 256;
@@ -133,25 +135,6 @@ pub struct Case {
     pub settings: Settings,
 }
 
-/// A published figure that the plan tests.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Claim {
-    /// The author and the year.
-    pub source: String,
-    /// The published figure.
-    pub figure: String,
-    /// The settings of the base of the comparison.
-    pub from: Vec<(String, String)>,
-    /// The settings of the configuration that is compared with it.
-    pub to: Vec<(String, String)>,
-    /// The loads of the claim; empty means all.
-    pub at: Vec<(String, String)>,
-    /// The expected result.
-    pub expect: Expect,
-    /// Why this plan cannot test the claim.
-    pub untestable: Option<String>,
-}
-
 /// How a guest of the user's is booted and reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ssh {
@@ -178,17 +161,6 @@ impl Case {
             "case" => &self.name == value,
             _ => &self.settings.get(key) == value,
         })
-    }
-}
-
-impl Claim {
-    /// Whether the claim is about this comparison under this load.
-    pub fn is_about(&self, from: &Case, to: &Case, workload: &Workload) -> bool {
-        let at = |(key, value): &(String, String)| match key.as_str() {
-            "workload" => &workload.name == value,
-            _ => &workload.get(key) == value,
-        };
-        from.matches(&self.from) && to.matches(&self.to) && self.at.iter().all(at)
     }
 }
 
@@ -301,6 +273,14 @@ impl Plan {
             ));
         }
         Ok(plan)
+    }
+
+    /// Whether a comparison of the plan is the claim's.
+    pub fn tests(&self, claim: &Claim) -> bool {
+        self.contrasts.iter().any(|&(from, to)| {
+            let mut loads = self.workloads.iter();
+            loads.any(|load| claim.is_about_either(&self.cases[from], &self.cases[to], load))
+        })
     }
 
     /// The plan with a load at each of these rates, in place of the load whose rates were searched for.

@@ -6,7 +6,7 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// The name and the text of each recipe.
-pub const RECIPES: [(&str, &str); 28] = [
+pub const RECIPES: [(&str, &str); 32] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
@@ -16,6 +16,10 @@ pub const RECIPES: [(&str, &str); 28] = [
         "wire-encryption",
         include_str!("../recipes/wire-encryption.toml"),
     ),
+    ("librbd", include_str!("../recipes/librbd.toml")),
+    ("rbd-clients", include_str!("../recipes/rbd-clients.toml")),
+    ("million-iops", include_str!("../recipes/million-iops.toml")),
+    ("thin-chunk", include_str!("../recipes/thin-chunk.toml")),
     ("myths", include_str!("../recipes/myths.toml")),
     ("noise", include_str!("../recipes/noise.toml")),
     ("versus", include_str!("../recipes/versus.toml")),
@@ -192,9 +196,13 @@ mod tests {
                     let start = format!("published ({}): {}: ", claim.source, claim.figure);
                     let line = text.lines().find_map(|line| line.strip_prefix(&start));
                     let line = line.unwrap_or_else(|| panic!("{name}: {start} in {text}"));
-                    let wanted = match claim.untestable.is_none() && !all_left_out {
-                        true => "undecided (",
-                        false => "cannot be tested here (",
+                    let is_on = |storage: crate::plan::words::StorageKind| {
+                        plan.cases.iter().all(|case| storage.is_of(&case.settings))
+                    };
+                    let is_testable = claim.untestable.is_none() && claim.storage.is_none_or(is_on);
+                    let wanted = match is_testable && !all_left_out {
+                        true => "undecided",
+                        false => "cannot run here",
                     };
                     assert!(
                         line.starts_with(wanted) && line.ends_with(')'),

@@ -13,8 +13,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::analysis::Analysis;
+use crate::analysis::{Analysis, Replication};
 use crate::measured;
+use crate::plan::Claim;
 
 /// The page's name in a result's folder.
 pub const HTML: &str = "report.html";
@@ -46,6 +47,29 @@ pub fn files(analysis: &Analysis) -> Result<[(&'static str, String); 3]> {
     ])
 }
 
+/// The published and the measured size of a claim.
+fn sizes(claim: &Claim, found: &Replication) -> String {
+    let published = claim.size.map(|size| format!("published {size}"));
+    let measured = measured_size(found).map(|it| format!("measured {it}"));
+    let both: Vec<String> = published.into_iter().chain(measured).collect();
+    match both.is_empty() {
+        true => String::new(),
+        false => format!(": {}", both.join(", ")),
+    }
+}
+
+/// The measured size of a claim's effect with its interval.
+pub fn measured_size(found: &Replication) -> Option<String> {
+    let measured = charts::percent(found.measured?);
+    Some(match found.interval {
+        Some((low, high)) => {
+            let (low, high) = (charts::percent(low), charts::percent(high));
+            format!("{measured} [{low}, {high}]")
+        }
+        None => measured,
+    })
+}
+
 /// The summary for a terminal: all comparisons, and the recommendation.
 pub fn text(analysis: &Analysis) -> String {
     let plan = analysis.plan();
@@ -74,8 +98,12 @@ pub fn text(analysis: &Analysis) -> String {
     for (claim, found) in plan.claims.iter().zip(analysis.replications()) {
         let _ = writeln!(
             text,
-            "published ({}): {}: {} ({})",
-            claim.source, claim.figure, found.outcome, found.why
+            "published ({}): {}: {}{} ({})",
+            claim.source,
+            claim.figure,
+            found.outcome,
+            sizes(claim, &found),
+            found.why
         );
     }
     let failed = analysis

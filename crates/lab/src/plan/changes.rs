@@ -39,7 +39,16 @@ pub fn set(text: &str, changes: &[String]) -> Result<String, String> {
         };
         drop(changed);
     }
+    make_claims_optional(&mut plan);
     toml::to_string(&plan).map_err(|e| format!("{e}"))
+}
+
+/// A change may remove what a claim compares.
+fn make_claims_optional(plan: &mut Table) {
+    let claims = plan.get_mut("claim").and_then(Value::as_array_mut);
+    for claim in claims.into_iter().flatten().filter_map(Value::as_table_mut) {
+        claim.insert("optional".into(), true.into());
+    }
 }
 
 /// Returns the text with another case before the last: the last case with another build of ringdisk.
@@ -65,6 +74,76 @@ pub fn with_baseline(text: &str, build: &Path) -> Result<String, String> {
     baseline.insert("server".into(), server.into());
     cases.push(baseline.into());
     cases.push(last);
+    toml::to_string(&plan).map_err(|e| format!("{e}"))
+}
+
+/// Returns the text with this storage for all configurations that do not name their own; with `create`, the lab creates and
+/// removes it. Configurations that this storage cannot hold are left out, and their claims say so.
+///
+/// # Errors
+/// The text is not TOML, or the plan is about Ceph and the storage is not in a cluster.
+pub fn with_backing(text: &str, backing: &str, create: bool) -> Result<String, String> {
+    let mut plan: Table = text.parse().map_err(|e| format!("{e}"))?;
+    let is_rbd = |backing: &str| backing.starts_with("rbd:");
+    let own = |table: &Table| Some(table.get("backing")?.as_str()?.to_owned());
+    let common = plan.get("config").and_then(Value::as_table).and_then(own);
+    if common.is_some_and(|common| is_rbd(&common)) && !is_rbd(backing) {
+        return Err("needs a Ceph cluster: --pool POOL".into());
+    }
+    let cases = plan.get("case").and_then(Value::as_array);
+    let cases: Vec<&Table> = cases
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_table)
+        .collect();
+    if !cases.is_empty() && cases.iter().all(|case| own(case).is_some()) {
+        return Ok(text.into());
+    }
+    let is_impossible = |case: &Table| {
+        let format = case.get("format").and_then(Value::as_str);
+        format == Some("qcow2") && own(case).is_none() && !backing.ends_with('/')
+    };
+    let name = |case: &Table| Some(case.get("name")?.as_str()?.to_owned());
+    let impossible: Vec<String> = cases
+        .into_iter()
+        .filter(|case| is_impossible(case))
+        .filter_map(name)
+        .collect();
+    for (table, key, value) in [("config", "backing", Value::from(backing))]
+        .into_iter()
+        .chain(create.then(|| ("storage", "create", Value::from(true))))
+    {
+        let table = plan
+            .entry(table)
+            .or_insert_with(|| Value::Table(Table::new()));
+        let table = table.as_table_mut().ok_or("a table of the plan is none")?;
+        table.insert(key.into(), value);
+    }
+    let list = |plan: &mut Table, key: &str| {
+        plan.get_mut(key)
+            .and_then(Value::as_array_mut)
+            .map(std::mem::take)
+    };
+    if let Some(mut cases) = list(&mut plan, "case") {
+        cases.retain(|case| !case.as_table().is_some_and(is_impossible));
+        plan.insert("case".into(), cases.into());
+    }
+    if let Some(mut claims) = list(&mut plan, "claim") {
+        for claim in claims.iter_mut().filter_map(Value::as_table_mut) {
+            let names = ["from", "to"].map(|key| claim.get(key).and_then(Value::as_str));
+            if names
+                .into_iter()
+                .flatten()
+                .any(|name| impossible.iter().any(|it| it == name))
+            {
+                claim.retain(|key, _| !["from", "to", "at"].contains(&key));
+                let why = "needs a directory for image files: --backing /DIRECTORY/";
+                claim.insert("untestable".into(), why.into());
+            }
+        }
+        plan.insert("claim".into(), claims.into());
+    }
+    make_claims_optional(&mut plan);
     toml::to_string(&plan).map_err(|e| format!("{e}"))
 }
 
@@ -101,6 +180,16 @@ mod tests {
     }
 
     #[test]
+    fn a_change_may_remove_what_a_claim_compares() {
+        let plan = "[config]\nqueues = [1, 2]\n[[claim]]\nfrom = \"queues=1\"\nto = \"queues=2\"\nsize = \"+5 %\"\n";
+        assert_eq!(parse(plan).claims[0].untestable, None);
+        let changed = parse(&set(plan, &["config.queues=2,4".into()]).unwrap());
+        assert!(changed.claims[0].untestable.is_some());
+        let typing_error = plan.replace("from = \"queues=1\"", "from = \"queues=3\"");
+        assert!(Plan::parse(Path::new("plan.toml"), &typing_error).is_err());
+    }
+
+    #[test]
     fn another_build_stands_before_the_last_case() {
         let plan = parse(&with_baseline(PLAN, Path::new("/old")).unwrap());
         let cases: Vec<_> = plan
@@ -112,5 +201,33 @@ mod tests {
         assert_eq!(cases[2].0, "b");
         assert_eq!(plan.contrasts, [(0, 2), (1, 2)]);
         assert!(with_baseline("guest = \"none\"\n", Path::new("/old")).is_err());
+    }
+
+    #[test]
+    fn storage_of_the_users_takes_the_place_of_files_but_not_of_what_a_case_names() {
+        let plan = "[config]\naio = \"threads\"\n[[case]]\nname = \"raw\"\n[[case]]\nname = \"null\"\nbacking = \"null\"\n\
+            [[case]]\nname = \"qcow2\"\nformat = \"qcow2\"\n[[claim]]\nfrom = \"qcow2\"\nto = \"raw\"\nexpect = \"gain\"\n";
+        let of = |backing: &str, create| parse(&with_backing(plan, backing, create).unwrap());
+        let pool = of("rbd:bench/lab-{guest}-{volume}", true);
+        let names: Vec<_> = pool
+            .cases
+            .iter()
+            .map(|case| (case.name.as_str(), case.settings.get("backing")))
+            .collect();
+        let image = "rbd:bench/lab-{guest}-{volume}".to_owned();
+        assert_eq!(names, [("raw", image), ("null", "null".to_owned())]);
+        assert!(pool.create && pool.claims[0].untestable.is_some());
+        let directory = of("/mnt/nfs/", false);
+        assert_eq!((directory.cases.len(), directory.create), (3, false));
+        assert_eq!(directory.claims[0].untestable, None);
+        let without = with_backing(plan, "/dev/vg/lab-{guest}-{volume}", true).unwrap();
+        assert!(!without.contains("qcow2"), "{without}");
+        let ceph = "[config]\nbacking = \"rbd:rbd/x\"\n";
+        assert!(
+            with_backing(ceph, "/dev/sdb", false)
+                .unwrap_err()
+                .contains("--pool")
+        );
+        assert!(with_backing(ceph, "rbd:bench/y", false).is_ok());
     }
 }

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use thiserror::Error;
 use toml::de::DeTable;
 
+use super::claims::claim;
 use super::cpus::{CpuList, Cpus};
 use super::guests;
 use super::settings::{self, Settings};
@@ -20,7 +20,7 @@ use super::values::{
 };
 use super::words::{Against, Device, Format, GuestKind, Interleave, Metric, Until, not_one_of};
 use super::workload::{self, Profile, Workload};
-use super::{CASES_MAX, Case, Claim, Plan, Ssh, WORKLOADS_MAX};
+use super::{CASES_MAX, Case, Plan, Ssh, WORKLOADS_MAX};
 
 /// The largest plan or job file.
 const BYTES_MAX: u64 = 1 << 20;
@@ -443,78 +443,6 @@ fn multiply<T: Clone>(
         }
     }
     Ok(product)
-}
-
-fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) -> Parsed<Claim> {
-    let known = [
-        "source",
-        "figure",
-        "from",
-        "to",
-        "at",
-        "expect",
-        "untestable",
-    ];
-    let text = |key: &str| match entries.iter().find(|entry| entry.key == key) {
-        Some(entry) => single(entry).map(Some),
-        None => Ok(None),
-    };
-    if let Some(entry) = entries.iter().find(|entry| !known.contains(&entry.key)) {
-        return Err(Mistake::new(
-            entry.span.clone(),
-            not_one_of(entry.key, &known),
-        ));
-    }
-    // A condition is `key=value key=value`, or the name of a case.
-    let condition = |key: &str, known: &[&str], name: &str| -> Parsed<Vec<(String, String)>> {
-        let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
-            return Ok(Vec::new());
-        };
-        let text = single(entry)?;
-        let fail = |problem: String| Mistake::new(entry.span.clone(), format!("{key}: {problem}"));
-        // The name of a case may contain '=' too.
-        if !text.contains('=') || plan.cases.iter().any(|case| case.name == text) {
-            return Ok(vec![(name.into(), text)]);
-        }
-        let pair = |word: &str| match word.split_once('=') {
-            Some((key, value)) if known.contains(&key) => Ok((key.to_owned(), value.to_owned())),
-            Some((key, _)) => Err(fail(not_one_of(key, known))),
-            None => Err(fail(format!("'{word}' is not key=value"))),
-        };
-        text.split_whitespace().map(pair).collect()
-    };
-    let claim = Claim {
-        source: text("source")?.unwrap_or_default(),
-        figure: text("figure")?.unwrap_or_default(),
-        from: condition("from", &settings::KEYS, "case")?,
-        to: condition("to", &settings::KEYS, "case")?,
-        at: condition("at", &workload::KEYS, "workload")?,
-        expect: match text("expect")? {
-            Some(word) => word
-                .parse()
-                .map_err(|problem| Mistake::new(span.clone(), format!("expect: {problem}")))?,
-            None => {
-                return Err(Mistake::new(
-                    span,
-                    format!("[[claim]] {} lacks expect", number + 1),
-                ));
-            }
-        },
-        untestable: text("untestable")?,
-    };
-    let about = |&(from, to): &(usize, usize)| {
-        plan.workloads
-            .iter()
-            .any(|load| claim.is_about(&plan.cases[from], &plan.cases[to], load))
-    };
-    if claim.untestable.is_none() && !plan.contrasts.iter().any(about) {
-        let problem = format!(
-            "[[claim]] {} matches no comparison of this plan",
-            number + 1
-        );
-        return Err(Mistake::new(span, problem));
-    }
-    Ok(claim)
 }
 
 fn read_ssh(table: &DeTable) -> Parsed<Ssh> {

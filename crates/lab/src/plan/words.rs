@@ -263,6 +263,16 @@ words! {
     }
 }
 
+words! {
+    /// The storage that a published figure is about.
+    StorageKind {
+        /// Images in a Ceph cluster.
+        Rbd = "rbd",
+        /// Block devices.
+        Device = "device",
+    }
+}
+
 impl Rw {
     /// Whether it writes.
     pub fn writes(self) -> bool {

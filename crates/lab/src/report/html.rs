@@ -387,18 +387,23 @@ fn claims(page: &mut String, analysis: &Analysis) {
     if analysis.plan().claims.is_empty() {
         return;
     }
-    page.push_str("<h2>Published claims</h2>\n<div class=\"wide\"><table><tr><th>source</th><th>figure</th><th>here</th><th>reason</th></tr>\n");
+    page.push_str("<h2>Published claims</h2>\n<div class=\"wide\"><table><tr><th>source</th><th>figure</th><th>published</th><th>measured</th><th>here</th><th>reason</th></tr>\n");
     for (claim, found) in analysis.plan().claims.iter().zip(analysis.replications()) {
         let class = match found.outcome {
             ClaimResult::Reproduced => "good",
             ClaimResult::NotReproduced => "bad",
-            ClaimResult::Undecided | ClaimResult::Untestable => "",
+            ClaimResult::DirectionOnly | ClaimResult::Undecided | ClaimResult::Untestable => "",
         };
+        let published = claim.size.map_or_else(
+            || format!("{}, without a number", claim.expect),
+            |size| size.to_string(),
+        );
         let _ = writeln!(
             page,
-            "<tr><td>{}</td><td>{}</td><td class=\"{class}\">{}</td><td>{}</td></tr>",
+            "<tr><td>{}</td><td>{}</td><td>{published}</td><td>{}</td><td class=\"{class}\">{}</td><td>{}</td></tr>",
             escape(&claim.source),
             escape(&claim.figure),
+            super::measured_size(&found).unwrap_or_else(|| "–".into()),
             found.outcome,
             escape(&found.why)
         );

@@ -113,7 +113,14 @@ pub fn result_json(analysis: &Analysis) -> Value {
         .iter()
         .zip(analysis.replications())
         .map(|(claim, found)| {
-            json!({ "source": claim.source, "figure": claim.figure, "outcome": found.outcome.to_string(), "why": found.why })
+            let percent = |log: f64| log.exp_m1() * 100.0;
+            json!({
+                "source": claim.source, "figure": claim.figure, "expect": claim.expect,
+                "size-percent": claim.size.map(|size| [percent(size.low), percent(size.high)]),
+                "measured-percent": found.measured.map(|gain| gain * 100.0),
+                "interval-percent": found.interval.map(|(low, high)| [low * 100.0, high * 100.0]),
+                "outcome": found.outcome.to_string(), "why": found.why,
+            })
         })
         .collect();
     json!({

@@ -1,7 +1,7 @@
 //! Whether this host can run a configuration.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use harness::paths::find_program;
@@ -39,10 +39,19 @@ pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path) -> Option<Stri
         None => program("qemu-system-x86_64", "qemu-system-x86"),
     };
     qemu.or(server)
-        .or_else(|| settings.preload.as_deref().and_then(file))
+        .or_else(|| preloaded(settings).iter().find_map(|path| file(path)))
         .or_else(|| hugepages(settings))
         .or_else(|| backing(settings, create))
         .or_else(|| ring(settings))
+}
+
+/// The libraries of `preload`, which has colons between them, as LD_PRELOAD.
+fn preloaded(settings: &Settings) -> Vec<PathBuf> {
+    settings
+        .preload
+        .iter()
+        .flat_map(std::env::split_paths)
+        .collect()
 }
 
 fn backing(settings: &Settings, create: bool) -> Option<String> {
