@@ -6,8 +6,8 @@ use serde::Serialize;
 
 use crate::facts::Facts;
 use crate::input::{Input, Kind};
-use crate::measured::{Gain, Measured};
-use crate::model::{Disk, Origin, Table, Vm};
+use crate::measured::{Gain, Measured, Subject};
+use crate::model::{Origin, Table, Vm};
 use crate::rules::{Clause, Lookup, Rule, Rules, Scope, Severity, Verdict, evaluate, fill_in};
 use crate::text::{Position, Source, Span, printable};
 
@@ -31,9 +31,9 @@ pub struct Finding {
     pub because: Vec<Because>,
     /// Results of `ringdisk lab` on this host for the same change.
     pub measured: Vec<Gain>,
-    /// How the disk's storage is accessed (`disk.protocol`), or that of each disk of the VM; none for a host.
+    /// What measured results must be about.
     #[serde(skip)]
-    pub(crate) protocols: Vec<String>,
+    pub subject: Subject,
     #[serde(skip)]
     pub(crate) vm_index: Option<usize>,
     /// The bytes at `at`.
@@ -240,7 +240,10 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
                     at: None,
                     because: because(&rule.when, &lookup, &[]),
                     measured: Vec::new(),
-                    protocols: Vec::new(),
+                    subject: match rule.scope {
+                        Scope::Device => Subject::of_device(lookup.own),
+                        _ => Subject::default(),
+                    },
                     vm_index: None,
                     span: Span::default(),
                 }),
@@ -308,20 +311,10 @@ fn finding(hit: &Hit<'_>, vm: &Vm, lookup: &Lookup<'_>, sources: &[Source]) -> F
         at: source.map(|source| source.position(span.start)),
         because: because(&rule.when, lookup, sources),
         measured: Vec::new(),
-        protocols: match disk {
-            Some(disk) => protocols(std::slice::from_ref(disk)),
-            None => protocols(&vm.disks),
-        },
+        subject: disk.map_or_else(|| Subject::of_vm(vm), Subject::of),
         vm_index: Some(hit.vm),
         span,
     }
-}
-
-/// The storage of disks. What is unknown has no word: nothing was measured on it.
-fn protocols(disks: &[Disk]) -> Vec<String> {
-    let words = disks.iter().map(|disk| disk.table.word("disk.protocol"));
-    let words: BTreeSet<&str> = words.map(|word| word.unwrap_or("unknown")).collect();
-    words.into_iter().map(str::to_owned).collect()
 }
 
 fn because(clauses: &[Clause], lookup: &Lookup<'_>, sources: &[Source]) -> Vec<Because> {
@@ -362,8 +355,8 @@ fn because(clauses: &[Clause], lookup: &Lookup<'_>, sources: &[Source]) -> Vec<B
 pub fn add_measured(findings: &mut [Finding], measured: &Measured, rules: &Rules) {
     for finding in findings {
         let rule = rules.get(&finding.rule);
-        if let Some(contrast) = rule.and_then(|rule| rule.contrast.as_ref()) {
-            finding.measured = measured.gains(contrast, &finding.protocols);
+        if let Some(contrast) = rule.and_then(Rule::contrast) {
+            finding.measured = measured.join(contrast, &finding.subject);
         }
     }
 }

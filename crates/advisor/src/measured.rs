@@ -4,33 +4,51 @@
 //! of such files:
 //!
 //! ```json
-//! { "format": "ringdisk-measured-1",
+//! { "format": "ringdisk-measured-2",
 //!   "fingerprint": "host1 / Some CPU",
 //!   "results": [
-//!     { "recipe": "aio-iothread", "axis": "iothread", "from": "off", "to": "on",
-//!       "scope": "guest", "storage": "block", "allocation": "full",
-//!       "load": "randread 4k depth 1", "metric": "iops",
+//!     { "recipe": "aio", "axis": "iothread", "from": "off", "to": "on", "scope": "guest",
+//!       "storage": "block", "allocation": "full", "accelerator": "kvm",
+//!       "pattern": { "rw": "randread", "bs": "4k", "iodepth": "1" },
+//!       "with": { "device": "virtio-blk", "cache": "none", "aio": "native", "format": "raw" },
+//!       "load": "randread 4k, depth 1", "metric": "iops",
 //!       "gain-percent": 12.1, "interval-percent": [9.0, 15.2], "verdict": "gain" } ] }
 //! ```
 //!
 //! - `fingerprint` is that of the [facts](crate::facts::Facts): results of other hosts are skipped.
-//! - `axis`, `from` and `to` use the terms of the lab's plans; the other axes are equal on both sides.
-//! - `scope` is `guest` or `host`: whose setting `axis` is. `storage` is a word of the property `disk.protocol`, or `ram`
-//!   or `zram`. `allocation` is `full` or `thin`. A finding shows a result only if all three are as its rule and its disk
-//!   have them; a result without them belongs to no finding.
-//! - `gain-percent` is by how much `to` is better than `from`: more IOPS or bytes per second, less latency or CPU.
+//! - `recipe` is the plan's name. It is for the reader: plans can be renamed and edited, so the other fields decide to
+//!   which findings a result belongs.
+//! - `axis`, `from` and `to` use the terms of the lab's plans. For the axis `backing`, `from` and `to` are kinds of
+//!   storage; for `preload`, names of libraries.
+//! - `scope` is `guest` or `host`: whose setting `axis` is.
+//! - `storage` is a word of the property `disk.protocol`, or `ram`, `zram` or `null`.
+//! - `allocation` is `full`, `thin`, `varied` (the axis is `prefill`) or `unknown`.
+//! - `accelerator` is `kvm`, `tcg`, or `none` for a load without a guest.
+//! - `pattern` are keys of the load: `rw`, `bs` and `iodepth`, and all others that differ from the lab's defaults.
+//! - `with` are the settings that both sides share: those of every disk, and all others that differ from the lab's
+//!   defaults.
+//! - `gain-percent` is by how much `to` is better than `from`: more IOPS or bytes per second, less latency or CPU. A rule
+//!   about the opposite change uses the inverse.
 //! - `interval-percent` is its confidence interval (95 %).
 //! - `verdict` is `gain`, `loss`, `equivalent` or `undecided`.
 //! - The axis `host` compares a guest with the host itself: `from` is `guest`, and `gain-percent` is by how much the
 //!   host is faster.
+//!
+//! Files of the format `ringdisk-measured-1` lack the context, so their results belong to no finding.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::rules;
+use crate::model::{Disk, Origin, Table, Vm};
+use crate::rules::{Allocation, Contrast, ContrastScope, FREE_SETTINGS, is_one_of};
 use crate::text::printable;
 
 /// The format of a results file.
-pub const FORMAT: &str = "ringdisk-measured-1";
+pub const FORMAT: &str = "ringdisk-measured-2";
+
+/// The format before, without the context of a result.
+const FORMAT_OLD: &str = "ringdisk-measured-1";
 
 /// The maximum size of a results file.
 pub const BYTES_MAX: usize = 64 << 20;
@@ -39,26 +57,30 @@ pub const BYTES_MAX: usize = 64 << 20;
 const SHOWN_MAX: usize = 64;
 
 #[derive(Deserialize)]
-struct File {
+struct Header {
     format: String,
     #[serde(default)]
     fingerprint: String,
-    results: Vec<Entry>,
 }
 
 #[derive(Deserialize)]
+struct File {
+    results: Vec<Entry>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Entry {
     recipe: String,
     axis: String,
     from: String,
     to: String,
-    #[serde(default)]
-    scope: String,
-    #[serde(default)]
+    scope: ContrastScope,
     storage: String,
-    #[serde(default)]
     allocation: String,
+    accelerator: String,
+    pattern: BTreeMap<String, String>,
+    with: BTreeMap<String, String>,
     #[serde(default)]
     load: String,
     #[serde(default)]
@@ -72,23 +94,25 @@ struct Entry {
 /// Results of this host.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    results: Vec<(Contrast, Gain)>,
+    results: Vec<Entry>,
+    /// Whether figures of emulated guests are shown too. They say nothing about this host under KVM.
+    pub emulated: bool,
 }
 
-#[derive(Clone, Debug, PartialEq)]
-struct Contrast {
-    recipe: String,
-    axis: String,
-    from: String,
-    to: String,
-    scope: String,
-    storage: String,
-    allocation: String,
+/// What a finding is about, as far as results depend on it.
+#[derive(Clone, Debug, Default)]
+pub struct Subject {
+    /// How the disk's storage is accessed (`disk.protocol`), or that of each disk of the VM.
+    pub storage: Vec<String>,
+    /// Settings of the disk in the terms of the lab's plans, if they are known.
+    pub settings: BTreeMap<&'static str, String>,
 }
 
 /// The measured effect of a change.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gain {
+    /// The plan that measured it.
+    pub recipe: String,
     pub load: String,
     /// `iops`, `latency`, …
     pub metric: String,
@@ -98,6 +122,10 @@ pub struct Gain {
     pub interval: [f64; 2],
     /// `gain`, `loss`, `equivalent` or `undecided`.
     pub verdict: String,
+    /// `kvm`, `tcg` or `none`.
+    pub accelerator: String,
+    /// The settings that both sides shared.
+    pub with: BTreeMap<String, String>,
 }
 
 impl std::fmt::Display for Gain {
@@ -116,74 +144,71 @@ impl Measured {
         if text.len() > BYTES_MAX {
             return Err(format!("{name}: the file is larger than {BYTES_MAX} bytes"));
         }
-        let file: File = serde_json::from_str(text).map_err(|e| {
-            format!(
-                "{name}:{}:{}: {}",
-                e.line(),
-                e.column(),
-                printable(&e.to_string())
-            )
-        })?;
-        if file.format != FORMAT {
+        let fail = |e: serde_json::Error| {
+            let (line, column) = (e.line(), e.column());
+            format!("{name}:{line}:{column}: {}", printable(&e.to_string()))
+        };
+        let header: Header = serde_json::from_str(text).map_err(fail)?;
+        if header.format == FORMAT_OLD {
+            return Ok(Added::OldFormat);
+        }
+        if header.format != FORMAT {
             return Err(format!(
                 "{name}:1:1: the format is '{}', and must be '{FORMAT}'",
-                printable(&file.format)
+                printable(&header.format)
             ));
         }
-        if file.fingerprint != fingerprint {
-            return Ok(Added::OtherHost(printable(&file.fingerprint)));
+        if header.fingerprint != fingerprint {
+            return Ok(Added::OtherHost(printable(&header.fingerprint)));
         }
-        let finite = |entry: &Entry| {
-            entry.gain_percent.is_finite()
-                && entry.interval_percent.iter().all(|end| end.is_finite())
-        };
+        let file: File = serde_json::from_str(text).map_err(fail)?;
         let before = self.results.len();
-        for entry in file.results.into_iter().filter(finite) {
-            let contrast = Contrast {
-                recipe: entry.recipe,
-                axis: entry.axis,
-                from: entry.from,
-                to: entry.to,
-                scope: entry.scope,
-                storage: entry.storage,
-                allocation: entry.allocation,
-            };
-            let gain = Gain {
-                load: printable(&entry.load),
-                metric: printable(&entry.metric),
-                percent: entry.gain_percent,
-                interval: entry.interval_percent,
-                verdict: printable(&entry.verdict),
-            };
-            self.results.push((contrast, gain));
-        }
+        let finite = file.results.into_iter().filter(Entry::is_finite);
+        self.results.extend(finite);
         Ok(Added::Results(self.results.len() - before))
     }
 
-    /// The results for a change of disks whose storage is one of `protocols`; any storage if there are none.
-    pub(crate) fn gains(&self, of: &rules::Contrast, protocols: &[String]) -> Vec<Gain> {
-        let is = |found: &Contrast| {
-            found.axis == of.axis
-                && found.from == of.from
-                && found.to == of.to
-                && found.scope == of.scope.word()
-                && found.allocation == of.allocation.word()
-                && (protocols.is_empty() || protocols.contains(&found.storage))
-        };
-        let gains = self.results.iter().filter(|(found, _)| is(found));
-        gains
-            .take(SHOWN_MAX)
-            .map(|(_, gain)| gain.clone())
-            .collect()
+    /// The results that a rule's comparison has for a finding.
+    pub fn join(&self, of: &Contrast, subject: &Subject) -> Vec<Gain> {
+        let gains = self.results.iter().filter_map(|found| {
+            let emulated = self.emulated && found.accelerator == "tcg";
+            if !emulated && !is_one_of(&found.accelerator, of.accelerators()) {
+                return None;
+            }
+            if found.is(of, subject) {
+                return Some(found.gain());
+            }
+            let inverse = found.inverse()?;
+            inverse.is(of, subject).then(|| inverse.gain())
+        });
+        gains.take(SHOWN_MAX).collect()
     }
 
-    /// The guest's speed in percent of the host's: the median of the results.
-    pub fn of_host_percent(&self) -> Option<u64> {
+    /// Adds to each disk the property `measured.of-host-percent`.
+    pub fn describe(&self, vm: &mut Vm) {
+        for disk in &mut vm.disks {
+            if let Some(percent) = self.of_host_percent(&Subject::of(disk)) {
+                let origin = Origin::Fact("results of ringdisk lab".into());
+                disk.table.set("measured.of-host-percent", percent, origin);
+            }
+        }
+    }
+
+    /// The guest's speed in percent of the host's, for a disk with these settings: the median of the results.
+    fn of_host_percent(&self, subject: &Subject) -> Option<u64> {
+        let is_about = |found: &&Entry| {
+            found.axis == "host"
+                && found.from == "guest"
+                && (found.accelerator == "kvm" || self.emulated && found.accelerator == "tcg")
+                && found.allocation == Allocation::Full.word()
+                && subject.storage.contains(&found.storage)
+                && subject.has(&found.with)
+        };
         let mut percents: Vec<f64> = self
             .results
             .iter()
-            .filter(|(contrast, _)| contrast.axis == "host" && contrast.from == "guest")
-            .map(|(_, gain)| 100.0 / (1.0 + gain.percent / 100.0))
+            .filter(is_about)
+            .map(|found| 100.0 / (1.0 + found.gain_percent / 100.0))
             .filter(|percent| percent.is_finite() && *percent >= 0.0)
             .collect();
         percents.sort_by(f64::total_cmp);
@@ -199,50 +224,156 @@ pub enum Added {
     Results(usize),
     /// Nothing: the results are from the host with this fingerprint
     OtherHost(String),
+    /// Nothing: the file has no context for its results
+    OldFormat,
+}
+
+impl Entry {
+    fn is_finite(&self) -> bool {
+        self.gain_percent.is_finite() && self.interval_percent.iter().all(|end| end.is_finite())
+    }
+
+    /// Whether this is the comparison that a rule names, for this finding.
+    fn is(&self, of: &Contrast, subject: &Subject) -> bool {
+        let found = subject.settings.get(self.axis.as_str());
+        // The storage of `from` is that of the disk.
+        let storage = match self.axis.as_str() {
+            "backing" => &self.from,
+            _ => &self.storage,
+        };
+        let alike = self.axis != "host" || subject.has(&self.with);
+        self.axis == of.axis
+            && is_one_of(&self.from, &of.from)
+            && is_one_of(&self.to, &of.to)
+            && found.is_none_or(|value| *value == self.from)
+            && self.scope == of.scope
+            && self.allocation == of.allocation.word()
+            && subject.storage.contains(storage)
+            && of.pattern.holds(&self.pattern)
+            && self.has_settings(&of.with)
+            && alike
+    }
+
+    /// Whether the settings of both sides are those that the rule names, and nothing else is unusual.
+    fn has_settings(&self, named: &BTreeMap<String, String>) -> bool {
+        let as_named = named.iter().all(|(key, values)| {
+            let found = self.with.get(key);
+            found.is_some_and(|found| is_one_of(found, values))
+        });
+        let is_known =
+            |key: &String| FREE_SETTINGS.contains(&key.as_str()) || named.contains_key(key);
+        as_named && self.with.keys().all(is_known)
+    }
+
+    /// The opposite change: if `to` has 1.25 times the speed of `from`, then `from` has 0.8 times that of `to`.
+    fn inverse(&self) -> Option<Self> {
+        let inverse = |percent: f64| (1.0 / (1.0 + percent / 100.0) - 1.0) * 100.0;
+        let [low, high] = self.interval_percent;
+        // A bound at or below -100 % has no inverse.
+        let inverted = Self {
+            from: self.to.clone(),
+            to: self.from.clone(),
+            gain_percent: inverse(self.gain_percent),
+            interval_percent: [inverse(high), inverse(low)],
+            verdict: match self.verdict.as_str() {
+                "gain" => "loss".into(),
+                "loss" => "gain".into(),
+                same => same.into(),
+            },
+            ..self.clone()
+        };
+        (low > -100.0 && self.axis != "host" && inverted.is_finite()).then_some(inverted)
+    }
+
+    fn gain(&self) -> Gain {
+        let with = self.with.iter();
+        Gain {
+            recipe: printable(&self.recipe),
+            load: printable(&self.load),
+            metric: printable(&self.metric),
+            percent: self.gain_percent,
+            interval: self.interval_percent,
+            verdict: printable(&self.verdict),
+            accelerator: printable(&self.accelerator),
+            with: with
+                .map(|(key, value)| (printable(key), printable(value)))
+                .collect(),
+        }
+    }
+}
+
+impl Subject {
+    /// A disk of a VM.
+    pub fn of(disk: &Disk) -> Self {
+        let word = |name| disk.table.word(name).map(str::to_owned);
+        let settings = [
+            ("device", word("disk.bus")),
+            ("cache", word("disk.cache")),
+            ("aio", word("disk.aio")),
+            ("format", word("disk.format")),
+            ("host-scheduler", word("backing.scheduler")),
+        ];
+        let number = |name| disk.table.number(name);
+        let numbers = [
+            (
+                "queue-size",
+                number("disk.queue-size").map(|size| size.to_string()),
+            ),
+            ("iothread", number("disk.threads").map(iothread)),
+        ];
+        let known = settings.into_iter().chain(numbers);
+        Self {
+            storage: vec![word("disk.protocol").unwrap_or_else(|| "unknown".into())],
+            settings: known
+                .filter_map(|(key, value)| Some((key, value?)))
+                .collect(),
+        }
+    }
+
+    /// A VM: the storage of its disks.
+    pub fn of_vm(vm: &Vm) -> Self {
+        let mut storage: Vec<String> = vm
+            .disks
+            .iter()
+            .flat_map(|disk| Self::of(disk).storage)
+            .collect();
+        storage.sort();
+        storage.dedup();
+        Self {
+            storage,
+            settings: BTreeMap::new(),
+        }
+    }
+
+    /// A block device of the host.
+    pub fn of_device(device: Option<&Table>) -> Self {
+        let scheduler = device.and_then(|device| device.word("device.scheduler"));
+        let scheduler = scheduler.map(|word| ("host-scheduler", word.to_owned()));
+        Self {
+            storage: vec!["block".into()],
+            settings: scheduler.into_iter().collect(),
+        }
+    }
+
+    /// Whether none of these settings contradicts the disk's.
+    fn has(&self, settings: &BTreeMap<String, String>) -> bool {
+        let mut known = self.settings.iter();
+        known.all(|(key, value)| {
+            let found = settings.get(*key);
+            found.is_none_or(|found| found == value || found == "default")
+        })
+    }
+}
+
+/// A number of I/O threads as a plan writes it.
+fn iothread(threads: u64) -> String {
+    match threads {
+        0 => "off".into(),
+        1 => "on".into(),
+        several => several.to_string(),
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::rules::{Allocation, ContrastScope};
-
-    #[test]
-    fn a_result_belongs_to_findings_about_the_same_kind_of_storage() {
-        let result = |context: &str| {
-            format!(
-                r#"{{ "format": "ringdisk-measured-1", "fingerprint": "here", "results": [
-                    {{ "recipe": "ladder", "axis": "cache", "from": "writeback", "to": "none", {context}
-                       "gain-percent": 50.0, "interval-percent": [40.0, 60.0] }} ] }}"#
-            )
-        };
-        let found = |context: &str, of: &rules::Contrast, protocols: &[&str]| {
-            let mut measured = Measured::default();
-            measured.add("a", &result(context), "here").unwrap();
-            let protocols: Vec<String> = protocols.iter().map(|&it| it.to_owned()).collect();
-            measured.gains(of, &protocols).len()
-        };
-        let rule = rules::Contrast {
-            axis: "cache".into(),
-            from: "writeback".into(),
-            to: "none".into(),
-            scope: ContrastScope::Guest,
-            allocation: Allocation::Full,
-        };
-        let file = r#""scope": "guest", "storage": "file", "allocation": "full","#;
-        assert_eq!(found(file, &rule, &["file"]), 1);
-        assert_eq!(found(file, &rule, &["block", "file"]), 1);
-        assert_eq!(found(file, &rule, &["rbd"]), 0);
-        assert_eq!(found(file, &rule, &[]), 1, "about no disk");
-        assert_eq!(found("", &rule, &["file"]), 0, "of unknown storage");
-        let thin = rules::Contrast {
-            allocation: Allocation::Thin,
-            ..rule.clone()
-        };
-        assert_eq!(found(file, &thin, &["file"]), 0);
-        let of_host = rules::Contrast {
-            scope: ContrastScope::Host,
-            ..rule
-        };
-        assert_eq!(found(file, &of_host, &["file"]), 0);
-    }
-}
+#[path = "measured_tests.rs"]
+mod tests;

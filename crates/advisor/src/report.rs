@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::check::{Checked, Finding};
 use crate::input::Input;
-use crate::rules::{Rule, Rules, Severity, Status};
+use crate::rules::{Measurement, Rule, Rules, Severity, Status};
 
 /// The number of places that a finding names; the rest is only counted.
 const PLACES_MAX: usize = 3;
@@ -324,19 +324,16 @@ pub fn explain(rule: &Rule, rules: &Rules) -> String {
             evidence.grade.about()
         );
     }
-    match (&rule.recipe, &rule.contrast) {
-        (Some(recipe), Some(contrast)) => {
-            let _ = writeln!(
+    let _ = match &rule.measurement {
+        Measurement::By(contrast) => {
+            let recipe = &contrast.recipe;
+            writeln!(
                 text,
-                "Measure it  ringdisk lab run {recipe} ({} from {} to {})",
-                contrast.axis, contrast.from, contrast.to
-            );
+                "Measure it  ringdisk lab run {recipe}\n            {contrast}"
+            )
         }
-        (Some(recipe), None) => {
-            let _ = writeln!(text, "Measure it  ringdisk lab run {recipe}");
-        }
-        _ => {}
-    }
+        Measurement::None(why) => writeln!(text, "Unmeasured  {why}"),
+    };
     text
 }
 

@@ -2,8 +2,11 @@
 //! [properties](crate::model::PROPERTIES).
 
 mod condition;
+mod contrast;
 
 pub use condition::{Atom, Clause, Lookup, Verdict, evaluate};
+pub(crate) use contrast::is_one_of;
+pub use contrast::{Allocation, Contrast, ContrastScope, FREE_PATTERN, FREE_SETTINGS, Pattern};
 
 use std::collections::BTreeMap;
 
@@ -125,66 +128,6 @@ pub struct Citation {
     pub year: u16,
 }
 
-/// The comparison of `ringdisk lab` that measures the effect of a rule.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Contrast {
-    /// The setting that is varied.
-    pub axis: String,
-    /// The value that the rule finds.
-    pub from: String,
-    /// The value that the rule recommends.
-    pub to: String,
-    /// Whose setting it is.
-    #[serde(default)]
-    pub scope: ContrastScope,
-    /// The disks that are measured.
-    #[serde(default)]
-    pub allocation: Allocation,
-}
-
-/// Whose setting a comparison varies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ContrastScope {
-    /// The VM's configuration, or a setting inside the guest.
-    #[default]
-    Guest,
-    /// A setting of the host, such as the scheduler of its device.
-    Host,
-}
-
-impl ContrastScope {
-    /// The word of a result.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Guest => "guest",
-            Self::Host => "host",
-        }
-    }
-}
-
-/// What a comparison finds on its disks when it begins.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Allocation {
-    /// Data everywhere.
-    #[default]
-    Full,
-    /// Nothing: writes allocate.
-    Thin,
-}
-
-impl Allocation {
-    /// The word of a result.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Full => "full",
-            Self::Thin => "thin",
-        }
-    }
-}
-
 /// A rule in its file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -208,8 +151,8 @@ struct RuleEntry {
     gain: Option<String>,
     depends: Option<String>,
     evidence: Vec<Evidence>,
-    recipe: Option<String>,
-    contrast: Option<Contrast>,
+    measured: Option<Contrast>,
+    unmeasured: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -246,10 +189,25 @@ pub struct Rule {
     /// What the gain depends on.
     pub depends: Option<String>,
     pub evidence: Vec<Evidence>,
-    /// The recipe of `ringdisk lab` that measures the gain.
-    pub recipe: Option<String>,
-    /// The comparison in that recipe.
-    pub contrast: Option<Contrast>,
+    pub measurement: Measurement,
+}
+
+/// How to measure the effect of a rule on a host.
+#[derive(Clone, Debug)]
+pub enum Measurement {
+    /// A recipe of `ringdisk lab` makes this comparison.
+    By(Contrast),
+    /// Why there is none.
+    None(String),
+}
+
+impl Rule {
+    pub fn contrast(&self) -> Option<&Contrast> {
+        match &self.measurement {
+            Measurement::By(contrast) => Some(contrast),
+            Measurement::None(_) => None,
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -357,6 +315,17 @@ fn compile(entry: RuleEntry, sources: &BTreeMap<String, Citation>) -> Result<Rul
     if entry.status == Status::Disputed && entry.depends.is_none() {
         return Err("a disputed rule needs 'depends'".into());
     }
+    let measurement = match (entry.measured, entry.unmeasured) {
+        (Some(contrast), None) => {
+            contrast.check()?;
+            if entry.scope == Scope::Host {
+                return Err("a host has no storage on which to measure; use 'unmeasured'".into());
+            }
+            Measurement::By(contrast)
+        }
+        (None, Some(why)) if !why.is_empty() => Measurement::None(why),
+        _ => return Err("a rule needs either 'measured' or 'unmeasured'".into()),
+    };
     Ok(Rule {
         id: entry.id,
         title: entry.title,
@@ -374,8 +343,7 @@ fn compile(entry: RuleEntry, sources: &BTreeMap<String, Citation>) -> Result<Rul
         gain: entry.gain,
         depends: entry.depends,
         evidence: entry.evidence,
-        recipe: entry.recipe,
-        contrast: entry.contrast,
+        measurement,
     })
 }
 

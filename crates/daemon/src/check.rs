@@ -13,7 +13,7 @@ use advisor::facts::{self, Facts};
 use advisor::fix::{self, Change, Unfixed, Wanted};
 use advisor::input::{Input, Surroundings};
 use advisor::measured::{Added, Measured};
-use advisor::model::{Origin, Table};
+use advisor::model::Table;
 use advisor::read::read;
 use advisor::report::{self, Report};
 use advisor::rules::Rules;
@@ -173,12 +173,13 @@ pub fn run(args: &Args) -> Result<CheckResult, String> {
     let measured = measured(args, facts, &mut notes, &mut failures);
     let mut report = Report::default();
     for input in &mut inputs {
+        input.vms.iter_mut().for_each(|vm| measured.describe(vm));
         let checked = check(input, &rules, facts, &args.ignore);
         report.add(input, checked);
     }
     report.notes.extend(notes);
     if let Some(facts) = facts {
-        let totals = totals(&inputs, facts, &measured);
+        let totals = totals(&inputs, facts);
         report.absorb(check_host(facts, totals, &rules, &args.ignore));
     }
     add_measured(&mut report.findings, &measured, &rules);
@@ -238,6 +239,11 @@ fn measured(
             Ok(Added::OtherHost(_)) if is_default => {}
             Ok(Added::OtherHost(other)) => notes.push(format!(
                 "{}: measured on another host ({other})",
+                path.display()
+            )),
+            Ok(Added::OldFormat) => notes.push(format!(
+                "{}: an older ringdisk wrote it without saying on what the figures were measured, so they belong to \
+                 no finding; 'ringdisk lab report RESULT' writes it again",
                 path.display()
             )),
             // The user did not name the file.
@@ -454,8 +460,8 @@ fn facts(args: &Args, inputs: &[Input], notes: &mut Vec<String>) -> Result<Optio
     }
 }
 
-/// Properties of the host that follow from all inputs and results.
-fn totals(inputs: &[Input], facts: &Facts, measured: &Measured) -> Table {
+/// Properties of the host that follow from all inputs.
+fn totals(inputs: &[Input], facts: &Facts) -> Table {
     let mut table = Table::default();
     let machines = inputs.iter().flat_map(|input| &input.vms);
     let memory = machines
@@ -467,13 +473,6 @@ fn totals(inputs: &[Input], facts: &Facts, measured: &Measured) -> Table {
             "host.overcommitted",
             memory > host && inputs.len() > 1,
             "compared with the host's memory",
-        );
-    }
-    if let Some(percent) = measured.of_host_percent() {
-        table.set(
-            "measured.of-host-percent",
-            percent,
-            Origin::Fact("results of ringdisk lab".into()),
         );
     }
     table

@@ -1,14 +1,17 @@
 //! The part of a result that `ringdisk check` reads, and the folders in which it looks for it.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::analysis::Analysis;
 use crate::plan::backing::Name;
-use crate::plan::{Backing, Settings};
+use crate::plan::words::{Device, GuestKind};
+use crate::plan::{Backing, Plan, Settings, Workload, settings, workload};
 use crate::stats::Verdict;
 
 /// The file's name in a result's folder.
@@ -52,17 +55,22 @@ pub fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Writes the measurements into the result's folder and, unless there are none, into the first of [`folders`]. Returns the
-/// path there.
+/// path there. Figures of guests under TCG say nothing about this host, and stay in the result's folder.
 ///
 /// # Errors
 /// The result's folder cannot be written. A missing second folder is no error: some users have no home directory.
 pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
-    let value = json(analysis);
-    let text = serde_json::to_string_pretty(&value)? + "\n";
+    let mut value = json(analysis);
     let path = folder.join(FILE);
-    fs::write(&path, &text).with_context(|| format!("writing {}", path.display()))?;
-    let empty = value["results"].as_array().is_none_or(Vec::is_empty);
+    let text = |value: &Value| serde_json::to_string_pretty(value).map(|text| text + "\n");
+    fs::write(&path, text(&value)?).with_context(|| format!("writing {}", path.display()))?;
+    let mut empty = true;
+    if let Some(results) = value["results"].as_array_mut() {
+        results.retain(|result| result["accelerator"] != "tcg");
+        empty = results.is_empty();
+    }
     let folder = folders().into_iter().next().filter(|_| !empty);
+    let text = text(&value)?;
     let header = &analysis.journal.header;
     let name = format!("{}-{}.json", analysis.plan().name, header.started_ms);
     Ok(folder.and_then(|folder| {
@@ -74,80 +82,250 @@ pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
     }))
 }
 
-/// The content for `ringdisk check --measured`: comparisons of one setting, and of guests with the host. Figures of guests
-/// under TCG say nothing about this host, and are left out.
+/// A comparison of one setting, with all that it was measured on: what `ringdisk check` needs to know to which findings
+/// it belongs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Comparison {
+    /// The plan's name.
+    pub recipe: String,
+    /// The setting that differs; `host` compares a guest with the host.
+    pub axis: String,
+    /// Its value before.
+    pub from: String,
+    /// Its value afterwards.
+    pub to: String,
+    /// Whose setting it is: `guest` or `host`.
+    pub scope: &'static str,
+    /// How the disks are accessed: a word of `ringdisk check`.
+    pub storage: &'static str,
+    /// `full`, `thin`, `varied` or `unknown`: whether the disks had data everywhere.
+    pub allocation: &'static str,
+    /// `kvm`, `tcg`, or `none` for a load without a guest.
+    pub accelerator: String,
+    /// The load: what each has, and what differs from the defaults.
+    pub pattern: BTreeMap<&'static str, String>,
+    /// The settings that both sides share: what each disk has, and what differs from the defaults.
+    pub with: BTreeMap<&'static str, String>,
+    /// The load's name.
+    pub load: String,
+    /// `iops` or `latency`.
+    pub metric: &'static str,
+}
+
+/// The settings of every disk.
+const ALWAYS: [&str; 6] = ["device", "server", "cache", "aio", "iothread", "format"];
+
+impl Comparison {
+    /// The comparison of two cases under a load, with guests under `accelerator`; `None` if they differ in more than one
+    /// setting.
+    pub fn of(plan: &Plan, from: usize, to: usize, load: usize, accelerator: &str) -> Option<Self> {
+        let (from, to) = (
+            &plan.cases.get(from)?.settings,
+            &plan.cases.get(to)?.settings,
+        );
+        let one_sided = |key: &&str| from.get(key) == "-" || to.get(key) == "-";
+        let mut differences = from.differences(to);
+        // What only one of two devices has belongs to that device.
+        if differences.contains(&"device") {
+            differences.retain(|key| *key == "device" || !one_sided(key));
+        }
+        let [axis] = differences[..] else {
+            return None;
+        };
+        let (before, after) = match axis {
+            "backing" => (storage(from).to_owned(), storage(to).to_owned()),
+            "preload" => (library(from), library(to)),
+            _ => (from.get(axis), to.get(axis)),
+        };
+        let (accelerator, other) = (
+            accelerator_of(plan, from, accelerator),
+            accelerator_of(plan, to, accelerator),
+        );
+        if before == after || accelerator != other {
+            return None;
+        }
+        let allocations = [allocation(plan, from), allocation(plan, to)];
+        Some(Self {
+            axis: axis.into(),
+            from: before,
+            to: after,
+            scope: if axis.starts_with("host-") {
+                "host"
+            } else {
+                "guest"
+            },
+            allocation: if axis == "prefill" {
+                "varied"
+            } else {
+                allocations[0]
+            },
+            with: shared(axis, from, to),
+            ..Self::under(plan, from, load, accelerator)
+        })
+    }
+
+    /// The comparison of a case with the host itself.
+    fn with_host(plan: &Plan, case: usize, load: usize, accelerator: &str) -> Option<Self> {
+        let settings = &plan.cases.get(case)?.settings;
+        let accelerator = accelerator_of(plan, settings, accelerator);
+        // fio on the host reads the disk with O_DIRECT.
+        let comparable = settings.cache.direct() && settings.backing == Backing::File;
+        (comparable && accelerator != "none").then(|| Self {
+            axis: "host".into(),
+            from: "guest".into(),
+            to: "host".into(),
+            with: shared("host", settings, settings),
+            ..Self::under(plan, settings, load, accelerator)
+        })
+    }
+
+    /// A case under a load, compared with nothing.
+    fn under(plan: &Plan, settings: &Settings, load: usize, accelerator: String) -> Self {
+        let load = &plan.workloads[load];
+        Self {
+            recipe: plan.name.clone(),
+            axis: String::new(),
+            from: String::new(),
+            to: String::new(),
+            scope: "guest",
+            storage: storage(settings),
+            allocation: allocation(plan, settings),
+            accelerator,
+            pattern: pattern(load),
+            with: BTreeMap::new(),
+            load: load.name.clone(),
+            metric: if load.rate.is_some() {
+                "latency"
+            } else {
+                "iops"
+            },
+        }
+    }
+}
+
+/// All that a plan can say to `ringdisk check`, with guests under `accelerator`.
+pub fn comparisons(plan: &Plan, accelerator: &str) -> Vec<Comparison> {
+    let loads = 0..plan.workloads.len();
+    let pairs = plan.contrasts.iter();
+    let settings = pairs.flat_map(|&(from, to)| loads.clone().map(move |load| (from, to, load)));
+    let settings =
+        settings.filter_map(|(from, to, load)| Comparison::of(plan, from, to, load, accelerator));
+    let cases = (0..plan.cases.len()).flat_map(|case| loads.clone().map(move |load| (case, load)));
+    let host =
+        cases.filter_map(|(case, load)| Comparison::with_host(plan, case, load, accelerator));
+    settings.chain(host).collect()
+}
+
+/// The content for `ringdisk check --measured`: comparisons of one setting, and of guests with the host.
 fn json(analysis: &Analysis) -> Value {
     let plan = analysis.plan();
     let facts = &analysis.journal.header.facts;
-    let under_kvm = facts.get("accelerator").is_some_and(|accel| accel == "kvm");
+    let accelerator = facts.get("accelerator").map_or("unknown", String::as_str);
     let mut results: Vec<Value> = Vec::new();
-    for question in analysis
-        .questions()
-        .iter()
-        .filter(|question| under_kvm && question.to < plan.cases.len())
-    {
-        let (from, to) = (
-            &analysis.case(question.from).settings,
-            &analysis.case(question.to).settings,
-        );
-        let (Some(gain), Some((low, high))) = (question.gain, question.interval) else {
-            continue;
+    let mut add =
+        |comparison: &Comparison, gain: f64, (low, high): (f64, f64), verdict: Verdict| {
+            let mut result = json!(comparison);
+            result["gain-percent"] = json!(gain * 100.0);
+            result["interval-percent"] = json!([low * 100.0, high * 100.0]);
+            result["verdict"] = json!(verdict);
+            results.push(result);
         };
-        if let [axis] = from.differences(to)[..]
-            && analysis.confounded(question.from, question.to).is_none()
+    for question in analysis.questions() {
+        let (from, to) = (question.from, question.to);
+        if let (Some(gain), Some(interval)) = (question.gain, question.interval)
+            && let Some(comparison) = Comparison::of(plan, from, to, question.workload, accelerator)
+            && analysis.confounded(from, to).is_none()
         {
-            let load = &plan.workloads[question.workload];
-            results.push(json!({
-                "recipe": plan.name, "axis": axis, "from": from.get(axis), "to": to.get(axis),
-                "scope": "guest", "storage": storage(from), "allocation": allocation(from), "load": load.name,
-                "metric": if load.rate.is_some() { "latency" } else { "iops" },
-                "gain-percent": gain * 100.0, "interval-percent": [low * 100.0, high * 100.0], "verdict": question.verdict,
-            }));
+            add(&comparison, gain, interval, question.verdict);
         }
     }
-    for ceiling in analysis.journal.ceilings.iter().filter(|_| under_kvm) {
-        let Some(load) = plan
-            .workloads
-            .iter()
-            .position(|load| load.name == ceiling.workload)
-        else {
+    for ceiling in &analysis.journal.ceilings {
+        let loads = plan.workloads.iter();
+        let Some(load) = loads.clone().position(|load| load.name == ceiling.workload) else {
             continue;
         };
-        for arm in 0..plan.cases.len() {
-            let settings = &analysis.case(arm).settings;
+        for case in 0..plan.cases.len() {
+            let settings = &analysis.case(case).settings;
             let disks = u32::from(settings.guests) * u32::from(settings.volumes);
-            let Some(summary) = analysis.summary(arm, load) else {
+            let Some(comparison) = Comparison::with_host(plan, case, load, accelerator) else {
                 continue;
             };
-            let (Some(interval), true) = (
-                summary.iops_interval,
-                disks == ceiling.disks && settings.cache.direct(),
-            ) else {
+            let Some(summary) = analysis.summary(case, load) else {
                 continue;
             };
-            if settings.backing != Backing::File || interval.low <= 0.0 {
+            let Some(interval) = summary.iops_interval else {
+                continue;
+            };
+            if disks != ceiling.disks || interval.low <= 0.0 {
                 continue;
             }
-            let gain = |iops: f64| (ceiling.iops / iops - 1.0) * 100.0;
+            let gain = |iops: f64| ceiling.iops / iops - 1.0;
             let (low, high) = (gain(interval.high), gain(interval.low));
             let verdict = match (low > 0.0, high < 0.0) {
                 (true, _) => Verdict::Gain,
                 (_, true) => Verdict::Loss,
                 _ => Verdict::Undecided,
             };
-            results.push(json!({
-                "recipe": plan.name, "axis": "host", "from": "guest", "to": "host",
-                "scope": "guest", "storage": storage(settings), "allocation": allocation(settings),
-                "load": ceiling.workload, "metric": "iops", "gain-percent": gain(summary.iops),
-                "interval-percent": [low, high], "verdict": verdict,
-            }));
+            add(&comparison, gain(summary.iops), (low, high), verdict);
         }
     }
     json!({
-        "format": "ringdisk-measured-1",
+        "format": "ringdisk-measured-2",
         "fingerprint": facts.get("fingerprint").cloned().unwrap_or_default(),
         "results": results,
     })
+}
+
+/// What a load has, and what differs from the defaults. A job file has only its name.
+fn pattern(load: &Workload) -> BTreeMap<&'static str, String> {
+    if load.job.is_some() {
+        return BTreeMap::from([("job", load.name.clone())]);
+    }
+    let usual = Workload {
+        rw: load.rw,
+        ..Workload::default()
+    };
+    let keys = workload::KEYS.into_iter().map(|key| (key, load.get(key)));
+    keys.filter(|(key, value)| {
+        value != "-" && (["rw", "bs", "iodepth"].contains(key) || *value != usual.get(key))
+    })
+    .collect()
+}
+
+/// The settings that two configurations share.
+fn shared(axis: &str, from: &Settings, to: &Settings) -> BTreeMap<&'static str, String> {
+    let usual = Settings::default();
+    let elsewhere = ["backing", "prefill"]; // storage and allocation
+    let keys = settings::KEYS.into_iter();
+    let keys = keys.filter(|key| *key != axis && !elsewhere.contains(key));
+    keys.filter_map(|key| {
+        let value = [from, to]
+            .map(|side| side.get(key))
+            .into_iter()
+            .find(|value| value != "-")?;
+        (ALWAYS.contains(&key) || value != usual.value(key)).then_some((key, value))
+    })
+    .collect()
+}
+
+/// What a guest runs under: `none` if there is none.
+fn accelerator_of(plan: &Plan, settings: &Settings, of_guests: &str) -> String {
+    let without = plan.guest == GuestKind::None || settings.device == Device::Host;
+    if without {
+        "none".into()
+    } else {
+        of_guests.into()
+    }
+}
+
+/// The name of a library to preload, as in `tcmalloc`.
+fn library(settings: &Settings) -> String {
+    let name = settings.preload.as_deref().and_then(Path::file_name);
+    let Some(name) = name.and_then(|name| name.to_str()) else {
+        return "default".into();
+    };
+    let name = name.split_once(".so").map_or(name, |(stem, _)| stem);
+    name.strip_prefix("lib").unwrap_or(name).to_owned()
 }
 
 /// How a disk's storage is accessed, in the words of `ringdisk check`.
@@ -165,9 +343,14 @@ fn storage(settings: &Settings) -> &'static str {
     }
 }
 
-/// Whether writes allocate space.
-fn allocation(settings: &Settings) -> &'static str {
-    if settings.prefill { "full" } else { "thin" }
+/// Whether the disks have data everywhere.
+fn allocation(plan: &Plan, settings: &Settings) -> &'static str {
+    match settings.prefill {
+        true => "full",
+        false if settings.backing.is_own() || plan.create => "thin",
+        // Disks of the user's stay as they are.
+        false => "unknown",
+    }
 }
 
 #[cfg(test)]
