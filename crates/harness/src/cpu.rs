@@ -234,6 +234,26 @@ pub fn pin_thread(cpus: &[usize]) -> anyhow::Result<()> {
     sched_setaffinity(None, &set(cpus)).with_context(|| format!("pinning to CPUs {cpus:?}"))
 }
 
+/// Pins a thread of any process.
+///
+/// # Errors
+/// The thread has ended, or this machine has none of these CPUs.
+pub fn pin_other_thread(thread: i32, cpus: &[usize]) -> anyhow::Result<()> {
+    sched_setaffinity(Pid::from_raw(thread), &set(cpus))
+        .with_context(|| format!("pinning thread {thread} to CPUs {cpus:?}"))
+}
+
+/// The CPUs that a thread may use; `None` is the calling thread.
+///
+/// # Errors
+/// The thread has ended.
+pub fn affinity(thread: Option<i32>) -> anyhow::Result<Vec<usize>> {
+    let set = sched_getaffinity(thread.and_then(Pid::from_raw)).context("reading an affinity")?;
+    Ok((0..CpuSet::MAX_CPU)
+        .filter(|cpu| set.is_set(*cpu))
+        .collect())
+}
+
 /// Runs `action`, which starts a process, so that the process runs on `cpus` from its start.
 ///
 /// # Errors

@@ -358,7 +358,13 @@ impl<'a> Analysis<'a> {
                 _ if other_device && one_sided => true,
                 "driver" => asked.contains(&"device"),
                 "requests" => asked.contains(&"queue-size") || asked.contains(&"queues"),
-                "iothreads" => ["iothread", "device", "volumes"]
+                "guest x2apic" => asked.contains(&"cpu"),
+                "host-scheduler" | "host-read-ahead" | "host queue before" => {
+                    ["backing", "host-scheduler", "host-read-ahead"]
+                        .iter()
+                        .any(|key| asked.contains(key))
+                }
+                "iothreads" | "poll-max-us" => ["iothread", "device", "volumes", "poll-max-us"]
                     .iter()
                     .any(|key| asked.contains(key)),
                 "cache.direct" | "cache.no-flush" | "write cache" | "guest write cache" => {

@@ -133,7 +133,7 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
         accel,
         ..
     } = &options_of_run;
-    let left_out: Vec<String> = run::left_out(&plan, ringdisk).into_keys().collect();
+    let left_out: Vec<String> = run::left_out(&plan, ringdisk, *accel).into_keys().collect();
     let reduced = plan.without(&left_out);
     describe(&reduced, &plan, ringdisk, *accel);
     if options.dry_run {
@@ -281,7 +281,7 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     for left_out in &whole.left_out {
         println!("  left out: {left_out}");
     }
-    for (case, why) in run::left_out(whole, ringdisk) {
+    for (case, why) in run::left_out(whole, ringdisk, accel) {
         println!("  left out: {case}: {why}");
     }
     if plan.cases.is_empty() {

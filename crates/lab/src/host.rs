@@ -96,7 +96,7 @@ fn device_of(path: &Path) -> Option<String> {
 }
 
 /// The choice of a file such as `none [mq-deadline] kyber`.
-fn bracketed(text: &str) -> String {
+pub fn bracketed(text: &str) -> String {
     text.split_once('[')
         .and_then(|(_, rest)| rest.split_once(']'))
         .map_or_else(|| text.trim().to_owned(), |(word, _)| word.to_owned())

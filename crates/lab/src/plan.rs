@@ -4,8 +4,10 @@ pub mod backing;
 pub mod ceph;
 pub mod changes;
 pub mod claims;
+pub mod cpu_model;
 pub mod cpus;
 mod guests;
+pub mod host_queue;
 pub mod image;
 mod parse;
 pub mod settings;
@@ -302,8 +304,9 @@ impl Plan {
     pub fn cpus(&self, settings: &Settings) -> Cpus {
         let own = |cpus: &Option<cpus::CpuList>| cpus.as_ref().map(cpus::CpuList::to_vec);
         Cpus {
-            server: own(&settings.server_cpus).unwrap_or_else(|| self.cpus.server.clone()),
-            load: own(&settings.load_cpus).unwrap_or_else(|| self.cpus.load.clone()),
+            server: own(&settings.pinning.server).unwrap_or_else(|| self.cpus.server.clone()),
+            load: own(&settings.pinning.load).unwrap_or_else(|| self.cpus.load.clone()),
+            vcpu: own(&settings.pinning.vcpu).unwrap_or_default(),
         }
     }
 

@@ -5,6 +5,7 @@ mod blocks;
 mod boot;
 mod effective;
 pub mod outside;
+mod pin;
 pub mod progress;
 mod recorder;
 mod runtime_folder;
@@ -25,8 +26,8 @@ use crate::host::{Facts, facts, now_ms};
 use crate::journal::{Header, Journal, Rates, Record, Writer};
 use crate::plan::words::GuestKind;
 use crate::plan::{Filter, Plan};
-use crate::storage::Files;
 use crate::storage::named::Named;
+use crate::storage::{Files, host_queue};
 use blocks::Runner;
 use boot::Testbed;
 use progress::Progress;
@@ -79,6 +80,9 @@ pub fn run(
     journal.plan.budget = plan.budget;
     for (case, why) in &journal.header.left_out {
         progress.say(&format!("left out: {case}: {why}"));
+    }
+    for said in host_queue::restore_after_kill() {
+        progress.say(&said);
     }
     raise_descriptor_limit();
     let runtime = RuntimeFolder::new()?;
@@ -147,7 +151,7 @@ fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(J
         return Ok((journal, Writer::resume(&options.folder, truncated)?));
     }
     let seed = plan.seed.unwrap_or_else(|| now_ms() % 1_000_000);
-    let left_out = left_out(plan, &options.ringdisk);
+    let left_out = left_out(plan, &options.ringdisk, options.accel);
     ensure!(
         left_out.len() < plan.cases.len(),
         "no configuration of this plan can be measured here:\n{}",
@@ -183,11 +187,11 @@ fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(J
 }
 
 /// Cases that this host cannot run.
-pub fn left_out(plan: &Plan, ringdisk: &Path) -> BTreeMap<String, String> {
+pub fn left_out(plan: &Plan, ringdisk: &Path, accel: Accel) -> BTreeMap<String, String> {
     let missing = |case: &crate::plan::Case| {
         Some((
             case.name.clone(),
-            available::missing(plan, &case.settings, ringdisk)?,
+            available::missing(plan, &case.settings, ringdisk, accel)?,
         ))
     };
     plan.cases.iter().filter_map(missing).collect()

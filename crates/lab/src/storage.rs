@@ -1,6 +1,7 @@
 //! The disks that the lab creates, and the servers that export them.
 
 pub mod disk;
+pub mod host_queue;
 mod images;
 pub mod named;
 pub mod rbd;

@@ -12,7 +12,7 @@ use lab::run::progress::Progress;
 use lab::run::{Options, run};
 use lab::schedule::Boot;
 
-struct Silent;
+pub struct Silent;
 
 impl Progress for Silent {
     fn say(&mut self, _: &str) {}

@@ -3,5 +3,6 @@
 mod any_bytes;
 mod browser;
 mod checks;
+mod guests;
 mod host;
 mod statistics;

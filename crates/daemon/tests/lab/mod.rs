@@ -2,6 +2,7 @@
 
 mod advice;
 mod faults;
+mod host_queue;
 mod published_tables;
 mod ssh;
 mod without_guest;

@@ -61,6 +61,7 @@ impl Setup {
     /// QEMU's arguments.
     pub fn arguments(&self) -> Vec<String> {
         let s = &self.settings;
+        let cpu_model = s.cpu.as_ref().map(ToString::to_string);
         let machine = Machine {
             name: "ringdisk-lab",
             kind: s.machine.word(),
@@ -68,7 +69,7 @@ impl Setup {
             more_memory: false,
             hugepages: s.hugepages,
             cpus: s.vcpus.into(),
-            cpu_model: None,
+            cpu_model: cpu_model.as_deref(),
             accel: self.accel,
         };
         let mut arguments = machine.arguments();
@@ -156,9 +157,12 @@ impl Setup {
         let names: Vec<String> = (0..if in_qemu { threads } else { 0 })
             .map(|n| format!("io{index}-{n}"))
             .collect();
+        let polling = s.poll_max_us.map_or_else(String::new, |us| {
+            format!(",poll-max-ns={}", u64::from(us) * 1000)
+        });
         names
             .iter()
-            .for_each(|name| push("-object", format!("iothread,id={name}")));
+            .for_each(|name| push("-object", format!("iothread,id={name}{polling}")));
         let iothread = match &names[..] {
             [] => None,
             [one] => Some(("iothread", Value::from(one.as_str()))),

@@ -199,6 +199,7 @@ fn read_cpus(table: &DeTable) -> Parsed<Cpus> {
     let mut cpus = Cpus {
         server: vec![0],
         load: vec![1],
+        vcpu: Vec::new(),
     };
     for (key, value) in table {
         let name = key.get_ref().as_ref();

@@ -6,7 +6,9 @@ use std::str::FromStr;
 
 use super::backing::Backing;
 use super::ceph::{self, Ceph};
-use super::cpus::CpuList;
+use super::cpu_model::CpuModel;
+use super::cpus::{self, Pinning};
+use super::host_queue::{self, HostQueue};
 use super::image::{self, Image};
 use super::units::{default_or, number, on_off, size, size_text, switch};
 use super::words::{
@@ -51,6 +53,8 @@ pub struct Settings {
     pub machine: Machine,
     /// Whether the guest's memory uses huge pages.
     pub hugepages: bool,
+    /// The model of the virtual CPUs; `None` is the best one.
+    pub cpu: Option<CpuModel>,
     /// Virtual CPUs.
     pub vcpus: u16,
     /// The guest's memory, in MiB.
@@ -67,7 +71,8 @@ pub struct Settings {
     pub client: Client,
     /// The kind of virtqueues that the driver requests, without a guest.
     pub ring: RingKind,
-    /// The longest time in microseconds that a server polls before it sleeps; `None` is the server's default.
+    /// The longest time in microseconds that a server, or an I/O thread of QEMU, polls before it sleeps; `None` is its
+    /// default.
     pub poll_max_us: Option<u32>,
     /// Whether ringdisk registers the guest's memory with the kernel.
     pub fixed_buffers: bool,
@@ -77,10 +82,10 @@ pub struct Settings {
     pub active: Option<u16>,
     /// The reads in flight on an additional disk of the server, without a guest; `None` is no such disk.
     pub neighbour: Option<u16>,
-    /// The CPUs of the server, without a guest; `None` are those of the plan.
-    pub server_cpus: Option<CpuList>,
-    /// The CPUs of the load, without a guest; `None` are those of the plan.
-    pub load_cpus: Option<CpuList>,
+    /// The CPUs on which threads run.
+    pub pinning: Pinning,
+    /// The queue of the host's block device below the disk.
+    pub host_queue: HostQueue,
     /// Another QEMU.
     pub qemu: Option<PathBuf>,
     /// A library to preload, such as another malloc, into the program that opens the disks: QEMU, a server, or fio on the host.
@@ -112,7 +117,7 @@ pub enum IoThread {
 }
 
 /// The keys, in the order of messages.
-pub const KEYS: [&str; 37] = [
+pub const KEYS: [&str; 41] = [
     "device",
     "server",
     "cache",
@@ -133,9 +138,12 @@ pub const KEYS: [&str; 37] = [
     "backing-files",
     "machine",
     "hugepages",
+    "cpu",
     "vcpus",
     "memory",
     "scheduler",
+    "host-scheduler",
+    "host-read-ahead",
     "guests",
     "volumes",
     "syntax",
@@ -146,6 +154,7 @@ pub const KEYS: [&str; 37] = [
     "iops",
     "active",
     "neighbour",
+    "vcpu-cpus",
     "server-cpus",
     "load-cpus",
     "qemu",
@@ -153,13 +162,15 @@ pub const KEYS: [&str; 37] = [
 ];
 
 /// The keys that need a load without a guest.
-pub const WITHOUT_GUEST: [&str; 4] = ["active", "neighbour", "server-cpus", "load-cpus"];
+pub const WITHOUT_GUEST: [&str; 3] = ["active", "neighbour", "load-cpus"];
 
 /// The keys that need a guest.
-pub const OF_GUESTS: [&str; 7] = [
+pub const OF_GUESTS: [&str; 9] = [
     "machine",
     "hugepages",
+    "cpu",
     "vcpus",
+    "vcpu-cpus",
     "memory",
     "scheduler",
     "guests",
@@ -184,6 +195,7 @@ impl Default for Settings {
             image: Image::default(),
             machine: Machine::Q35,
             hugepages: false,
+            cpu: None,
             vcpus: 1,
             memory_mib: 512,
             scheduler: Scheduler::Default,
@@ -197,8 +209,8 @@ impl Default for Settings {
             iops: None,
             active: None,
             neighbour: None,
-            server_cpus: None,
-            load_cpus: None,
+            pinning: Pinning::default(),
+            host_queue: HostQueue::default(),
             qemu: None,
             preload: None,
         }
@@ -236,6 +248,7 @@ impl Settings {
             "prefill" => self.prefill = switch(value)?,
             "machine" => self.machine = value.parse()?,
             "hugepages" => self.hugepages = switch(value)?,
+            "cpu" => self.cpu = default_or(value, CpuModel::from_str)?,
             "vcpus" => self.vcpus = number(value, 1, VCPUS_MAX)?,
             "memory" => {
                 self.memory_mib = size(value)? >> 20;
@@ -259,8 +272,8 @@ impl Settings {
                     _ => Some(number(value, 1, 1024).map_err(|e| e + ", nor off")?),
                 }
             }
-            "server-cpus" => self.server_cpus = default_or(value, CpuList::from_str)?,
-            "load-cpus" => self.load_cpus = default_or(value, CpuList::from_str)?,
+            _ if cpus::KEYS.contains(&key) => self.pinning.set(key, value)?,
+            _ if host_queue::KEYS.contains(&key) => self.host_queue.set(key, value)?,
             _ if image::KEYS.contains(&key) => self.image.set(key, value)?,
             "qemu" => self.qemu = path(value)?,
             "preload" => self.preload = path(value)?,
@@ -281,7 +294,6 @@ impl Settings {
     pub fn value(&self, key: &str) -> String {
         let or_default = |value: Option<String>| value.unwrap_or_else(|| "default".into());
         let number = |value: Option<u16>| or_default(value.map(|n| n.to_string()));
-        let cpus = |value: &Option<CpuList>| or_default(value.as_ref().map(CpuList::to_string));
         let path =
             |value: &Option<PathBuf>| or_default(value.as_ref().map(|p| p.display().to_string()));
         match key {
@@ -302,6 +314,7 @@ impl Settings {
             "prefill" => on_off(self.prefill),
             "machine" => self.machine.to_string(),
             "hugepages" => on_off(self.hugepages),
+            "cpu" => or_default(self.cpu.as_ref().map(CpuModel::to_string)),
             "vcpus" => self.vcpus.to_string(),
             "memory" => size_text(self.memory_mib << 20),
             "scheduler" => self.scheduler.to_string(),
@@ -317,8 +330,8 @@ impl Settings {
             "neighbour" => self
                 .neighbour
                 .map_or_else(|| "off".into(), |depth| depth.to_string()),
-            "server-cpus" => cpus(&self.server_cpus),
-            "load-cpus" => cpus(&self.load_cpus),
+            _ if cpus::KEYS.contains(&key) => self.pinning.value(key),
+            _ if host_queue::KEYS.contains(&key) => self.host_queue.value(key),
             _ if image::KEYS.contains(&key) => self.image.value(key),
             "qemu" => path(&self.qemu),
             "preload" => path(&self.preload),
@@ -336,7 +349,11 @@ impl Settings {
             "server" => vhost,
             "client" => vhost,
             "ring" => vhost && self.client != Client::Blkio,
-            "poll-max-us" | "iops" => vhost && !socket,
+            "iops" => vhost && !socket,
+            "poll-max-us" | "server-cpus" => vhost && !socket || self.has_iothreads(),
+            "host-scheduler" | "host-read-ahead" => {
+                !socket && !null && self.backing != Backing::Ram && !self.is_librbd()
+            }
             "fixed-buffers" => vhost && matches!(self.server, Server::Ringdisk | Server::Build(_)),
             "cache" => !socket && !null,
             "aio" => !socket && !null && !self.is_librbd(),
@@ -352,7 +369,6 @@ impl Settings {
                 !socket && self.backing.is_own() && self.format == Format::Qcow2
             }
             "backing-files" => vhost && self.has("cluster-size"),
-            "server-cpus" => vhost && !socket,
             _ if WITHOUT_GUEST.contains(&key) => vhost,
             "syntax" => guest && !vhost,
             _ if OF_GUESTS.contains(&key) => guest,
@@ -378,7 +394,11 @@ impl Settings {
     /// Details of an image or of a load are no difference between a configuration that has them and one that has none,
     /// unless the plan gives them different values.
     fn differs(&self, other: &Self, key: &str) -> bool {
-        let detail = key == "prefill" || image::KEYS.contains(&key) || WITHOUT_GUEST.contains(&key);
+        let detail = ["prefill", "poll-max-us"].contains(&key)
+            || image::KEYS.contains(&key)
+            || WITHOUT_GUEST.contains(&key)
+            || cpus::KEYS.contains(&key)
+            || host_queue::KEYS.contains(&key);
         self.get(key) != other.get(key) && !(detail && self.value(key) == other.value(key))
     }
 
@@ -437,14 +457,7 @@ impl Settings {
                 self.volumes
             ));
         }
-        let unknown = ["poll-max-us", "iops", "fixed-buffers"]
-            .into_iter()
-            .find(|key| !self.has(key) && self.value(key) != Settings::default().value(key));
-        if let Some(key) = unknown {
-            return Err(format!(
-                "{key} is a setting of ringdisk and qemu-storage-daemon"
-            ));
-        }
+        self.check_place()?;
         if self.has("krbd") {
             self.ceph.check(self.krbd)?;
         }
@@ -471,6 +484,45 @@ impl Settings {
     /// Whether librbd opens the disks, in any program.
     pub fn is_librbd(&self) -> bool {
         self.backing.is_rbd() && !self.krbd
+    }
+
+    /// Whether QEMU has I/O threads of its own for the disks.
+    pub fn has_iothreads(&self) -> bool {
+        matches!(self.device, Device::VirtioBlk | Device::VirtioScsi)
+            && self.iothread != IoThread::Off
+    }
+
+    /// Refuses settings of a server, a thread or a block device that the configuration does not have.
+    fn check_place(&self) -> Result<(), String> {
+        let plain = Settings::default();
+        let is_lost = |key: &str| !self.has(key) && self.value(key) != plain.value(key);
+        let pinned = self.device != Device::Host && self.opens_disks();
+        for (key, whose) in [
+            ("iops", "ringdisk and qemu-storage-daemon"),
+            ("fixed-buffers", "ringdisk"),
+            (
+                "poll-max-us",
+                "ringdisk, qemu-storage-daemon and QEMU's iothreads (iothread=on)",
+            ),
+            (
+                "host-scheduler",
+                "block devices, and neither RAM nor librbd has one",
+            ),
+            (
+                "host-read-ahead",
+                "block devices, and neither RAM nor librbd has one",
+            ),
+        ] {
+            if is_lost(key) {
+                return Err(format!("{key} is a setting of {whose}"));
+            }
+        }
+        if pinned && is_lost("server-cpus") {
+            return Err(
+                "server-cpus are those of a server or of QEMU's iothreads; use iothread=on".into(),
+            );
+        }
+        Ok(())
     }
 
     fn check_daemon(&self) -> Result<(), String> {

@@ -11,20 +11,24 @@ fn every_key_reads_back_what_was_set() {
         ("queues", "4"),
         ("queue-size", "128"),
         ("format", "qcow2"),
-        ("backing", "ram"),
+        ("backing", "/mnt/test/"),
         ("prefill", "off"),
         ("cluster-size", "128k"),
         ("extended-l2", "on"),
         ("backing-files", "2"),
         ("active", "1"),
         ("neighbour", "128"),
+        ("vcpu-cpus", "1,3"),
         ("server-cpus", "0,2"),
         ("load-cpus", "1"),
         ("machine", "pc"),
         ("hugepages", "on"),
+        ("cpu", "max,x2apic=off"),
         ("vcpus", "4"),
         ("memory", "1G"),
         ("scheduler", "none"),
+        ("host-scheduler", "mq-deadline"),
+        ("host-read-ahead", "0"),
         ("guests", "3"),
         ("volumes", "2"),
         ("qemu", "/opt/qemu"),
@@ -56,6 +60,11 @@ fn what_means_nothing_is_no_difference() {
         ..a.clone()
     };
     assert!(a.differences(&b).is_empty());
+    let polling = Settings {
+        iothread: IoThread::One,
+        ..Settings::default()
+    };
+    assert_eq!(Settings::default().differences(&polling), ["iothread"]);
     a.device = Device::VirtioBlk;
     assert_eq!(
         a.differences(&b),
@@ -81,5 +90,22 @@ fn what_cannot_be_configured_is_refused_with_the_way_out() {
         ..Settings::default()
     };
     assert!(ide.check().unwrap_err().contains("machine=pc"));
+    for (key, value, word) in [
+        ("poll-max-us", "0", "iothread=on"),
+        ("server-cpus", "0", "iothread=on"),
+        ("iops", "10", "qemu-storage-daemon"),
+        ("fixed-buffers", "on", "ringdisk"),
+    ] {
+        let mut settings = Settings::default();
+        settings.set(key, value).unwrap();
+        let problem = settings.check().unwrap_err();
+        assert!(problem.contains(word), "{key}: {problem}");
+    }
+    let mut ram = Settings {
+        backing: Backing::Ram,
+        ..Settings::default()
+    };
+    ram.set("host-read-ahead", "128k").unwrap();
+    assert!(ram.check().unwrap_err().contains("block device"));
     assert_eq!(Settings::default().check(), Ok(()));
 }

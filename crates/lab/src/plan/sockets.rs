@@ -84,7 +84,7 @@ fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
     let depth = depth(settings, load);
     let queues = queues(settings);
     let size = usize::from(settings.queue_size.unwrap_or(RING_QUEUE_SIZE));
-    if let Some(cpus) = &settings.load_cpus
+    if let Some(cpus) = &settings.pinning.load
         && cpus.to_vec().len() > queues * usize::from(settings.volumes)
     {
         return Err(format!(

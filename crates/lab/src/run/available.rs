@@ -4,17 +4,21 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use harness::cpu;
 use harness::paths::find_program;
 
+use crate::guest::Accel;
 use crate::plan::backing::Name;
+use crate::plan::cpus::CpuList;
+use crate::plan::host_queue::HostQueue;
 use crate::plan::words::{Aio, Device, Format, GuestKind};
 use crate::plan::{Backing, Plan, Server, Settings};
-use crate::storage::Disk;
 use crate::storage::named::is_thin;
 use crate::storage::rbd::Image;
+use crate::storage::{Disk, host_queue as queue};
 
 /// Why a configuration cannot run here, and what to do about it; `None` if it can.
-pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path) -> Option<String> {
+pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path, accel: Accel) -> Option<String> {
     let (guest, create) = (plan.guest, plan.create);
     let program = |name: &str, package: &str| {
         find_program(name)
@@ -23,7 +27,10 @@ pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path) -> Option<Stri
     };
     let file = |path: &Path| (!path.exists()).then(|| format!("there is no {}", path.display()));
     if settings.device == Device::Host {
-        return program("fio", "fio").or_else(|| backing(settings, create));
+        return program("fio", "fio")
+            .or_else(|| backing(settings, create))
+            .or_else(|| cpus(plan, settings))
+            .or_else(|| host_queue(plan, settings));
     }
     let server = match (&settings.device, &settings.server) {
         (Device::VhostUserBlk, Server::QemuStorageDaemon) => {
@@ -43,6 +50,62 @@ pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path) -> Option<Stri
         .or_else(|| hugepages(settings))
         .or_else(|| backing(settings, create))
         .or_else(|| ring(settings))
+        .or_else(|| processor(plan, settings, accel))
+        .or_else(|| cpus(plan, settings))
+        .or_else(|| host_queue(plan, settings))
+}
+
+fn processor(plan: &Plan, settings: &Settings, accel: Accel) -> Option<String> {
+    let cpu = settings
+        .cpu
+        .as_ref()
+        .filter(|_| plan.guest != GuestKind::None)?;
+    let part = cpu.kvm_only().filter(|_| accel == Accel::Tcg)?;
+    Some(format!(
+        "cpu={cpu}: only KVM has {part}, and guests run under TCG here; without KVM, the best model is max"
+    ))
+}
+
+/// CPUs that this process may not use.
+fn cpus(plan: &Plan, settings: &Settings) -> Option<String> {
+    let wanted = plan.cpus(settings);
+    let guest = plan.guest != GuestKind::None;
+    let mut all = [wanted.server, wanted.vcpu].concat();
+    if !guest {
+        all.extend(wanted.load);
+    }
+    if guest && !all.is_empty() && plan.ssh.as_ref().is_some_and(|ssh| ssh.host.is_some()) {
+        return Some(
+            "a guest that runs already has its CPUs: the lab pins only what it starts".into(),
+        );
+    }
+    let allowed = cpu::affinity(None).ok()?;
+    let other = all.into_iter().find(|cpu| !allowed.contains(cpu))?;
+    Some(format!(
+        "CPU {other} is needed, and this process may use {}",
+        CpuList::of(allowed)
+    ))
+}
+
+/// Why the queue of the host's block device cannot be set, as far as the device is known before the run.
+fn host_queue(plan: &Plan, settings: &Settings) -> Option<String> {
+    let wanted = &settings.host_queue;
+    if *wanted == HostQueue::default() {
+        return None;
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Some("host-scheduler and host-read-ahead need root".into());
+    }
+    let own = plan.directory.clone();
+    let path = match &settings.backing {
+        Backing::File => own.filter(|directory| directory.exists()),
+        Backing::Directory(path) => Some(path.clone()),
+        _ => match settings.backing.first() {
+            Some(Name::Path(path)) if !plan.create => Some(path),
+            _ => None,
+        },
+    };
+    queue::missing(wanted, &path?)
 }
 
 /// The libraries of `preload`, which has colons between them, as LD_PRELOAD.

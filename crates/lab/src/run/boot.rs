@@ -8,16 +8,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 
 use super::effective::{self, Effective};
-use super::outside;
+use super::{outside, pin};
 use crate::drive::{Times, drive};
 use crate::fio::{CLOCK, Job, Run, interval};
 use crate::guest::{Accel, Boot, Guest, Host, Kernel, Setup, Shell, Ssh, Stop, Volume};
 use crate::host::{Cost, Watch, Watched, now_ms};
 use crate::journal::Sample;
+use crate::plan::cpus::Cpus;
 use crate::plan::words::{Aio, Client, Device, GuestKind, Metric};
 use crate::plan::{Plan, Settings, Workload};
+use crate::storage::host_queue::ChangedQueues;
 use crate::storage::rbd::Image;
-use crate::storage::{Disk, Files, Served, settle};
+use crate::storage::{Disk, Files, Served, host_queue, settle};
 use crate::window::{Counted, count};
 use harness::cpu;
 
@@ -57,6 +59,8 @@ pub struct Booted {
     /// The effective settings.
     pub effective: Effective,
     load: Place,
+    /// Queues of the host, which are restored after the guests and servers have ended.
+    queues: Option<ChangedQueues>,
 }
 
 /// Where the load runs.
@@ -108,6 +112,22 @@ impl Testbed<'_> {
             });
             disks.push(own.collect::<Result<_>>()?);
         }
+        let paths = paths(&disks.concat());
+        let queues = host_queue::set(&settings.host_queue, &paths)?;
+        let mut up = self.start(settings, &disks)?;
+        for (key, value) in host_queue::in_force(&paths).into_iter().flatten() {
+            up.effective.insert(key.into(), value);
+        }
+        if let Some(queues) = &queues {
+            let before = queues.before();
+            up.effective.insert("host queue before".into(), before);
+        }
+        up.queues = queues;
+        Ok(up)
+    }
+
+    /// Starts a configuration on its disks.
+    fn start(&self, settings: &Settings, disks: &[Vec<Disk>]) -> Result<Booted> {
         if settings.device == Device::Host {
             return Ok(on_host(&disks.concat()));
         }
@@ -116,6 +136,7 @@ impl Testbed<'_> {
         {
             return self.running_guest(ssh, host, settings);
         }
+        let cpus = self.plan.cpus(settings);
         let served = match settings.device {
             Device::VhostUserBlk => Some(Served::start(
                 settings,
@@ -123,18 +144,18 @@ impl Testbed<'_> {
                 &self.folder.join("server"),
                 &disks.concat(),
                 self.plan.size,
-                &self.plan.cpus(settings).server,
+                &cpus.server,
                 self.stop,
             )?),
             _ => None,
         };
         let served = match (self.plan.guest, served) {
             (GuestKind::None, Some(served)) => {
-                return Ok(on_sockets(served, paths(&disks.concat()), settings));
+                return on_sockets(served, paths(&disks.concat()), settings, &cpus);
             }
             (_, served) => served,
         };
-        let mut guests = self.guests(settings, &disks, served.as_ref())?;
+        let mut guests = self.guests(settings, disks, served.as_ref())?;
         let named: Vec<String> = self
             .plan
             .ssh
@@ -158,6 +179,14 @@ impl Testbed<'_> {
         if let Some(guest) = guests.first() {
             effective.extend(effective::of_qemu(guest, settings)?);
         }
+        effective.extend(pin::guests(&guests, &cpus)?);
+        if let Some(pid) = served
+            .as_ref()
+            .and_then(Served::pid)
+            .filter(|_| !cpus.server.is_empty())
+        {
+            effective.insert("server-cpus".into(), pin::of_server(pid)?.to_string());
+        }
         // Neither QEMU nor the guest reports these: use the values that the server was given.
         for key in [
             "server",
@@ -169,6 +198,9 @@ impl Testbed<'_> {
             "prefill",
             "guests",
             "volumes",
+            "poll-max-us",
+            "iops",
+            "fixed-buffers",
         ] {
             if key != "cache" || served.is_some() {
                 as_given(&mut effective, key, settings);
@@ -192,6 +224,7 @@ impl Testbed<'_> {
             served,
             effective,
             load: Place::Guests,
+            queues: None,
         })
     }
 
@@ -281,6 +314,7 @@ impl Testbed<'_> {
             served: None,
             effective,
             load: Place::Guests,
+            queues: None,
         })
     }
 
@@ -342,7 +376,12 @@ impl Testbed<'_> {
             _ => Watched::Processes(up.pids.clone()),
         };
         let nobody_watched = watched == Watched::Processes(Vec::new());
-        let watch = Watch::start(watched, cpus.server);
+        // Threads of QEMU have been pinned one by one.
+        let pinned = match up.load {
+            Place::Guests => Vec::new(),
+            Place::Host | Place::Sockets => cpus.server,
+        };
+        let watch = Watch::start(watched, pinned);
         let stop = self.stop;
         let answers: Vec<Result<Run>> = match &up.served {
             Some(served) if up.load == Place::Sockets => {
@@ -423,6 +462,7 @@ fn on_host(disks: &[Disk]) -> Booted {
         served: None,
         effective: BTreeMap::new(),
         load: Place::Host,
+        queues: None,
     }
 }
 
@@ -432,7 +472,12 @@ fn paths(disks: &[Disk]) -> Vec<PathBuf> {
 }
 
 /// A server without guests.
-fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Booted {
+fn on_sockets(
+    served: Served,
+    paths: Vec<PathBuf>,
+    settings: &Settings,
+    cpus: &Cpus,
+) -> Result<Booted> {
     let mut effective = Effective::new();
     for key in [
         "server",
@@ -448,7 +493,6 @@ fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Boote
         "volumes",
         "active",
         "neighbour",
-        "server-cpus",
         "load-cpus",
         "client",
         "ring",
@@ -458,7 +502,10 @@ fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Boote
     ] {
         as_given(&mut effective, key, settings);
     }
-    Booted {
+    if let Some(pid) = served.pid().filter(|_| !cpus.server.is_empty()) {
+        effective.insert("server-cpus".into(), pin::of_server(pid)?.to_string());
+    }
+    Ok(Booted {
         shells: Vec::new(),
         ahead_ms: Vec::new(),
         pids: served.pid().into_iter().collect(),
@@ -468,7 +515,8 @@ fn on_sockets(served: Served, paths: Vec<PathBuf>, settings: &Settings) -> Boote
         served: Some(served),
         effective,
         load: Place::Sockets,
-    }
+        queues: None,
+    })
 }
 
 fn as_given(effective: &mut Effective, key: &str, settings: &Settings) {

@@ -5,10 +5,13 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use harness::qmp::Qmp;
 use serde_json::{Value, json};
 
 use crate::guest::{Guest, Shell, Stop};
 use crate::plan::Settings;
+use crate::plan::cpu_model::CpuModel;
+use crate::plan::units::on_off;
 use crate::plan::words::{Device, Scheduler};
 
 /// Settings by their names.
@@ -39,6 +42,10 @@ pub fn of_guest(
         "d=$(disk '{}')\nb=${{d##*/}}\n",
         disks.first().map_or_else(String::new, quoted)
     );
+    let cpu = settings.cpu.iter().flat_map(CpuModel::features);
+    if cpu.into_iter().any(|(name, _)| name == "x2apic") {
+        script += "x=off; grep -qw x2apic /proc/cpuinfo && x=on; echo \"guest x2apic=$x\"\n";
+    }
     script += QUERY;
     let answer = shell.run(&script, Duration::from_secs(120), stop)?;
     ensure!(
@@ -104,12 +111,20 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
         "machine",
         machine.and_then(|machine| Some(machine.as_str()?.split("-machine").next()?.into())),
     );
+    let iothreads = qmp.execute("query-iothreads", json!({})).ok();
     add(
         "iothreads",
-        qmp.execute("query-iothreads", json!({}))
-            .ok()
+        iothreads
+            .as_ref()
             .map(|list| list.as_array().map_or(0, Vec::len).into()),
     );
+    let polling_ns = iothreads.and_then(|list| list[0]["poll-max-ns"].as_u64());
+    add(
+        "poll-max-us",
+        polling_ns.map(|ns| (ns as f64 / 1000.0).to_string().into()),
+    );
+    let cpu = cpu(&mut qmp, settings.cpu.as_ref())?;
+    add("cpu", cpu.map(Value::from));
     let device = if settings.device == Device::VirtioScsi {
         "/machine/peripheral/scsi0"
     } else {
@@ -135,6 +150,32 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
         add("format", Some(node["drv"].clone()));
     }
     Ok(effective)
+}
+
+/// The model of the virtual CPUs, with the features that the plan names.
+fn cpu(qmp: &mut Qmp, asked: Option<&CpuModel>) -> Result<Option<String>> {
+    let cpus = qmp.execute("query-cpus-fast", json!({}))?;
+    let path = cpus[0]["qom-path"].as_str().unwrap_or_default();
+    let Some(Value::String(kind)) = qmp.property(path, "type") else {
+        return Ok(None);
+    };
+    let mut text = kind.strip_suffix("-x86_64-cpu").unwrap_or(&kind).to_owned();
+    for (name, wanted) in asked.into_iter().flat_map(CpuModel::features) {
+        let found = match qmp.property(path, name) {
+            Some(Value::Bool(found)) => on_off(found),
+            Some(Value::String(found)) => found,
+            Some(other) => other.to_string(),
+            None => continue,
+        };
+        // QEMU only warns of a feature that the accelerator or the processor lacks.
+        ensure!(
+            !["on", "off"].contains(&wanted) || found == wanted,
+            "the plan has {name}={wanted}, and the guest's processor {name}={found}: QEMU, or this host, cannot have it \
+             otherwise with {text}"
+        );
+        text += &format!(",{name}={found}");
+    }
+    Ok(Some(text))
 }
 
 /// The node of a `-drive`: QEMU generates its name.

@@ -6,7 +6,8 @@ use std::time::Duration;
 use lab::analysis::Analysis;
 use lab::fio::Run;
 use lab::journal::Journal;
-use lab::plan::{CASES_MAX, Plan, WORKLOADS_MAX};
+use lab::plan::settings::KEYS;
+use lab::plan::{CASES_MAX, Plan, Settings, WORKLOADS_MAX};
 use lab::schedule::{Schedule, estimate};
 use lab::window::count;
 
@@ -30,6 +31,13 @@ pub fn plan(text: &str) {
     assert!(plan.contrasts.iter().all(|&(a, b)| a < b && b < cases));
     for case in &plan.cases {
         assert_eq!(case.settings.check(), Ok(()), "{}", case.name);
+        // Every value is read again as it is written, and none ends a line of a file or an argument of a program.
+        for key in KEYS {
+            let (mut again, value) = (Settings::default(), case.settings.value(key));
+            assert_eq!(again.set(key, &value), Ok(()), "{key}={value}");
+            assert_eq!(again.value(key), value, "{key}");
+            assert!(!value.contains(char::is_control), "{key}={value:?}");
+        }
     }
     for load in plan.workloads.iter().filter(|load| load.job.is_none()) {
         for line in load.job_lines().lines() {

@@ -1,0 +1,374 @@
+//! Sets the I/O scheduler and the read-ahead of the host's block devices below disks, and restores them.
+//!
+//! The scheduler is that of the devices at the bottom, such as the disks of an array. The read-ahead is that of the device
+//! which is opened, or on which the file system is: the page cache reads ahead before device-mapper or md sees a request.
+//!
+//! A run that is killed cannot restore anything. The values from before are therefore in a file that lives as long as the
+//! kernel's settings do: until the next boot. The next run restores them.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use harness::paths::is_block_device;
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+
+use crate::host::bracketed;
+use crate::plan::host_queue::HostQueue;
+use crate::plan::units::size_text;
+use crate::plan::words::Scheduler;
+
+/// The values from before. Only root can write here.
+const RECORD: &str = "/run/ringdisk-lab-queues.json";
+/// The largest record that is read.
+const RECORD_MAX: u64 = 1 << 20;
+/// How deep device-mapper and md devices may lie above each other.
+const DEPTH_MAX: u32 = 16;
+const SCHEDULER: &str = "scheduler";
+const READ_AHEAD: &str = "read_ahead_kb";
+
+/// A value from before the lab changed it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Original {
+    /// The device's name in `/sys/block`
+    device: String,
+    attribute: String,
+    value: String,
+}
+
+/// Changed queues. Dropping this restores them.
+#[derive(Debug)]
+pub struct ChangedQueues {
+    record: Record,
+    originals: Vec<Original>,
+}
+
+/// Sets the queues below these disks; `None` if nothing has to change.
+///
+/// # Errors
+/// A disk has no block device, the device does not support a value, or another run has changed queues.
+pub fn set(wanted: &HostQueue, disks: &[PathBuf]) -> Result<Option<ChangedQueues>> {
+    let mut changes: Vec<(String, &str, String)> = Vec::new();
+    for top in devices(disks)? {
+        if let Some(bytes) = wanted.read_ahead {
+            changes.push((top.clone(), READ_AHEAD, (bytes >> 10).to_string()));
+        }
+        if wanted.scheduler != Scheduler::Default {
+            for bottom in at_bottom(&top, DEPTH_MAX)? {
+                changes.push((bottom, SCHEDULER, wanted.scheduler.to_string()));
+            }
+        }
+    }
+    changes.retain(|(device, attribute, value)| {
+        read(device, attribute).is_none_or(|now| now != *value)
+    });
+    if changes.is_empty() {
+        return Ok(None);
+    }
+    let record = Record::open(Path::new(RECORD))?.with_context(|| {
+        format!("another run of 'ringdisk lab' has changed queues of this host ({RECORD}); wait for its end")
+    })?;
+    // From here on, an error restores what was changed before it.
+    let mut changed = ChangedQueues {
+        record,
+        originals: Vec::new(),
+    };
+    for (device, attribute, value) in changes {
+        let before = read(&device, attribute)
+            .with_context(|| format!("{device} has no queue/{attribute}"))?;
+        changed.originals.push(Original {
+            device: device.clone(),
+            attribute: attribute.into(),
+            value: before,
+        });
+        // Before the change: a run may be killed between the two.
+        changed.record.write(&changed.originals)?;
+        write(&device, attribute, &value)?;
+    }
+    Ok(Some(changed))
+}
+
+/// The scheduler and the read-ahead in force below the first of these disks, as a plan writes them.
+pub fn in_force(disks: &[PathBuf]) -> Option<[(&'static str, String); 2]> {
+    let top = device_of(disks.first()?).ok()?;
+    let bottom = at_bottom(&top, DEPTH_MAX).ok()?.into_iter().next()?;
+    let kib: u64 = read(&top, READ_AHEAD)?.parse().ok()?;
+    let read_ahead = if kib == 0 {
+        "0".into()
+    } else {
+        size_text(kib << 10)
+    };
+    Some([
+        ("host-scheduler", read(&bottom, SCHEDULER)?),
+        ("host-read-ahead", read_ahead),
+    ])
+}
+
+/// Why the queues below a disk cannot be set.
+pub fn missing(wanted: &HostQueue, disk: &Path) -> Option<String> {
+    let checked = || -> Result<()> {
+        let top = device_of(disk)?;
+        let bottom = at_bottom(&top, DEPTH_MAX)?;
+        let bottom = if wanted.scheduler == Scheduler::Default {
+            Vec::new()
+        } else {
+            bottom
+        };
+        for device in bottom {
+            ensure_choice(&device, &wanted.scheduler.to_string())?;
+        }
+        Ok(())
+    };
+    checked().err().map(|error| format!("{error:#}"))
+}
+
+/// Restores what a killed run has changed. Returns a sentence for each value.
+pub fn restore_after_kill() -> Vec<String> {
+    if !Path::new(RECORD).exists() {
+        return Vec::new();
+    }
+    let restored = || -> Result<Vec<String>> {
+        let Some(mut record) = Record::open(Path::new(RECORD))? else {
+            return Ok(Vec::new()); // the run goes on
+        };
+        let originals = record.read()?;
+        let said = originals
+            .iter()
+            .rev()
+            .map(|original| match original.restore() {
+                Ok(()) => format!("an earlier run was killed: {original} is restored"),
+                Err(error) => {
+                    format!("an earlier run was killed, and {original} is not restored: {error:#}")
+                }
+            });
+        let said = said.collect();
+        record.remove();
+        Ok(said)
+    };
+    restored().unwrap_or_else(|error| {
+        vec![format!(
+            "an earlier run has changed queues of this host, which only root can restore: {error:#}"
+        )]
+    })
+}
+
+impl ChangedQueues {
+    /// The values from before, as in `sda scheduler mq-deadline`.
+    pub fn before(&self) -> String {
+        let words: Vec<String> = self.originals.iter().map(ToString::to_string).collect();
+        words.join(", ")
+    }
+}
+
+impl Drop for ChangedQueues {
+    fn drop(&mut self) {
+        let mut failed = Vec::new();
+        for original in self.originals.iter().rev() {
+            if let Err(error) = original.restore() {
+                eprintln!("{original} is not restored: {error:#}");
+                failed.push(original.clone());
+            }
+        }
+        if failed.is_empty() || self.record.write(&failed).is_err() {
+            self.record.remove();
+        }
+    }
+}
+
+impl Original {
+    fn restore(&self) -> Result<()> {
+        let known = [SCHEDULER, READ_AHEAD].contains(&self.attribute.as_str());
+        let name = !self.device.is_empty() && !self.device.contains('/') && self.device != "..";
+        ensure!(known && name, "{RECORD} is damaged");
+        write(&self.device, &self.attribute, &self.value)
+    }
+}
+
+impl std::fmt::Display for Original {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}={}", self.device, self.attribute, self.value)
+    }
+}
+
+/// The file with the values from before. The run that changes queues holds its lock, which ends with the process.
+#[derive(Debug)]
+struct Record {
+    file: File,
+    path: PathBuf,
+}
+
+impl Record {
+    /// `None` if another process holds it.
+    fn open(path: &Path) -> Result<Option<Record>> {
+        loop {
+            let file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .open(path)
+                .with_context(|| format!("opening {}", path.display()))?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+                other => other.with_context(|| format!("locking {}", path.display()))?,
+            }
+            // Its last owner may have removed it in between.
+            let same = fs::metadata(path)
+                .is_ok_and(|now| file.metadata().is_ok_and(|own| own.ino() == now.ino()));
+            if same {
+                let path = path.to_owned();
+                return Ok(Some(Record { file, path }));
+            }
+        }
+    }
+
+    fn read(&mut self) -> Result<Vec<Original>> {
+        let mut text = String::new();
+        self.file.rewind()?;
+        (&self.file).take(RECORD_MAX).read_to_string(&mut text)?;
+        if text.is_empty() {
+            return Ok(Vec::new()); // killed before the first change
+        }
+        serde_json::from_str(&text).with_context(|| format!("reading {}", self.path.display()))
+    }
+
+    fn write(&mut self, originals: &[Original]) -> Result<()> {
+        let text = serde_json::to_string(originals)?;
+        let written = self
+            .file
+            .rewind()
+            .and_then(|()| self.file.set_len(0))
+            .and_then(|()| self.file.write_all(text.as_bytes()));
+        written.with_context(|| format!("writing {}", self.path.display()))
+    }
+
+    fn remove(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// The names of the devices on which these disks are.
+fn devices(disks: &[PathBuf]) -> Result<BTreeSet<String>> {
+    disks.iter().map(|disk| device_of(disk)).collect()
+}
+
+/// The name of the whole device that a disk is, or on which its file system is.
+fn device_of(disk: &Path) -> Result<String> {
+    let metadata = fs::metadata(disk).with_context(|| format!("opening {}", disk.display()))?;
+    let number = if is_block_device(disk) {
+        metadata.rdev()
+    } else if rustix::fs::major(metadata.dev()) > 0 {
+        metadata.dev()
+    } else {
+        // btrfs has device numbers of its own.
+        below_mount(disk)?
+    };
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let folder = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}"))
+        .with_context(|| format!("looking for the block device of {}", disk.display()))?;
+    whole_device(&folder)
+}
+
+/// The number of the device that is mounted where the disk's file is.
+fn below_mount(disk: &Path) -> Result<u64> {
+    let disk = fs::canonicalize(disk)?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").context("reading mountinfo")?;
+    let mount = |line: &str| {
+        let (fields, source) = line.split_once(" - ")?;
+        let point = PathBuf::from(fields.split(' ').nth(4)?.replace("\\040", " "));
+        let source = PathBuf::from(source.split(' ').nth(1)?);
+        disk.starts_with(&point).then_some((point, source))
+    };
+    // The last one of the longest path is on top.
+    let found = mounts
+        .lines()
+        .filter_map(mount)
+        .max_by_key(|(point, _)| point.as_os_str().len());
+    match found {
+        Some((_, source)) if is_block_device(&source) => Ok(fs::metadata(source)?.rdev()),
+        Some((point, source)) => bail!(
+            "{} is on {} ({}), which has no block device on this host",
+            disk.display(),
+            point.display(),
+            source.display()
+        ),
+        None => bail!("{} is on no mounted file system", disk.display()),
+    }
+}
+
+/// The name of the device itself, or that of the one of which it is a partition.
+fn whole_device(folder: &Path) -> Result<String> {
+    let whole = if folder.join("partition").exists() {
+        folder.parent()
+    } else {
+        Some(folder)
+    };
+    let name = whole.and_then(|whole| whole.file_name()?.to_str());
+    Ok(name
+        .with_context(|| format!("{} has no name", folder.display()))?
+        .into())
+}
+
+/// The devices below a device-mapper or md device, down to those that have none below; otherwise the device itself.
+fn at_bottom(device: &str, depth: u32) -> Result<Vec<String>> {
+    ensure!(depth > 0, "{device} lies above too many devices");
+    let slaves = fs::read_dir(format!("/sys/block/{device}/slaves"));
+    let mut bottom = BTreeSet::new();
+    for slave in slaves.into_iter().flatten().flatten() {
+        let folder = fs::canonicalize(slave.path())?;
+        bottom.extend(at_bottom(&whole_device(&folder)?, depth - 1)?);
+    }
+    if bottom.is_empty() {
+        bottom.insert(device.to_owned());
+    }
+    Ok(bottom.into_iter().collect())
+}
+
+fn attribute_path(device: &str, attribute: &str) -> String {
+    format!("/sys/block/{device}/queue/{attribute}")
+}
+
+/// The value of an attribute; of a choice, the chosen one.
+fn read(device: &str, attribute: &str) -> Option<String> {
+    let text = fs::read_to_string(attribute_path(device, attribute)).ok()?;
+    Some(bracketed(&text))
+}
+
+/// Sets an attribute, and reads it back.
+fn write(device: &str, attribute: &str, value: &str) -> Result<()> {
+    let path = attribute_path(device, attribute);
+    if let Err(error) = fs::write(&path, value) {
+        if attribute == SCHEDULER {
+            ensure_choice(device, value)?;
+        }
+        return Err(error).with_context(|| format!("writing {value} to {path}"));
+    }
+    let now = read(device, attribute);
+    ensure!(
+        now.as_deref() == Some(value),
+        "{path} was set to {value}, and is {}",
+        now.unwrap_or_default()
+    );
+    Ok(())
+}
+
+fn ensure_choice(device: &str, scheduler: &str) -> Result<()> {
+    let path = attribute_path(device, SCHEDULER);
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let plain = text.replace(['[', ']'], "");
+    ensure!(
+        plain.split_whitespace().any(|choice| choice == scheduler),
+        "{device} has no scheduler {scheduler}; it has {}. 'modprobe' loads more, such as bfq or kyber-iosched",
+        plain.trim()
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "host_queue_tests.rs"]
+mod tests;
