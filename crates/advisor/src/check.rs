@@ -241,7 +241,7 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
                     because: because(&rule.when, &lookup, &[]),
                     measured: Vec::new(),
                     subject: match rule.scope {
-                        Scope::Device => Subject::of_device(lookup.own),
+                        Scope::Device => Subject::of_device(device, lookup.own.unwrap_or(&extra)),
                         _ => Subject::default(),
                     },
                     vm_index: None,

@@ -22,6 +22,7 @@
 //!   storage; for `preload`, names of libraries.
 //! - `scope` is `guest` or `host`: whose setting `axis` is.
 //! - `storage` is a word of the property `disk.protocol`, or `ram`, `zram` or `null`.
+//! - `place` is the disk, device or directory that the plan names, such as `/dev/sda`, or nothing.
 //! - `allocation` is `full`, `thin`, `varied` (the axis is `prefill`) or `unknown`.
 //! - `accelerator` is `kvm`, `tcg`, or `none` for a load without a guest.
 //! - `pattern` are keys of the load: `rw`, `bs` and `iodepth`, and all others that differ from the lab's defaults.
@@ -77,6 +78,8 @@ struct Entry {
     to: String,
     scope: ContrastScope,
     storage: String,
+    #[serde(default)]
+    place: String,
     allocation: String,
     accelerator: String,
     pattern: BTreeMap<String, String>,
@@ -104,6 +107,8 @@ pub struct Measured {
 pub struct Subject {
     /// How the disk's storage is accessed (`disk.protocol`), or that of each disk of the VM.
     pub storage: Vec<String>,
+    /// The block device, if the finding is about one.
+    pub device: Option<String>,
     /// Settings of the disk in the terms of the lab's plans, if they are known.
     pub settings: BTreeMap<&'static str, String>,
 }
@@ -241,6 +246,8 @@ impl Entry {
             "backing" => &self.from,
             _ => &self.storage,
         };
+        let device = self.place.rsplit('/').next();
+        let same_place = subject.device.is_none() || subject.device.as_deref() == device;
         let alike = self.axis != "host" || subject.has(&self.with);
         self.axis == of.axis
             && is_one_of(&self.from, &of.from)
@@ -251,6 +258,7 @@ impl Entry {
             && subject.storage.contains(storage)
             && of.pattern.holds(&self.pattern)
             && self.has_settings(&of.with)
+            && same_place
             && alike
     }
 
@@ -312,6 +320,10 @@ impl Subject {
             ("aio", word("disk.aio")),
             ("format", word("disk.format")),
             ("host-scheduler", word("backing.scheduler")),
+            (
+                "host-read-ahead",
+                read_ahead(&disk.table, "backing.read-ahead-kb"),
+            ),
         ];
         let number = |name| disk.table.number(name);
         let numbers = [
@@ -324,6 +336,7 @@ impl Subject {
         let known = settings.into_iter().chain(numbers);
         Self {
             storage: vec![word("disk.protocol").unwrap_or_else(|| "unknown".into())],
+            device: None,
             settings: known
                 .filter_map(|(key, value)| Some((key, value?)))
                 .collect(),
@@ -341,17 +354,29 @@ impl Subject {
         storage.dedup();
         Self {
             storage,
-            settings: BTreeMap::new(),
+            ..Self::default()
         }
     }
 
     /// A block device of the host.
-    pub fn of_device(device: Option<&Table>) -> Self {
-        let scheduler = device.and_then(|device| device.word("device.scheduler"));
-        let scheduler = scheduler.map(|word| ("host-scheduler", word.to_owned()));
+    pub fn of_device(name: &str, device: &Table) -> Self {
+        let settings = [
+            (
+                "host-scheduler",
+                device.word("device.scheduler").map(str::to_owned),
+            ),
+            (
+                "host-read-ahead",
+                read_ahead(device, "device.read-ahead-kb"),
+            ),
+        ];
+        let known = settings.into_iter();
         Self {
             storage: vec!["block".into()],
-            settings: scheduler.into_iter().collect(),
+            device: Some(name.to_owned()),
+            settings: known
+                .filter_map(|(key, value)| Some((key, value?)))
+                .collect(),
         }
     }
 
@@ -363,6 +388,15 @@ impl Subject {
             found.is_none_or(|found| found == value || found == "default")
         })
     }
+}
+
+/// A read-ahead as a plan writes it.
+fn read_ahead(table: &Table, property: &'static str) -> Option<String> {
+    Some(match table.number(property)? {
+        0 => "0".into(),
+        kib if kib.is_multiple_of(1024) => format!("{}M", kib >> 10),
+        kib => format!("{kib}k"),
+    })
 }
 
 /// A number of I/O threads as a plan writes it.

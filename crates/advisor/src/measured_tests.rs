@@ -31,6 +31,7 @@ fn rule(text: &str) -> Contrast {
 fn disk(storage: &str) -> Subject {
     Subject {
         storage: vec![storage.into()],
+        device: None,
         settings: BTreeMap::from([("iothread", "off".into()), ("device", "virtio-blk".into())]),
     }
 }
@@ -128,13 +129,16 @@ fn a_setting_of_the_host_may_be_measured_without_a_guest() {
         .replace("kvm", "none")
         .replace("iothread", "host-scheduler")
         .replace("\"off\"", "\"bfq\"")
-        .replace("\"on\"", "\"none\"");
+        .replace("\"on\"", "\"none\"")
+        .replace("\"allocation\"", "\"place\": \"/dev/sda\", \"allocation\"");
     let rule = "recipe = \"r\"\naxis = \"host-scheduler\"\nfrom = \"bfq\"\nto = \"none\"\nscope = \"host\"\npattern = \"any\"";
     let mut device = Subject {
         storage: vec!["block".into()],
+        device: Some("sda".into()),
         settings: BTreeMap::from([("host-scheduler", "bfq".to_owned())]),
     };
     assert_eq!(joined(&host, rule, &device), 1);
+    assert_eq!(joined(&host.replace("/sda", "/sdb"), rule, &device), 0);
     assert_eq!(
         joined(&host, &rule.replace("\"host\"", "\"guest\""), &device),
         0

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::check::{Checked, Finding};
 use crate::input::Input;
-use crate::rules::{Measurement, Rule, Rules, Severity, Status};
+use crate::rules::{Measurement, Rule, Rules, Scope, Severity, Status};
 
 /// The number of places that a finding names; the rest is only counted.
 const PLACES_MAX: usize = 3;
@@ -326,11 +326,9 @@ pub fn explain(rule: &Rule, rules: &Rules) -> String {
     }
     let _ = match &rule.measurement {
         Measurement::By(contrast) => {
-            let recipe = &contrast.recipe;
-            writeln!(
-                text,
-                "Measure it  ringdisk lab run {recipe}\n            {contrast}"
-            )
+            let device = (rule.scope == Scope::Device).then_some("NAME");
+            let command = contrast.command(rule.storage(), device);
+            writeln!(text, "Measure it  {command}\n            {contrast}")
         }
         Measurement::None(why) => writeln!(text, "Unmeasured  {why}"),
     };

@@ -202,6 +202,15 @@ pub enum Measurement {
 }
 
 impl Rule {
+    /// The storage of the disks that the rule is about, if it is only one kind.
+    pub fn storage(&self) -> &str {
+        let mut protocols = self.when.iter().filter_map(|clause| match &clause[..] {
+            [only] if only.property == "disk.protocol" => only.word(),
+            _ => None,
+        });
+        protocols.next().unwrap_or("file")
+    }
+
     pub fn contrast(&self) -> Option<&Contrast> {
         match &self.measurement {
             Measurement::By(contrast) => Some(contrast),

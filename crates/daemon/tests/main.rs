@@ -22,6 +22,7 @@ mod packed;
 mod qcow2;
 mod rbd;
 mod resource_exhaustion;
+mod rules;
 mod sandbox;
 mod serve;
 mod signals;

@@ -98,6 +98,8 @@ pub struct Comparison {
     pub scope: &'static str,
     /// How the disks are accessed: a word of `ringdisk check`.
     pub storage: &'static str,
+    /// The disk, device or directory that the plan names; empty for files of the lab.
+    pub place: String,
     /// `full`, `thin`, `varied` or `unknown`: whether the disks had data everywhere.
     pub allocation: &'static str,
     /// `kvm`, `tcg`, or `none` for a load without a guest.
@@ -189,6 +191,10 @@ impl Comparison {
             to: String::new(),
             scope: "guest",
             storage: storage(settings),
+            place: match &settings.backing {
+                named @ (Backing::Named(_) | Backing::Directory(_)) => named.to_string(),
+                _ => String::new(),
+            },
             allocation: allocation(plan, settings),
             accelerator,
             pattern: pattern(load),
@@ -318,14 +324,17 @@ fn accelerator_of(plan: &Plan, settings: &Settings, of_guests: &str) -> String {
     }
 }
 
-/// The name of a library to preload, as in `tcmalloc`.
+/// The names of the libraries to preload, as in `tcmalloc`, with colons between them.
 fn library(settings: &Settings) -> String {
-    let name = settings.preload.as_deref().and_then(Path::file_name);
-    let Some(name) = name.and_then(|name| name.to_str()) else {
+    let Some(paths) = settings.preload.as_deref().and_then(Path::to_str) else {
         return "default".into();
     };
-    let name = name.split_once(".so").map_or(name, |(stem, _)| stem);
-    name.strip_prefix("lib").unwrap_or(name).to_owned()
+    let name = |path: &str| {
+        let name = path.rsplit('/').next().unwrap_or(path);
+        let name = name.split_once(".so").map_or(name, |(stem, _)| stem);
+        name.strip_prefix("lib").unwrap_or(name).to_owned()
+    };
+    paths.split(':').map(name).collect::<Vec<_>>().join(":")
 }
 
 /// How a disk's storage is accessed, in the words of `ringdisk check`.

@@ -1,4 +1,5 @@
-//! The plans that ship with ringdisk: published measurements, and the tables of docs/performance.md.
+//! The plans that ship with ringdisk: published measurements, comparisons for the rules of `ringdisk check`, and the tables
+//! of docs/performance.md.
 
 use std::path::Path;
 
@@ -6,7 +7,7 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// The name and the text of each recipe.
-pub const RECIPES: [(&str, &str); 32] = [
+pub const RECIPES: [(&str, &str); 38] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
@@ -23,6 +24,15 @@ pub const RECIPES: [(&str, &str); 32] = [
     ("myths", include_str!("../recipes/myths.toml")),
     ("noise", include_str!("../recipes/noise.toml")),
     ("versus", include_str!("../recipes/versus.toml")),
+    ("disk-cache", include_str!("../recipes/disk-cache.toml")),
+    ("aio", include_str!("../recipes/aio.toml")),
+    ("queues", include_str!("../recipes/queues.toml")),
+    ("prefill", include_str!("../recipes/prefill.toml")),
+    ("storage", include_str!("../recipes/storage.toml")),
+    (
+        "qcow2-overlay",
+        include_str!("../recipes/qcow2-overlay.toml"),
+    ),
     ("bench-null", include_str!("../recipes/bench-null.toml")),
     (
         "bench-page-cache",
@@ -156,7 +166,16 @@ mod tests {
                 !plan.title.is_empty() && !plan.contrasts.is_empty() && plan.left_out.is_empty(),
                 "{name}"
             );
-            let claims_nothing = name == "noise" || name.starts_with("bench-");
+            let for_rules = [
+                "aio",
+                "disk-cache",
+                "queues",
+                "prefill",
+                "storage",
+                "qcow2-overlay",
+            ];
+            let claims_nothing =
+                for_rules.contains(&name) || name == "noise" || name.starts_with("bench-");
             assert!(claims_nothing || !plan.claims.is_empty(), "{name}");
             for claim in &plan.claims {
                 assert!(

@@ -197,6 +197,17 @@ impl Atom {
         )
     }
 
+    /// The word that the property must be, if it is only one.
+    pub(super) fn word(&self) -> Option<&str> {
+        match &self.test {
+            Test::In(words) => match &words[..] {
+                [Data::Word(word)] => Some(word),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
     /// Whether the host can know the property: it can inspect only files and block devices.
     fn is_possible(&self, lookup: &Lookup<'_>) -> bool {
         let local = || match lookup.get("disk.protocol").map(|value| &value.data) {

@@ -22,9 +22,10 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 /// Settings whose value a rule need not name: what every configuration has, and the size and the place of the guests.
-pub const FREE_SETTINGS: [&str; 21] = [
+pub const FREE_SETTINGS: [&str; 22] = [
     "device",
     "server",
+    "client",
     "cache",
     "aio",
     "iothread",
@@ -47,7 +48,7 @@ pub const FREE_SETTINGS: [&str; 21] = [
 ];
 
 /// Keys of a load that a rule need not name.
-pub const FREE_PATTERN: [&str; 8] = [
+pub const FREE_PATTERN: [&str; 9] = [
     "rw",
     "bs",
     "iodepth",
@@ -56,6 +57,7 @@ pub const FREE_PATTERN: [&str; 8] = [
     "arrival",
     "rwmixread",
     "engine",
+    "refill",
 ];
 
 /// A comparison, as a rule names it.
@@ -125,6 +127,34 @@ impl Contrast {
         }
     }
 
+    /// The changes to the recipe with which it measures storage of this kind: values of `--set`. The lab creates the disks,
+    /// except a device that is given, which host-scope recipes only read.
+    pub fn changes(&self, storage: &str, device: Option<&str>) -> Vec<String> {
+        let own = |backing: &str| {
+            vec![
+                "storage.create=true".into(),
+                format!("config.backing={backing}"),
+            ]
+        };
+        match (storage, device) {
+            (_, Some(device)) => vec![format!("config.backing=/dev/{device}")],
+            _ if self.axis == "backing" => own("file,/dev/GROUP/lab-{guest}-{volume}"),
+            ("block", None) => own("/dev/GROUP/lab-{guest}-{volume}"),
+            ("rbd", None) => own("rbd:POOL/lab-{guest}-{volume}"),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The command that runs the recipe on storage of this kind.
+    pub fn command(&self, storage: &str, device: Option<&str>) -> String {
+        let changes = self.changes(storage, device).into_iter();
+        let quoted = changes.map(|change| match change.contains('{') {
+            true => format!(" --set \"{change}\""),
+            false => format!(" --set {change}"),
+        });
+        format!("ringdisk lab run {}", self.recipe) + &quoted.collect::<String>()
+    }
+
     /// # Errors
     /// The fields contradict each other.
     pub(crate) fn check(&self) -> Result<(), String> {
@@ -192,6 +222,11 @@ enum Test {
 }
 
 impl Pattern {
+    /// The keys with conditions.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.conditions.iter().map(|one| one.key.as_str())
+    }
+
     /// Whether a load with these keys is meant.
     pub fn holds(&self, load: &BTreeMap<String, String>) -> bool {
         let named = |key: &str| self.conditions.iter().any(|one| one.key == key);
