@@ -7,7 +7,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::upgrade::client as upgrade;
-use crate::{check, client, lab, log, manual, resource_limits, serve};
+use crate::{check, client, lab, log, manual, profile, resource_limits, serve};
 
 #[derive(Parser)]
 #[command(name = "ringdisk", version, about, arg_required_else_help = true)]
@@ -36,6 +36,8 @@ enum Command {
     Stats(client::StatsArgs),
     /// Show the load of the disks continuously
     Top(client::TopArgs),
+    /// Find what limits a disk that is in use
+    Profile(profile::Args),
     /// Limit the bytes and operations per second of a disk
     Throttle(client::ThrottleArgs),
     /// Move a disk to another file while its VM runs
@@ -98,6 +100,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Manual(args) => return Ok(manual::run(args, Cli::command())?),
         Command::Check(_) => Ok(()),
         Command::Lab(args) => return Ok(lab::run(args)?),
+        Command::Profile(args) => return Ok(profile::run(args)?),
         Command::List(args) => client::list(args),
         Command::Attach(args) => client::attach(args),
         Command::Detach(args) => client::detach(args),
@@ -151,6 +154,13 @@ impl From<serve::ServeError> for Failure {
 
 impl From<client::CommandLineError> for Failure {
     fn from(e: client::CommandLineError) -> Self {
+        let (code, problem) = (e.exit_code(), e.to_string());
+        Self { code, problem }
+    }
+}
+
+impl From<profile::ProfileError> for Failure {
+    fn from(e: profile::ProfileError) -> Self {
         let (code, problem) = (e.exit_code(), e.to_string());
         Self { code, problem }
     }

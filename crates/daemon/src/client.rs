@@ -205,12 +205,15 @@ impl CommandLineError {
 pub type CommandResult = Result<(), CommandLineError>;
 
 impl Connection {
-    fn open(&self) -> Result<Client, CommandLineError> {
-        let path = self
-            .control
+    pub fn open(&self) -> Result<Client, CommandLineError> {
+        Ok(Client::connect(self.path(), TIMEOUT)?)
+    }
+
+    /// The control socket.
+    pub fn path(&self) -> PathBuf {
+        self.control
             .clone()
-            .unwrap_or_else(control_socket::default_path);
-        Ok(Client::connect(path, TIMEOUT)?)
+            .unwrap_or_else(control_socket::default_path)
     }
 
     /// Sends a command that returns nothing.
@@ -408,7 +411,7 @@ pub fn reload(args: &ReloadArgs) -> CommandResult {
 }
 
 /// All disks and I/O threads with their statistics.
-fn answer(client: &mut Client) -> Result<Value, ClientError> {
+pub fn answer(client: &mut Client) -> Result<Value, ClientError> {
     client.call("x-ringdisk-stats", json!({}))
 }
 

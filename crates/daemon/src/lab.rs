@@ -104,6 +104,7 @@ Nothing is decided with fewer than three files for each name.")]
 #[command(after_help = "Example:
   ringdisk lab run versus --budget 10m --output /var/tmp/versus
   ringdisk lab run bench-disk --only iodepth=1,32 --set blocks=3
+  ringdisk lab run versus --profile              also: where the time goes, and what limits
 
 --resume with the same --output continues a run that was interrupted or killed.")]
 struct Run {
@@ -142,6 +143,9 @@ struct How {
     /// Replace a value of the plan, such as blocks=3 or fio.runtime=1s; commas separate the values of a list; repeatable
     #[arg(long, value_name = "[TABLE.]KEY=VALUE")]
     set: Vec<String>,
+    /// Find out what limits each configuration: record the threads from the guest to the storage while loads run
+    #[arg(long)]
+    profile: bool,
     /// Select cases or loads with this value, such as case=ringdisk,fio or iodepth=1; repeatable
     #[arg(long, value_name = "KEY=VALUE")]
     only: Vec<String>,
@@ -189,6 +193,7 @@ impl From<&How> for RunOptions {
             baseline: how.baseline.clone(),
             set: how.set.clone(),
             only: how.only.clone(),
+            profile: how.profile,
         }
     }
 }

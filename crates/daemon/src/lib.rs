@@ -11,6 +11,7 @@ mod log;
 mod manual;
 mod monitor;
 mod node;
+mod profile;
 mod resource_limits;
 mod sandbox;
 mod sd_notify;

@@ -19,6 +19,7 @@ mod matrix;
 mod migration;
 mod model;
 mod packed;
+mod profile;
 mod qcow2;
 mod rbd;
 mod resource_exhaustion;

@@ -31,5 +31,5 @@ pub use ring::{RING_SIZE_MAX, RingBase, RingError, RingLayout};
 pub use saved::{InvalidSession, SavedSession};
 pub use session::{Device, NewQueue, SessionEnd, StoppedRing, serve, serve_from};
 pub use sigbus::SessionAbort;
-pub use socket::FrontendChannel;
+pub use socket::{FrontendChannel, peer_pid};
 pub use virtqueue::{Chain, DirtyMarks, Ticket, Virtqueue};

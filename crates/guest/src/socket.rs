@@ -2,7 +2,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,6 +46,31 @@ impl From<MessageError> for NoMessage {
     fn from(e: MessageError) -> Self {
         Self::Malformed(e)
     }
+}
+
+/// The process at the other end of a socket; `None` if it is in a PID namespace that this process does not see.
+#[expect(
+    unsafe_code,
+    reason = "SO_PEERCRED: rustix's type has no room for pid 0, which means that it is not visible"
+)]
+pub fn peer_pid(socket: &UnixStream) -> Option<i32> {
+    let mut peer = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `peer` and `len` are writable, and `len` is the size of `peer`.
+    let done = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut len,
+        )
+    };
+    (done == 0 && peer.pid > 0).then_some(peer.pid)
 }
 
 /// Waits for a whole message, or until `stop` or `abort` becomes readable, even in the middle of a message: a

@@ -33,20 +33,12 @@ impl Usage {
         let mut usage = Usage::default();
         for thread in threads(pid)? {
             // A thread may end between the listing and the read; the ticks of the process still count it.
-            let dir = format!("/proc/{pid}/task/{thread}");
-            let Some([ran_ns, waited_ns]) = schedstat(&dir) else {
+            let Some(thread) = ThreadUsage::of(pid, thread) else {
                 continue;
             };
-            let Ok(status) = fs::read_to_string(format!("{dir}/status")) else {
-                continue;
-            };
-            usage.threads_ran_ns += ran_ns;
-            usage.waited_ns += waited_ns;
-            usage.switches += status
-                .lines()
-                .filter_map(|line| line.split_once("ctxt_switches:"))
-                .filter_map(|(_, n)| n.trim().parse::<u64>().ok())
-                .sum::<u64>();
+            usage.threads_ran_ns += thread.ran_ns;
+            usage.waited_ns += thread.waited_ns;
+            usage.switches += thread.voluntary + thread.involuntary;
         }
         let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
         // The second field is the name in parentheses and may hold anything; utime and stime are fields 14 and 15.
@@ -108,6 +100,56 @@ impl Usage {
 
     fn ticks(&self) -> f64 {
         (self.user_ticks + self.system_ticks) as f64
+    }
+}
+
+/// What a thread has done since it started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ThreadUsage {
+    /// Nanoseconds on a core.
+    pub ran_ns: u64,
+    /// Nanoseconds runnable but waiting for a core.
+    pub waited_ns: u64,
+    /// Context switches because the thread went to sleep.
+    pub voluntary: u64,
+    /// Context switches because the kernel ran another thread instead.
+    pub involuntary: u64,
+}
+
+impl ThreadUsage {
+    /// Reads the counters of a thread of `pid`; `None` if it has ended, or the kernel does not account for it.
+    pub fn of(pid: u32, thread: i32) -> Option<ThreadUsage> {
+        let read = |file| fs::read_to_string(format!("/proc/{pid}/task/{thread}/{file}")).ok();
+        Self::parse(&read("schedstat")?, &read("status")?)
+    }
+
+    /// Parses the files `schedstat` and `status` of a thread.
+    pub fn parse(schedstat: &str, status: &str) -> Option<ThreadUsage> {
+        let mut times = schedstat
+            .split_ascii_whitespace()
+            .map(|ns| ns.parse().unwrap_or(0));
+        let switches = |key: &str| {
+            let mut lines = status.lines();
+            let number = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+            number.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+        };
+        Some(ThreadUsage {
+            ran_ns: times.next()?,
+            waited_ns: times.next()?,
+            voluntary: switches("voluntary_ctxt_switches"),
+            involuntary: switches("nonvoluntary_ctxt_switches"),
+        })
+    }
+
+    /// The usage since `before`.
+    #[must_use]
+    pub fn since(&self, before: &ThreadUsage) -> ThreadUsage {
+        ThreadUsage {
+            ran_ns: self.ran_ns.saturating_sub(before.ran_ns),
+            waited_ns: self.waited_ns.saturating_sub(before.waited_ns),
+            voluntary: self.voluntary.saturating_sub(before.voluntary),
+            involuntary: self.involuntary.saturating_sub(before.involuntary),
+        }
     }
 }
 

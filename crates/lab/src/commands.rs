@@ -76,6 +76,8 @@ pub struct RunOptions {
     pub set: Vec<String>,
     /// Selects a part of the plan, as `KEY=VALUE`.
     pub only: Vec<String>,
+    /// Whether each load is profiled.
+    pub profile: bool,
 }
 
 /// What to compare.
@@ -207,6 +209,7 @@ fn checked(file: &Path, text: &str, options: &RunOptions) -> Result<(Plan, Optio
         file: file.to_owned(),
         budget,
         only,
+        profile: options.profile,
     };
     Ok((plan, options))
 }

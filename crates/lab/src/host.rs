@@ -80,7 +80,7 @@ pub fn facts(storage: &Path) -> Facts {
 }
 
 /// `major:minor` of the device on which a path is.
-fn device_of(path: &Path) -> Option<String> {
+pub fn device_of(path: &Path) -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     let metadata = fs::metadata(path).ok()?;
     let device = if harness::paths::is_block_device(path) {
@@ -279,7 +279,7 @@ fn family_ticks(pid: u32) -> u64 {
 }
 
 /// The descendants of a process that have this name.
-fn named_below(pid: u32, name: &str) -> Vec<u32> {
+pub fn named_below(pid: u32, name: &str) -> Vec<u32> {
     let mut found = Vec::new();
     for child in children(pid) {
         let comm = fs::read_to_string(format!("/proc/{child}/comm")).unwrap_or_default();

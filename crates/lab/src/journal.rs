@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::client::footprint::Footprint;
 use crate::host::Facts;
 use crate::plan::{Filter, Plan, RATES_MAX};
+use crate::profile::Profile;
 use crate::storage::{Fill, Polling};
 use crate::window::Point;
 
@@ -170,6 +171,9 @@ pub struct Sample {
     /// How ringdisk's I/O threads waited, including the time before the window.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub polling: Option<Polling>,
+    /// Where the time went, if the run was profiled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub profile: Option<Box<Profile>>,
 }
 
 /// A server whose disks are connected and have no I/O.
@@ -194,6 +198,10 @@ impl Sample {
         own.into_iter().chain(of_idle).all(is_possible)
             && costs.into_iter().flatten().all(is_possible)
             && self.series.len() <= SERIES_MAX
+            && self
+                .profile
+                .as_ref()
+                .is_none_or(|profile| profile.is_sound())
             && self
                 .series
                 .iter()

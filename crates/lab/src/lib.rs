@@ -23,6 +23,7 @@ pub mod import;
 pub mod journal;
 pub mod measured;
 pub mod plan;
+pub mod profile;
 pub mod recipes;
 pub mod report;
 pub mod run;

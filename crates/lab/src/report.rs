@@ -4,6 +4,7 @@ mod advice;
 mod charts;
 mod grid;
 mod html;
+mod profiles;
 mod ratios;
 mod tables;
 
@@ -127,6 +128,10 @@ pub fn text(analysis: &Analysis) -> String {
     }
     if ratios::are_shown(plan) {
         text += &ratios::text(analysis);
+    }
+    let limits = profiles::text(analysis);
+    if !limits.is_empty() {
+        let _ = write!(text, "\nWhere the time goes:\n{limits}");
     }
     let advice = advice::advice(analysis);
     let _ = write!(text, "\n{}", advice.sentence);

@@ -6,9 +6,10 @@ mod boot;
 mod effective;
 pub mod outside;
 mod pin;
+mod profiler;
 pub mod progress;
 mod recorder;
-mod runtime_folder;
+pub mod runtime_folder;
 pub mod search;
 mod validity;
 
@@ -51,6 +52,8 @@ pub struct Options {
     pub budget: Option<Duration>,
     /// Selects a part of the plan.
     pub only: Vec<Filter>,
+    /// Whether each load is profiled.
+    pub profile: bool,
 }
 
 /// Runs a plan from its text. Returns the journal when all is decided, the budget is used up, or the user stops the run.
@@ -113,6 +116,7 @@ pub fn run(
         accel,
         kernel,
         folder: runtime.0.clone(),
+        profile: options.profile,
         stop,
     };
     search_rates(&testbed, &mut files, &mut recorder)?;

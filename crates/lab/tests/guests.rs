@@ -40,6 +40,7 @@ fn measured_in(folder: &Path, plan: &str) -> Journal {
         file: folder.join("plan.toml"),
         budget: None,
         only: Vec::new(),
+        profile: false,
     };
     run(plan, &options, &Stop::default(), &mut Silent).unwrap()
 }

@@ -36,6 +36,7 @@ fn options(folder: &Path, resume: bool) -> Options {
         file: folder.join("plan.toml"),
         budget: None,
         only: Vec::new(),
+        profile: false,
     }
 }
 

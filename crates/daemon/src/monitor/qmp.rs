@@ -113,7 +113,7 @@ impl Qmp {
                 server.each_disk(|disk| disks.push(stats::disk(&disk)));
                 let threads = server.threads.running();
                 let threads: Vec<_> = threads.iter().map(|(t, _)| stats::thread(t)).collect();
-                Ok(json!({ "disks": disks, "iothreads": threads }))
+                Ok(json!({ "pid": std::process::id(), "disks": disks, "iothreads": threads }))
             }
         }
     }

@@ -39,6 +39,7 @@ pub fn disk(look: &DiskView<'_>) -> Value {
         disk["export"] = export.id.clone().into();
         disk["socket"] = export.socket.display().to_string().into();
         disk["connected"] = export.connected().into();
+        disk["front-end-pid"] = export.front_end_pid().into();
         disk["storage"] = storage_state(node, &export.disk).into();
         disk["queues"] = threads.len().into();
         disk["queue-size"] = export.device.queue_size.into();

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -39,7 +39,7 @@ pub struct Export {
     pub device: Arc<ServedDisk>,
     /// Latencies are measured while this exists.
     measuring: Option<Measuring>,
-    connected: Arc<AtomicBool>,
+    front_end: Arc<FrontEnd>,
     stop: Arc<OwnedFd>,
     /// If present, `stop` means a pause, and this receives the answer.
     pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
@@ -48,6 +48,14 @@ pub struct Export {
     /// `stop` means that the socket has to be created again.
     remake: Arc<AtomicBool>,
     listener: Option<JoinHandle<()>>,
+}
+
+/// The front-end that is connected.
+#[derive(Default)]
+struct FrontEnd {
+    connected: AtomicBool,
+    /// 0 if it is unknown.
+    pid: AtomicI32,
 }
 
 /// What an export needs from the rest of the server.
@@ -119,7 +127,7 @@ impl Export {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| system("make an event descriptor")(e.into()))?;
         let stop = Arc::new(stop);
-        let connected = Arc::new(AtomicBool::new(false));
+        let front_end = Arc::new(FrontEnd::default());
         let (export_id, node_name) = (id.clone(), node.name().to_owned());
         disk.on_event(move |event| events.emit(&qmp_event(&export_id, &node_name, event)));
         let disk = Arc::new(disk);
@@ -138,7 +146,7 @@ impl Export {
             name: id.clone(),
             socket: bound,
             device: device.clone(),
-            connected: connected.clone(),
+            front_end: front_end.clone(),
             access: spec.socket_access,
             pause: Arc::default(),
             stopping: Arc::default(),
@@ -162,7 +170,7 @@ impl Export {
             spec: spec.clone(),
             device,
             measuring: None,
-            connected,
+            front_end,
             stop,
             pause,
             stopping,
@@ -178,7 +186,13 @@ impl Export {
 
     /// Whether a front-end is connected.
     pub fn connected(&self) -> bool {
-        self.connected.load(Ordering::Relaxed)
+        self.front_end.connected.load(Ordering::Relaxed)
+    }
+
+    /// The process that has connected; `None` if there is none, or it is in another PID namespace.
+    pub fn front_end_pid(&self) -> Option<i32> {
+        let pid = self.front_end.pid.load(Ordering::Relaxed);
+        (self.connected() && pid > 0).then_some(pid)
     }
 
     /// Resumes requests that wait for storage, or, with `report`, returns their errors to the guest.
@@ -309,7 +323,7 @@ struct Frontends {
     socket: Socket,
     device: Arc<ServedDisk>,
     access: SocketAccess,
-    connected: Arc<AtomicBool>,
+    front_end: Arc<FrontEnd>,
     pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
     stopping: Arc<AtomicBool>,
     remake: Arc<AtomicBool>,
@@ -402,10 +416,12 @@ impl Frontends {
         stop: BorrowedFd<'_>,
     ) -> Option<Option<(UnixStream, SavedSession)>> {
         let name = &self.name;
-        self.connected.store(true, Ordering::Relaxed);
+        let pid = guest::peer_pid(&socket).unwrap_or(0);
+        self.front_end.pid.store(pid, Ordering::Relaxed);
+        self.front_end.connected.store(true, Ordering::Relaxed);
         let mut device = BlockDevice::new(&self.device);
         let (end, saved) = guest::serve_from(&socket, &mut device, stop, saved);
-        self.connected.store(false, Ordering::Relaxed);
+        self.front_end.connected.store(false, Ordering::Relaxed);
         match end {
             SessionEnd::Disconnected => self.lines.disconnected.log(|left_out| {
                 info!("disk {name}: front-end disconnected{left_out}");

@@ -136,6 +136,9 @@ pub struct Sample {
     /// The server's memory and descriptors while all disks are connected and have no I/O.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub footprint: Option<Footprint>,
+    /// When the window began and ended, in milliseconds since 1970.
+    #[serde(default)]
+    pub window_ms: (u64, u64),
     /// The latencies.
     #[serde(default, skip_serializing_if = "Histogram::is_empty")]
     pub latencies: Histogram,

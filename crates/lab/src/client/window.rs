@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::sync::Barrier;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow};
 
@@ -97,6 +97,8 @@ fn window(job: &Job, edge: &Barrier) -> Result<Window> {
 /// The counters at an edge of the window.
 struct Counters {
     at: Instant,
+    /// Since 1970
+    at_ms: u64,
     server: Usage,
     client: Usage,
     cores: Cores,
@@ -105,6 +107,9 @@ struct Counters {
 impl Counters {
     fn read(job: &Job) -> Result<Counters> {
         Ok(Counters {
+            at_ms: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(0, |since| since.as_millis() as u64),
             server: Usage::of(job.server_pid).context("reading the server's CPU time")?,
             client: Usage::of(std::process::id())?,
             cores: Cores::read()?,
@@ -115,6 +120,7 @@ impl Counters {
     fn since(&self, before: &Counters) -> Window {
         Window {
             seconds: self.at.duration_since(before.at).as_secs_f64(),
+            edges_ms: (before.at_ms, self.at_ms),
             server: self.server.since(&before.server),
             client: self.client.since(&before.client),
             cores: self.cores.since(&before.cores),
@@ -125,6 +131,7 @@ impl Counters {
 
 struct Window {
     seconds: f64,
+    edges_ms: (u64, u64),
     server: Usage,
     client: Usage,
     cores: Cores,
@@ -158,6 +165,7 @@ impl Window {
             stolen_cores: self.cores.stolen_s() / self.seconds,
             unsent: lap.unsent,
             footprint: self.footprint,
+            window_ms: self.edges_ms,
             latencies,
         }
     }

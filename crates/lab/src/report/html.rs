@@ -8,6 +8,7 @@ use harness::svg::{escape, short};
 use super::advice::advice;
 use super::charts::{self, Series, latency, percent};
 use super::grid::Grid;
+use super::profiles;
 use super::ratios;
 use crate::analysis::{Analysis, ClaimResult, Question};
 use crate::plan::words::Against;
@@ -42,6 +43,7 @@ pub fn page(analysis: &Analysis) -> String {
     curves(&mut page, analysis, &grid);
     surfaces(&mut page, analysis, &grid);
     latencies(&mut page, analysis);
+    page += &profiles::html(analysis);
     knees(&mut page, analysis);
     claims(&mut page, analysis);
     cells(&mut page, analysis);

@@ -90,6 +90,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
                 "p50-us": summary.p50_us, "p99-us": summary.p99_us, "p999-us": summary.p999_us,
                 "p99-interval": summary.p99_interval.map(|found| [found.low, found.high]),
                 "cpu-us": summary.cpu_us, "polling": summary.polling, "switches": summary.switches, "exits": summary.exits,
+                "limits": super::profiles::json(analysis, arm, load),
             }))
         })
         .collect();

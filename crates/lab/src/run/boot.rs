@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 
 use super::effective::{self, Effective};
+use super::profiler::Profiler;
 use super::{outside, pin};
 use crate::drive::{Times, drive};
 use crate::fio::{CLOCK, Job, Run, interval};
@@ -35,6 +36,8 @@ pub struct Testbed<'a> {
     pub kernel: Option<(Kernel, PathBuf)>,
     /// The folder for sockets and logs. Its path is short, because paths of sockets are.
     pub folder: PathBuf,
+    /// Whether loads are profiled.
+    pub profile: bool,
     /// The user's request to stop the run.
     pub stop: &'a Stop,
 }
@@ -339,7 +342,10 @@ impl Testbed<'_> {
         if let Some(served) = &mut up.served
             && settings.client != Client::Blkio
         {
-            let measured = outside::measure(self.plan, served, settings, workload, turn, self.stop);
+            let profiled = self.profile.then_some(&up.paths[..]);
+            let measured = outside::measure(
+                self.plan, served, settings, workload, turn, profiled, self.stop,
+            );
             // If the server has ended, that explains the client's error.
             served.alive()?;
             return measured;
@@ -376,6 +382,10 @@ impl Testbed<'_> {
             _ => Watched::Processes(up.pids.clone()),
         };
         let nobody_watched = watched == Watched::Processes(Vec::new());
+        let profiler = self.profile.then(|| {
+            let client = (up.load == Place::Sockets).then(std::process::id);
+            Profiler::start(settings, up.served.as_ref(), &up.pids, client, &up.paths)
+        });
         // Threads of QEMU have been pinned one by one.
         let pinned = match up.load {
             Place::Guests => Vec::new(),
@@ -407,7 +417,10 @@ impl Testbed<'_> {
             .collect::<Result<_>>()?;
         let counted = count(&runs).map_err(|problem| anyhow!(problem))?;
         let cost = watch.cost(counted.window);
-        Ok((sample(counted, cost, nobody_watched), cost))
+        let window = counted.window;
+        let mut sample = sample(counted, cost, nobody_watched);
+        sample.profile = profiler.and_then(|its| its.finish(window, sample.iops, sample.mean_ns));
+        Ok((sample, cost))
     }
 }
 
@@ -549,6 +562,7 @@ fn sample(counted: Counted, cost: Option<Cost>, nobody_watched: bool) -> Sample 
         unsent: None,
         idle: None,
         polling: None,
+        profile: None,
     }
 }
 

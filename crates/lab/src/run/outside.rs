@@ -1,6 +1,7 @@
 //! Drives vhost-user sockets from a client process: see [`crate::client`].
 
 use std::io::Read;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use harness::random::mix;
 
+use super::profiler::Profiler;
 use crate::client::pace::Pace;
 use crate::client::{self, Access, Job, RING_QUEUE_SIZE};
 use crate::guest::Stop;
@@ -18,7 +20,7 @@ use crate::plan::sockets::depth;
 use crate::plan::words::RingKind;
 use crate::plan::{Plan, Settings, Workload};
 use crate::storage::Served;
-use crate::window::Point;
+use crate::window::{Point, Window};
 use harness::cpu;
 
 /// The interval at which a client is checked.
@@ -29,7 +31,7 @@ const NEIGHBOUR_S: f64 = 3.0;
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Measures a load on a server's sockets. `turn` is the same for all configurations of a block, so that requests of a rate
-/// are due at the same times for all of them.
+/// are due at the same times for all of them. `profiled` are the disks' files, if the load is profiled.
 ///
 /// # Errors
 /// The client fails, or the user stops the run.
@@ -39,6 +41,7 @@ pub fn measure(
     settings: &Settings,
     load: &Workload,
     turn: u64,
+    profiled: Option<&[PathBuf]>,
     stop: &Stop,
 ) -> Result<(Sample, Option<Cost>)> {
     let server_pid = served
@@ -51,7 +54,17 @@ pub fn measure(
         None => None,
     };
     let limit = plan.run_time() + client::grace(&job) + GRACE;
-    let answer = answer(start(&job, &cpus)?, limit, stop)?;
+    let client = start(&job, &cpus)?;
+    let profiler = profiled.map(|paths| {
+        Profiler::start(
+            settings,
+            Some(served),
+            &[server_pid],
+            Some(client.id()),
+            paths,
+        )
+    });
+    let answer = answer(client, limit, stop)?;
     if let Some(neighbour) = neighbour {
         neighbour.ended(limit, stop)?;
     }
@@ -61,6 +74,10 @@ pub fn measure(
          shorter ramp"
     );
     let (mut sample, cost) = journal_sample(&answer, load, plan.runtime.as_secs_f64());
+    sample.profile = profiler.and_then(|its| {
+        let (start_ms, end_ms) = answer.window_ms;
+        its.finish(Window { start_ms, end_ms }, sample.iops, sample.mean_ns)
+    });
     sample.polling = served.polling();
     sample.idle = answer.footprint.map(|footprint| {
         Box::new(Idle {

@@ -1,0 +1,350 @@
+//! `ringdisk profile`: what limits a disk that is in use.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ::lab::guest::Stop;
+use ::lab::host::now_ms;
+use ::lab::profile::flame::Recording;
+use ::lab::profile::interval::Interval;
+use ::lab::profile::roles::{Program, Role};
+use ::lab::profile::sampler::{Process, Sampler, Targets};
+use ::lab::profile::{Profile, procfs, qemu, report};
+use ::lab::run::runtime_folder::RuntimeFolder;
+use harness::qmp::Qmp;
+use serde_json::{Value, json};
+use thiserror::Error;
+
+use crate::client::{CommandLineError, Connection, answer};
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk profile vm1                          a disk that ringdisk serves, for 10 seconds
+  ringdisk profile vm1 --seconds 30 --flame vm1.svg
+  ringdisk profile --pid $(pidof qemu-system-x86_64) --qmp /run/vm1.qmp
+                                                a VM whose disks QEMU opens itself
+
+The first line names the stage that limits, with the evidence. The table has one line for each thread:
+
+ON CPU    running
+RUNNABLE  ready to run, but waiting for a CPU
+ASLEEP    waiting for anything else; IN D is the part that could not be interrupted, usually waiting for a device
+VOL/S     context switches per second because the thread went to sleep
+INVOL/S   context switches per second because the kernel ran another thread instead
+
+The VM is not disturbed. Latencies are measured during this command and for two minutes afterwards. Some figures of
+processes of other users need root. QEMU names its threads only with '-name NAME,debug-threads=on', which libvirt sets;
+--qmp finds their roles otherwise.")]
+pub struct Args {
+    /// Name of a disk that ringdisk serves
+    #[arg(required_unless_present = "pid")]
+    disk: Option<String>,
+    /// Process id of a QEMU or qemu-storage-daemon, instead of a disk of ringdisk
+    #[arg(long, conflicts_with = "disk")]
+    pid: Option<u32>,
+    /// QEMU's monitor socket (QMP), for the roles of its threads and for the times of requests of its own disks
+    #[arg(long, value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
+    /// Length of the measurement in seconds
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    seconds: u64,
+    /// Also record stacks with perf, and write a flame graph
+    #[arg(long, value_name = "FILE.svg")]
+    flame: Option<PathBuf>,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(Debug, Error)]
+pub enum ProfileError {
+    #[error(transparent)]
+    Command(#[from] CommandLineError),
+    #[error("there is no process {0}; 'pgrep -a qemu' lists those of QEMU")]
+    NoProcess(u32),
+    #[error(
+        "cannot read the threads of process {0}, which belongs to another user: run this command as root"
+    )]
+    Hidden(u32),
+    #[error("--qmp {path}: {problem}; a monitor takes one client at a time, and libvirt's has libvirt: start QEMU with \
+        a second '-qmp unix:PATH,server=on,wait=off', or omit --qmp", path = .path.display())]
+    Qmp { path: PathBuf, problem: String },
+    #[error("{0}")]
+    Flame(String),
+    #[error("{}: {problem}", path.display())]
+    Write { path: PathBuf, problem: String },
+    #[error("nothing was measured: the processes ended, or the command was interrupted at once")]
+    Nothing,
+}
+
+impl ProfileError {
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Command(error) => error.exit_code(),
+            _ => 1,
+        }
+    }
+}
+
+pub fn run(args: &Args) -> Result<(), ProfileError> {
+    let mut subject = match (&args.disk, args.pid) {
+        (_, Some(pid)) => Subject::of_process(pid)?,
+        (Some(disk), None) => Subject::of_disk(disk, &args.connection)?,
+        (None, None) => return Err(ProfileError::NoProcess(0)),
+    };
+    let mut monitor = match &args.qmp {
+        Some(path) => Some(Monitor::open(path, &mut subject)?),
+        None => None,
+    };
+    subject.check()?;
+    let stop = Stop::default();
+    // The first Ctrl-C ends the measurement, the second the process.
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        let _ = signal_hook::flag::register_conditional_shutdown(signal, 130, stop.flag());
+        let _ = signal_hook::flag::register(signal, stop.flag());
+    }
+    // perf's files; removed at the end.
+    let folder = match &args.flame {
+        Some(_) => Some(RuntimeFolder::new().map_err(|e| ProfileError::Flame(format!("{e:#}")))?),
+        None => None,
+    };
+    let recording = match &folder {
+        Some(folder) => Some(subject.record(args.seconds, &folder.0)?),
+        None => None,
+    };
+    eprintln!("measuring {} for {} s", subject.title, args.seconds);
+    let mut interval = subject.measure(Duration::from_secs(args.seconds), &stop)?;
+    if let Some(monitor) = &mut monitor {
+        monitor.add_to(&mut interval);
+    }
+    if let (Some(file), Some(recording)) = (&args.flame, recording) {
+        let drawing = recording.finish(&format!("{}: on CPU", subject.title));
+        let drawing = drawing.map_err(|e| ProfileError::Flame(format!("{e:#}")))?;
+        fs::write(file, drawing).map_err(|e| ProfileError::Write {
+            path: file.clone(),
+            problem: e.to_string(),
+        })?;
+        subject
+            .notes
+            .push(format!("flame graph: {}", file.display()));
+    }
+    let profile = Profile::of(interval.measurement.clone());
+    let json = json!({
+        "name": subject.title,
+        "profile": profile,
+        "threads": interval.threads,
+        "stalled": interval.stalled,
+        "notes": subject.notes,
+    });
+    let text = report::text(&subject.title, &interval, &profile.verdict, &subject.notes);
+    args.connection.say(&json, &text);
+    Ok(())
+}
+
+/// What is measured.
+struct Subject {
+    title: String,
+    targets: Targets,
+    notes: Vec<String>,
+}
+
+impl Subject {
+    /// A disk of ringdisk: the threads of ringdisk, and those of the front-end.
+    fn of_disk(name: &str, connection: &Connection) -> Result<Self, ProfileError> {
+        let reply = answer(&mut connection.open()?).map_err(CommandLineError::from)?;
+        let disks = || reply["disks"].as_array().into_iter().flatten();
+        let disk = disks().find(|disk| disk["name"] == name).ok_or_else(|| {
+            let names: Vec<_> = disks().filter_map(|disk| disk["name"].as_str()).collect();
+            let names = match names[..] {
+                [] => "none".into(),
+                _ => names.join(", "),
+            };
+            CommandLineError::NoDisk(name.into(), names)
+        })?;
+        let mut notes = Vec::new();
+        let mut processes = Vec::new();
+        let pid = |value: &Value| value.as_u64().and_then(|pid| u32::try_from(pid).ok());
+        match pid(&reply["pid"]) {
+            Some(pid) => processes.push(Process {
+                program: Program::Ringdisk,
+                ..Process::new(pid)
+            }),
+            None => notes.push(
+                "this ringdisk does not tell its process id, so its threads are missing; 'ringdisk upgrade' to a newer one"
+                    .to_owned(),
+            ),
+        }
+        match pid(&disk["front-end-pid"]) {
+            Some(pid) => {
+                let process = Process::new(pid);
+                // The lab's client, a test, or another program that drives the disk itself.
+                let program = match process.program {
+                    Program::Other | Program::Ringdisk => Program::Client,
+                    program => program,
+                };
+                processes.push(Process { program, ..process });
+            }
+            None if disk["connected"] == true => notes.push(
+                "the front-end is in another PID namespace, so its threads are missing; run this command in that of the host"
+                    .to_owned(),
+            ),
+            None => notes.push("no VM is connected to the disk".to_owned()),
+        }
+        let file = PathBuf::from(disk["file"].as_str().unwrap_or_default());
+        let device = procfs::device_of(&file);
+        if device.is_none() && file.is_absolute() {
+            notes.push(format!(
+                "the kernel does not count requests below {}",
+                file.display()
+            ));
+        }
+        Ok(Self {
+            title: name.to_owned(),
+            targets: Targets {
+                processes,
+                control: Some(connection.path()),
+                disks: vec![name.to_owned()],
+                devices: device.into_iter().collect(),
+                ..Targets::default()
+            },
+            notes,
+        })
+    }
+
+    /// A process with its disks.
+    fn of_process(pid: u32) -> Result<Self, ProfileError> {
+        if !Path::new(&format!("/proc/{pid}")).exists() {
+            return Err(ProfileError::NoProcess(pid));
+        }
+        let process = Process::new(pid);
+        let mut notes = Vec::new();
+        let disks = match procfs::open_disks(pid) {
+            Ok(disks) => disks,
+            Err(e) => {
+                notes.push(format!(
+                    "the disks of process {pid} cannot be listed ({e}); run this command as root"
+                ));
+                Vec::new()
+            }
+        };
+        let mut devices: Vec<_> = disks
+            .iter()
+            .filter_map(|disk| procfs::device_of(disk))
+            .collect();
+        devices.sort();
+        devices.dedup();
+        if process.program == Program::Other {
+            notes.push(format!("process {pid} is neither QEMU nor ringdisk, so the roles of its threads are unknown"));
+        }
+        Ok(Self {
+            title: format!("process {pid}"),
+            targets: Targets {
+                processes: vec![process],
+                devices,
+                ..Targets::default()
+            },
+            notes,
+        })
+    }
+
+    /// Whether the threads can be read, and have names.
+    fn check(&mut self) -> Result<(), ProfileError> {
+        for process in &self.targets.processes {
+            let pid = process.pid;
+            let threads = harness::cpu::threads(pid).map_err(|_| {
+                match Path::new(&format!("/proc/{pid}")).exists() {
+                    true => ProfileError::Hidden(pid),
+                    false => ProfileError::NoProcess(pid),
+                }
+            })?;
+            if process.program != Program::Qemu || !process.roles.is_empty() {
+                continue;
+            }
+            let stats = threads
+                .into_iter()
+                .filter_map(|tid| procfs::Stat::of(pid, tid));
+            let has_vcpu = stats.into_iter().any(|stat| {
+                ::lab::profile::roles::role(Program::Qemu, &stat.name, false) == Role::Vcpu
+            });
+            if !has_vcpu {
+                self.notes.push(format!(
+                    "the threads of QEMU (process {pid}) have no names, so its vCPUs are not known; start it with '-name \
+                     NAME,debug-threads=on', or use --qmp"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn measure(&mut self, time: Duration, stop: &Stop) -> Result<Interval, ProfileError> {
+        let sampler = Sampler::start(self.targets.clone());
+        let begun = Instant::now();
+        while begun.elapsed() < time && !stop.is_wanted() {
+            std::thread::sleep(Duration::from_millis(50).min(time - begun.elapsed().min(time)));
+        }
+        let readings = sampler.finish();
+        self.notes.extend(readings.problems.iter().cloned());
+        if readings.threads_left_out > 0 {
+            self.notes.push(format!(
+                "{} threads are left out",
+                readings.threads_left_out
+            ));
+        }
+        let names: Vec<String> = self
+            .targets
+            .devices
+            .iter()
+            .map(|(_, name)| name.clone())
+            .collect();
+        readings.all(&names).ok_or(ProfileError::Nothing)
+    }
+
+    fn record(&self, seconds: u64, folder: &Path) -> Result<Recording, ProfileError> {
+        let pids: Vec<u32> = self.targets.processes.iter().map(|its| its.pid).collect();
+        let recording = Recording::start(&pids, seconds as f64, folder);
+        recording.map_err(|e| ProfileError::Flame(format!("{e:#}")))
+    }
+}
+
+/// QEMU's monitor.
+struct Monitor {
+    qmp: Qmp,
+    begun_ms: u64,
+    before: ::lab::profile::disk::DiskCounters,
+}
+
+impl Monitor {
+    /// Adds the roles of QEMU's threads to the process.
+    fn open(path: &Path, subject: &mut Subject) -> Result<Self, ProfileError> {
+        let problem = |problem| ProfileError::Qmp {
+            path: path.to_owned(),
+            problem,
+        };
+        let mut qmp = Qmp::connect(path).map_err(|e| problem(format!("{e:#}")))?;
+        let roles = qemu::thread_roles(&mut qmp).map_err(|e| problem(format!("{e:#}")))?;
+        for process in &mut subject.targets.processes {
+            if process.program == Program::Qemu {
+                process.roles.clone_from(&roles);
+            }
+        }
+        let begun_ms = now_ms();
+        let before = qemu::disks(&mut qmp, begun_ms * 1_000_000);
+        let before = before.map_err(|e| problem(format!("{e:#}")))?;
+        Ok(Self {
+            qmp,
+            begun_ms,
+            before,
+        })
+    }
+
+    /// Adds the requests of QEMU's own disks. Those of ringdisk are known better.
+    fn add_to(&mut self, interval: &mut Interval) {
+        let now = now_ms().max(self.begun_ms + 1);
+        if interval.measurement.requests.is_none()
+            && let Ok(after) = qemu::disks(&mut self.qmp, now * 1_000_000)
+        {
+            interval.measurement.requests = after.since(&self.before);
+            interval.measurement.limit = after.limit(interval.measurement.requests.as_ref());
+        }
+    }
+}

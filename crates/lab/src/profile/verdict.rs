@@ -1,0 +1,658 @@
+//! Which stage limits, in one sentence with its evidence.
+//!
+//! Each disk always has a place for its next request. The time of that place is divided: the guest has not sent the next
+//! request, the request is on its way between the guest and the server, a limit holds it back, and so on. Each part has a
+//! cause, which the threads tell: for example, a guest that sends nothing may have nothing to send, or its vCPU may wait for
+//! a CPU. The cause with the largest share limits.
+
+use serde::{Deserialize, Serialize};
+
+use super::measurement::{DeviceUse, Measurement, RoleUse, ThreadShare};
+use super::roles::Role;
+
+/// A thread that is on a CPU for this share of the time is busy all the time.
+const BUSY: f64 = 0.9;
+/// A thread that waits for a CPU for this share of the time, and half as long as it runs, lacks CPU time.
+const DELAYED: f64 = 0.2;
+/// A cause with a smaller share is not named.
+const DECIDED: f64 = 0.5;
+/// A cause with a larger share is clear.
+const CLEAR: f64 = 0.65;
+/// A device that is busy for a smaller share of the time does not explain why requests are slow.
+const DEVICE_IDLE: f64 = 0.3;
+/// The share of a limit from which the limit is reached.
+const LIMIT_REACHED: f64 = 0.9;
+/// With fewer requests there is nothing to judge.
+const REQUESTS_MIN: f64 = 5.0;
+
+/// What limits.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Stage {
+    /// The guest, or the load's client, does not send more requests.
+    Guest,
+    /// A vCPU waits for a CPU of the host.
+    StarvedVcpu,
+    /// The client that makes the load is busy all the time.
+    Client,
+    /// QEMU's main loop is busy all the time.
+    MainLoop,
+    /// An IOThread of QEMU or qemu-storage-daemon is busy all the time.
+    IoThread,
+    /// ringdisk's I/O thread is busy all the time.
+    Server,
+    /// A thread between the guest and the storage waits for a CPU of the host.
+    StarvedThread,
+    /// A limit of the disk.
+    Limit,
+    /// Tables and clusters of the image.
+    Image,
+    /// A messenger of Ceph is busy all the time.
+    Messenger,
+    /// A worker of the kernel is busy all the time.
+    KernelWorker,
+    /// The storage.
+    Storage,
+    /// None can be named.
+    #[default]
+    Undecided,
+}
+
+impl Stage {
+    /// The name in JSON.
+    pub fn word(self) -> &'static str {
+        match self {
+            Stage::Guest => "guest",
+            Stage::StarvedVcpu => "starved-vcpu",
+            Stage::Client => "client",
+            Stage::MainLoop => "main-loop",
+            Stage::IoThread => "io-thread",
+            Stage::Server => "server",
+            Stage::StarvedThread => "starved-thread",
+            Stage::Limit => "limit",
+            Stage::Image => "image",
+            Stage::Messenger => "messenger",
+            Stage::KernelWorker => "kernel-worker",
+            Stage::Storage => "storage",
+            Stage::Undecided => "undecided",
+        }
+    }
+}
+
+/// The limiting stage.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Verdict {
+    /// The stage.
+    pub stage: Stage,
+    /// Its share of the time; 0 if no stage is named.
+    pub share: f64,
+    /// Whether the evidence leaves little doubt.
+    pub clear: bool,
+    /// The stage and the evidence, in one sentence.
+    pub sentence: String,
+}
+
+/// A part of the time of a request's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    /// The guest has not sent the next request.
+    Unsent,
+    /// Between the guest and the server.
+    Transport,
+    /// Waiting for a limit.
+    Limit,
+    /// In tables and clusters of the image.
+    Image,
+    /// In the engine of the server, and the storage.
+    Engine,
+    /// From the completion to the guest's ring.
+    Back,
+    /// In QEMU, whose stages are not measured.
+    Qemu,
+    /// In the block device.
+    Device,
+}
+
+/// A cause of a part.
+struct Cause {
+    stage: Stage,
+    evidence: String,
+}
+
+impl Cause {
+    fn new(stage: Stage, evidence: impl Into<String>) -> Cause {
+        Cause {
+            stage,
+            evidence: evidence.into(),
+        }
+    }
+}
+
+/// Names the stage that limits.
+pub fn judge(measured: &Measurement) -> Verdict {
+    let Some(parts) = parts(measured) else {
+        return by_threads(measured);
+    };
+    let mut found: Vec<(f64, Cause)> = Vec::new();
+    let all = parts
+        .into_iter()
+        .flat_map(|(part, share)| causes(part, share, measured));
+    for (share, cause) in all {
+        match found.iter_mut().find(|(_, its)| its.stage == cause.stage) {
+            Some((sum, its)) if share > *sum => {
+                (*sum, *its) = (*sum + share, cause);
+            }
+            Some((sum, _)) => *sum += share,
+            None => found.push((share, cause)),
+        }
+    }
+    found.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    let mut found = found.into_iter();
+    let Some((share, first)) = found.next() else {
+        return by_threads(measured);
+    };
+    if share < DECIDED {
+        let second = found.next().map_or_else(String::new, |(share, its)| {
+            format!(
+                ", and {} for another {}: {}",
+                its.stage.word(),
+                percent(share),
+                its.evidence
+            )
+        });
+        return undecided(format!(
+            "no stage takes half of the time; {} accounts for {}: {}{second}",
+            first.stage.word(),
+            percent(share),
+            first.evidence
+        ));
+    }
+    match first.stage {
+        Stage::Undecided => undecided(first.evidence),
+        stage => Verdict {
+            stage,
+            share,
+            clear: share >= CLEAR,
+            sentence: format!("{}: {}.", subject(stage), first.evidence),
+        },
+    }
+}
+
+/// How a sentence about a stage begins.
+fn subject(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Guest => "The guest limits, not the disk",
+        Stage::StarvedVcpu => "The guest lacks CPU time",
+        Stage::Client => "The client that makes the load limits, not the disk",
+        Stage::MainLoop => "QEMU's main loop limits",
+        Stage::IoThread => "The IOThread limits",
+        Stage::Server => "ringdisk's I/O thread limits",
+        Stage::StarvedThread => "The path of the requests lacks CPU time",
+        Stage::Limit => "The limit of the disk holds requests back",
+        Stage::Image => "The image's tables limit",
+        Stage::Messenger => "Ceph's messenger limits",
+        Stage::KernelWorker => "A kernel worker limits",
+        Stage::Storage => "The storage limits",
+        Stage::Undecided => "Undecided",
+    }
+}
+
+fn undecided(because: impl AsRef<str>) -> Verdict {
+    Verdict {
+        sentence: format!("Undecided, because {}.", because.as_ref()),
+        ..Verdict::default()
+    }
+}
+
+/// The parts of the time of a request's place, which add up to 1; `None` if no requests were measured.
+fn parts(measured: &Measurement) -> Option<Vec<(Part, f64)>> {
+    let (requests, guest) = (measured.requests.as_ref(), measured.guest.as_ref());
+    let per_s = requests
+        .map(|its| its.per_s)
+        .or(guest.map(|its| its.per_s))?;
+    if per_s * measured.seconds < REQUESTS_MIN {
+        return Some(vec![(Part::Unsent, 1.0)]);
+    }
+    let disks = requests
+        .map_or(0, |its| its.disks)
+        .max(guest.map_or(0, |its| its.disks));
+    let each_ns = 1e9 * f64::from(disks.max(1)) / per_s;
+    let of_server = requests.filter(|its| its.stages.is_some());
+    let in_server_ns = of_server.map_or(0.0, |its| its.mean_ns);
+    let latency_ns = match (guest, requests) {
+        (Some(guest), _) => guest.mean_ns.max(in_server_ns),
+        (None, Some(requests)) => requests.mean_ns,
+        (None, None) => return None,
+    };
+    let whole_ns = each_ns.max(latency_ns);
+    let mut parts = vec![(Part::Unsent, whole_ns - latency_ns)];
+    match of_server.and_then(|its| its.stages) {
+        Some(stages) => parts.extend([
+            (Part::Transport, latency_ns - in_server_ns),
+            (Part::Limit, stages.limit_ns),
+            (Part::Image, stages.image_ns),
+            (Part::Engine, stages.engine_ns),
+            (Part::Back, stages.back_ns),
+        ]),
+        None => {
+            // Requests that were merged, or that a cache answered, take no time in the device.
+            let device = measured
+                .devices
+                .iter()
+                .max_by(|a, b| a.busy.total_cmp(&b.busy));
+            let in_device = device.map_or(0.0, |its| its.mean_ns * (its.per_s / per_s).min(1.0));
+            let in_device = in_device.min(latency_ns);
+            parts.extend([
+                (Part::Device, in_device),
+                (Part::Qemu, latency_ns - in_device),
+            ]);
+        }
+    }
+    let share = |(part, ns): (Part, f64)| (part, (ns / whole_ns).max(0.0));
+    Some(
+        parts
+            .into_iter()
+            .map(share)
+            .filter(|(_, share)| *share > 0.0)
+            .collect(),
+    )
+}
+
+/// The causes of a part of the time, with their shares.
+fn causes(part: Part, share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
+    let cause = match part {
+        Part::Unsent => unsent(share, measured),
+        Part::Transport => transport(share, measured),
+        Part::Limit => limit(share, measured),
+        Part::Image => Cause::new(
+            Stage::Image,
+            format!(
+                "requests wait {} of the time for tables or clusters of the image that are not in memory",
+                percent(share)
+            ),
+        ),
+        Part::Engine => return engine(share, measured),
+        Part::Back => back(share, measured),
+        Part::Qemu => in_qemu(share, measured),
+        Part::Device => Cause::new(
+            Stage::Storage,
+            format!(
+                "requests spend {} of the time in the block device{}",
+                percent(share),
+                device_words(measured)
+            ),
+        ),
+    };
+    vec![(share, cause)]
+}
+
+fn unsent(share: f64, measured: &Measurement) -> Cause {
+    let idle = format!(
+        "the disk has no request in flight for {} of the time",
+        percent(share)
+    );
+    // Until the server fetches a request, only the guest knows of it.
+    let hides = measured.guest.is_none();
+    if let Some(thread) = busy(measured, Role::Server).filter(|_| hides) {
+        return Cause::new(
+            Stage::Server,
+            format!(
+                "{}, while the disk's requests wait in the guest's ring",
+                is_busy(thread)
+            ),
+        );
+    }
+    let on_path: &[Role] = match hides {
+        true => &[Role::Server, Role::IoThread, Role::Client],
+        false => &[Role::Client],
+    };
+    if let Some(cause) = starved(&idle, measured, on_path) {
+        return cause;
+    }
+    if let Some(thread) = busy(measured, Role::Client) {
+        return Cause::new(Stage::Client, format!("{}, and {idle}", is_busy(thread)));
+    }
+    let vcpus = match (busy(measured, Role::Vcpu), measured.role(Role::Vcpu)) {
+        (Some(thread), _) => format!("; the guest computes: {}", is_busy(thread)),
+        (None, Some(vcpus)) => {
+            let share = percent(vcpus.busiest.share);
+            format!("; its busiest vCPU is on CPU for {share}")
+        }
+        (None, None) => String::new(),
+    };
+    Cause::new(Stage::Guest, format!("{idle}{vcpus}"))
+}
+
+/// The cause if a vCPU, or a thread of one of these roles, lacks CPU time.
+fn starved(what: &str, measured: &Measurement, on_path: &[Role]) -> Option<Cause> {
+    let vcpu = delayed(measured, Role::Vcpu).map(|thread| (Stage::StarvedVcpu, thread));
+    let others = on_path.iter().filter_map(|role| delayed(measured, *role));
+    let others = others.map(|thread| (Stage::StarvedThread, thread));
+    let (stage, thread) = vcpu.into_iter().chain(others).next()?;
+    Some(Cause::new(
+        stage,
+        format!("{}, and {what}", is_delayed(thread)),
+    ))
+}
+
+fn transport(share: f64, measured: &Measurement) -> Cause {
+    let way = format!(
+        "requests spend {} of the time between the guest and the server of the disk",
+        percent(share)
+    );
+    for (role, stage) in [
+        (Role::Server, Stage::Server),
+        (Role::IoThread, Stage::IoThread),
+        (Role::Client, Stage::Client),
+    ] {
+        if let Some(thread) = busy(measured, role) {
+            return Cause::new(stage, format!("{}, and {way}", is_busy(thread)));
+        }
+    }
+    let on_path = [Role::Server, Role::IoThread, Role::Client];
+    if let Some(cause) = starved(&way, measured, &on_path) {
+        return cause;
+    }
+    if let Some(thread) = busy(measured, Role::Vcpu) {
+        return Cause::new(Stage::Guest, format!("{way}, and {}", is_busy(thread)));
+    }
+    Cause::new(
+        Stage::Undecided,
+        format!("{way}, in notifications and wake-ups, and no thread is busy or waits for a CPU"),
+    )
+}
+
+fn limit(share: f64, measured: &Measurement) -> Cause {
+    let wait = format!(
+        "requests wait {} of the time until they may begin",
+        percent(share)
+    );
+    match (&measured.limit, busy(measured, Role::Server)) {
+        (Some(limit), _) => Cause::new(Stage::Limit, format!("with {}, {wait}", limit.text)),
+        (None, Some(thread)) => {
+            Cause::new(Stage::Server, format!("{}, and {wait}", is_busy(thread)))
+        }
+        (None, None) => Cause::new(
+            Stage::Undecided,
+            format!("{wait}, but the disk has no limit"),
+        ),
+    }
+}
+
+/// While a thread of the path waits for a CPU, it cannot take a completed request: that part of the time is not the
+/// storage's.
+fn engine(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
+    let below = format!(
+        "requests spend {} of the time in the storage",
+        percent(share)
+    );
+    let roles = [Role::Messenger, Role::Server, Role::KernelWorker];
+    if let Some(cause) = busy_thread(&below, measured, &roles) {
+        return vec![(share, cause)];
+    }
+    let on_path = [Role::Server, Role::Messenger].into_iter();
+    let delayed = on_path.filter_map(|role| delayed(measured, role));
+    let delayed = delayed.max_by(|a, b| a.share.total_cmp(&b.share));
+    let lost = delayed.map_or(0.0, |thread| thread.share);
+    let mut causes = vec![(share * (1.0 - lost), storage(below.clone(), measured))];
+    causes.extend(delayed.map(|thread| {
+        let evidence = format!("{}, and {below}", is_delayed(thread));
+        (share * lost, Cause::new(Stage::StarvedThread, evidence))
+    }));
+    causes
+}
+
+fn storage(below: String, measured: &Measurement) -> Cause {
+    let engine_ns = measured
+        .requests
+        .as_ref()
+        .and_then(|its| its.stages)
+        .map_or(0.0, |stages| stages.engine_ns);
+    let explains =
+        |its: &DeviceUse| its.busy >= DEVICE_IDLE || its.mean_ns >= engine_ns * DEVICE_IDLE;
+    let devices = &measured.devices;
+    let has_requests = devices
+        .iter()
+        .any(|its| its.per_s * measured.seconds >= REQUESTS_MIN);
+    if has_requests && !devices.iter().any(explains) {
+        return Cause::new(
+            Stage::Undecided,
+            format!(
+                "{below}, {} each, but the block device is not the reason{}: look at the file system, a limit of the \
+                 control group, or the layers between",
+                time(engine_ns),
+                device_words(measured)
+            ),
+        );
+    }
+    let sleeps = measured
+        .role(Role::Server)
+        .map_or_else(String::new, |server| {
+            let idle = 1.0 - server.busiest.share;
+            format!(
+                ", while the busiest I/O thread is off the CPU or polls for {}",
+                percent(idle)
+            )
+        });
+    Cause::new(
+        Stage::Storage,
+        format!(
+            "{below}, {} each{sleeps}{}",
+            time(engine_ns),
+            device_words(measured)
+        ),
+    )
+}
+
+fn back(share: f64, measured: &Measurement) -> Cause {
+    let way = format!(
+        "completed requests wait {} of the time until the guest is told",
+        percent(share)
+    );
+    if let Some(thread) = busy(measured, Role::Server) {
+        return Cause::new(Stage::Server, format!("{}, and {way}", is_busy(thread)));
+    }
+    if let Some(thread) = delayed(measured, Role::Server) {
+        return Cause::new(
+            Stage::StarvedThread,
+            format!("{}, and {way}", is_delayed(thread)),
+        );
+    }
+    Cause::new(
+        Stage::Undecided,
+        format!("{way}, but the I/O thread is neither busy nor waits for a CPU"),
+    )
+}
+
+fn in_qemu(share: f64, measured: &Measurement) -> Cause {
+    let inside = format!(
+        "requests spend {} of the time between the guest and the block device",
+        percent(share)
+    );
+    if let Some(limit) = &measured.limit
+        && let Some(used) = limit.used.filter(|used| *used >= LIMIT_REACHED)
+    {
+        return Cause::new(
+            Stage::Limit,
+            format!("{} of {} is used, and {inside}", percent(used), limit.text),
+        );
+    }
+    let roles = [
+        Role::Messenger,
+        Role::IoThread,
+        Role::Server,
+        Role::MainLoop,
+        Role::KernelWorker,
+    ];
+    if let Some(cause) = busy_thread(&inside, measured, &roles) {
+        return cause;
+    }
+    let on_path = [
+        Role::IoThread,
+        Role::MainLoop,
+        Role::Messenger,
+        Role::Server,
+    ];
+    if let Some(cause) = starved(&inside, measured, &on_path) {
+        return cause;
+    }
+    if let Some(thread) = busy(measured, Role::Vcpu) {
+        return Cause::new(Stage::Guest, format!("{inside}, and {}", is_busy(thread)));
+    }
+    if measured.role(Role::Messenger).is_some() {
+        return Cause::new(
+            Stage::Storage,
+            format!(
+                "{inside}, and neither librbd's threads nor QEMU's are busy, so the cluster is waited for"
+            ),
+        );
+    }
+    Cause::new(
+        Stage::Undecided,
+        format!(
+            "{inside}, whose stages QEMU does not report, and no thread is busy or waits for a CPU"
+        ),
+    )
+}
+
+/// The cause if a thread of one of these roles is busy all the time. With threads of two roles, it is undecided.
+fn busy_thread(what: &str, measured: &Measurement, roles: &[Role]) -> Option<Cause> {
+    let found: Vec<(Role, &ThreadShare)> = roles
+        .iter()
+        .filter_map(|role| Some((*role, busy(measured, *role)?)))
+        .collect();
+    match found[..] {
+        [] => None,
+        [(role, thread)] => {
+            let stage = match role {
+                Role::Messenger => Stage::Messenger,
+                Role::IoThread => Stage::IoThread,
+                Role::MainLoop => Stage::MainLoop,
+                Role::KernelWorker => Stage::KernelWorker,
+                _ => Stage::Server,
+            };
+            Some(Cause::new(
+                stage,
+                format!("{}, and {what}", is_busy(thread)),
+            ))
+        }
+        [(_, first), (_, second), ..] => Some(Cause::new(
+            Stage::Undecided,
+            format!(
+                "{what}, and two threads are busy: {}, and {}",
+                is_busy(first),
+                is_busy(second)
+            ),
+        )),
+    }
+}
+
+/// What the threads alone tell.
+fn by_threads(measured: &Measurement) -> Verdict {
+    let decided = |stage, evidence: String| Verdict {
+        stage,
+        share: 0.0,
+        clear: false,
+        sentence: format!(
+            "{}: {evidence}; the times of requests are unknown.",
+            subject(stage)
+        ),
+    };
+    let roles = [
+        Role::Messenger,
+        Role::IoThread,
+        Role::Server,
+        Role::MainLoop,
+        Role::KernelWorker,
+    ];
+    if let Some(cause) = busy_thread("it is on the path of the requests", measured, &roles) {
+        return match cause.stage {
+            Stage::Undecided => undecided(cause.evidence),
+            stage => decided(stage, cause.evidence),
+        };
+    }
+    if let Some(thread) = delayed(measured, Role::Vcpu) {
+        return decided(Stage::StarvedVcpu, is_delayed(thread));
+    }
+    for role in roles {
+        if let Some(thread) = delayed(measured, role) {
+            return decided(Stage::StarvedThread, is_delayed(thread));
+        }
+    }
+    let busy_device = measured.devices.iter().find(|its| its.busy >= BUSY);
+    if busy_device.is_some() {
+        let words = device_words(measured);
+        return decided(Stage::Storage, words.trim_start_matches("; ").to_owned());
+    }
+    undecided(
+        "no thread is busy or waits for a CPU, and the times of requests are unknown; ringdisk measures them for its disks, \
+         and --qmp asks QEMU for those of other disks",
+    )
+}
+
+/// The busiest thread of a role, if it is on a CPU nearly all the time. Polling does not count.
+fn busy(measured: &Measurement, role: Role) -> Option<&ThreadShare> {
+    let busiest = &measured.role(role)?.busiest;
+    (busiest.share >= BUSY).then_some(busiest)
+}
+
+/// The thread of a role that lacks CPU time, if there is one.
+fn delayed(measured: &Measurement, role: Role) -> Option<&ThreadShare> {
+    let RoleUse { most_delayed, .. } = measured.role(role)?;
+    let lacks = most_delayed.share >= DELAYED && most_delayed.share >= most_delayed.on_cpu / 2.0;
+    lacks.then_some(most_delayed)
+}
+
+fn is_busy(thread: &ThreadShare) -> String {
+    format!(
+        "thread '{}' is on CPU for {} of the time",
+        thread.name,
+        percent(thread.share)
+    )
+}
+
+fn is_delayed(thread: &ThreadShare) -> String {
+    format!(
+        "thread '{}' is runnable but waits for a CPU for {} of the time, and runs for {}",
+        thread.name,
+        percent(thread.share),
+        percent(thread.on_cpu)
+    )
+}
+
+/// The busiest device, as the end of a sentence; empty if none is known.
+fn device_words(measured: &Measurement) -> String {
+    let busiest = measured
+        .devices
+        .iter()
+        .max_by(|a, b| a.busy.total_cmp(&b.busy));
+    busiest.map_or_else(String::new, |its| {
+        format!(
+            "; {} is busy for {} and returns a request after {}",
+            its.name,
+            percent(its.busy),
+            time(its.mean_ns)
+        )
+    })
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.0} %", share * 100.0)
+}
+
+/// Nanoseconds, in three digits or so.
+pub fn time(ns: f64) -> String {
+    match ns {
+        ..9_950.0 => format!("{:.1} µs", ns / 1e3),
+        ..999_500.0 => format!("{:.0} µs", ns / 1e3),
+        ..9_950_000.0 => format!("{:.1} ms", ns / 1e6),
+        ..999_500_000.0 => format!("{:.0} ms", ns / 1e6),
+        _ => format!("{:.1} s", ns / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests;
