@@ -207,6 +207,7 @@ impl Measured {
                 && (found.accelerator == "kvm" || self.emulated && found.accelerator == "tcg")
                 && found.allocation == Allocation::Full.word()
                 && subject.storage.contains(&found.storage)
+                && found.has_settings(&BTreeMap::new())
                 && subject.has(&found.with)
         };
         let mut percents: Vec<f64> = self

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::analysis::Analysis;
 use crate::plan::backing::Name;
-use crate::plan::words::{Device, GuestKind};
+use crate::plan::words::{Device, GuestKind, Metric};
 use crate::plan::{Backing, Plan, Settings, Workload, settings, workload};
 use crate::stats::Verdict;
 
@@ -110,7 +110,7 @@ pub struct Comparison {
     pub with: BTreeMap<&'static str, String>,
     /// The load's name.
     pub load: String,
-    /// `iops` or `latency`.
+    /// `iops`, `latency`, or `cpu` for the server's CPU time per request.
     pub metric: &'static str,
 }
 
@@ -177,6 +177,7 @@ impl Comparison {
             from: "guest".into(),
             to: "host".into(),
             with: shared("host", settings, settings),
+            metric: "iops",
             ..Self::under(plan, settings, load, accelerator)
         })
     }
@@ -200,10 +201,10 @@ impl Comparison {
             pattern: pattern(load),
             with: BTreeMap::new(),
             load: load.name.clone(),
-            metric: if load.rate.is_some() {
-                "latency"
-            } else {
-                "iops"
+            metric: match (plan.metric, load.rate) {
+                (Metric::Cpu, _) => "cpu",
+                (Metric::Speed, Some(_)) => "latency",
+                (Metric::Speed, None) => "iops",
             },
         }
     }

@@ -7,7 +7,7 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// The name and the text of each recipe.
-pub const RECIPES: [(&str, &str); 38] = [
+pub const RECIPES: [(&str, &str); 42] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
@@ -27,6 +27,13 @@ pub const RECIPES: [(&str, &str); 38] = [
     ("disk-cache", include_str!("../recipes/disk-cache.toml")),
     ("aio", include_str!("../recipes/aio.toml")),
     ("queues", include_str!("../recipes/queues.toml")),
+    ("cpu-flags", include_str!("../recipes/cpu-flags.toml")),
+    ("host-queue", include_str!("../recipes/host-queue.toml")),
+    ("rbd-threads", include_str!("../recipes/rbd-threads.toml")),
+    (
+        "fixed-buffers",
+        include_str!("../recipes/fixed-buffers.toml"),
+    ),
     ("prefill", include_str!("../recipes/prefill.toml")),
     ("storage", include_str!("../recipes/storage.toml")),
     (
@@ -170,6 +177,10 @@ mod tests {
                 "aio",
                 "disk-cache",
                 "queues",
+                "cpu-flags",
+                "host-queue",
+                "rbd-threads",
+                "fixed-buffers",
                 "prefill",
                 "storage",
                 "qcow2-overlay",
