@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 
 use crate::check::{Checked, Finding};
 use crate::input::Input;
+use crate::measured::Gain;
 use crate::rules::{Measurement, Rule, Rules, Scope, Severity, Status};
 
 /// The number of places that a finding names; the rest is only counted.
@@ -95,13 +96,27 @@ pub fn worth(finding: &Finding, rule: &Rule) -> String {
             Some(gain) => format!("expected {gain}{}", grades(rule)),
             None => String::new(),
         },
-        [one] => format!("measured here {one} ({})", one.load),
+        [one] => format!("measured here {one} ({})", of_what(one)),
         [one, rest @ ..] => format!(
             "measured here {one} ({}), and {} more",
-            one.load,
+            of_what(one),
             rest.len()
         ),
     }
+}
+
+/// The load, and the figure if it is not the usual one.
+fn of_what(gain: &Gain) -> String {
+    let figure = match gain.metric.as_str() {
+        "cpu" => "; CPU time per request",
+        "latency" => "; latency",
+        _ => "",
+    };
+    let emulated = match gain.accelerator.as_str() {
+        "tcg" => "; emulated guest",
+        _ => "",
+    };
+    format!("{}{figure}{emulated}", gain.load)
 }
 
 /// The best grade of a rule's evidence, in brackets.
