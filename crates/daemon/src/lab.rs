@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use ::lab::commands::{self, CompareOptions, Failed, RunOptions};
+use ::lab::study::Storage;
+use ::lab::study::run::{StudyOptions, study};
 use clap::{Subcommand, ValueEnum};
 
 #[derive(clap::Args)]
@@ -31,6 +33,8 @@ enum Command {
         /// Print this recipe
         name: Option<String>,
     },
+    /// Reproduce a published study on your storage
+    Study(Study),
     /// Compare configurations of one of your disks
     Compare(Compare),
     /// Write a result's report, tables and recommendation again
@@ -115,6 +119,66 @@ struct Run {
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk lab study                              the studies
+  ringdisk lab study 004 --pool bench --dry-run   what would run, and for how long
+  ringdisk lab study 004 --pool bench --budget 2h
+  ringdisk lab study 003 --backing '/dev/vg0/lab-{guest}-{volume}' --create
+
+Each run is one of 'ringdisk lab run' with a folder and a journal of its own; --resume continues after the last. At the
+end, each published claim has its size, what was measured, and a verdict. docs/studies.md has the studies' tables and
+figures.")]
+struct Study {
+    /// The study: 000 to 004; without it, a list
+    study: Option<String>,
+    /// Measure images that are created in this pool of a Ceph cluster
+    #[arg(long, value_name = "POOL", conflicts_with_all = ["backing", "create"])]
+    pool: Option<String>,
+    /// Measure these disks, such as /dev/vg0/lab-{guest}-{volume} or /mnt/nfs/
+    #[arg(long, value_name = "DISKS")]
+    backing: Option<String>,
+    /// Create the disks of --backing, and remove them at the end
+    #[arg(long, requires = "backing")]
+    create: bool,
+    /// Only this run, such as ladder; repeatable
+    #[arg(long, value_name = "NAME")]
+    run: Vec<String>,
+    /// Print the verdicts as JSON, and nothing else
+    #[arg(long)]
+    json: bool,
+    /// Write the results without curves below this folder too
+    #[arg(long, value_name = "DIR")]
+    bundle: Option<PathBuf>,
+    /// A remark on this host, for the bundle
+    #[arg(long, value_name = "TEXT", requires = "bundle")]
+    note: Option<String>,
+    /// Print docs/studies.md with the bundles below this folder, and run nothing
+    #[arg(long, value_name = "DIR", conflicts_with = "study")]
+    document: Option<PathBuf>,
+    #[command(flatten)]
+    how: How,
+}
+
+impl From<&Study> for StudyOptions {
+    fn from(args: &Study) -> Self {
+        let storage = Storage {
+            backing: args.backing.clone(),
+            create: args.create,
+        };
+        Self {
+            study: args.study.clone(),
+            storage: args.pool.as_deref().map_or(storage, Storage::pool),
+            runs: args.run.clone(),
+            json: args.json,
+            bundle: args.bundle.clone(),
+            note: args.note.clone(),
+            document: args.document.clone(),
+            common: (&args.how).into(),
+        }
+    }
+}
+
+#[derive(clap::Args)]
 struct How {
     /// The time that it may take, as in 30m; default: the plan's
     #[arg(long, value_name = "TIME")]
@@ -194,6 +258,7 @@ impl From<&How> for RunOptions {
             set: how.set.clone(),
             only: how.only.clone(),
             profile: how.profile,
+            quiet: false,
         }
     }
 }
@@ -202,6 +267,7 @@ pub fn run(args: &Args) -> Result<(), Failed> {
     match &args.command {
         Command::Run(run) => commands::run(&run.plan, &(&run.how).into()),
         Command::Recipes { name } => commands::recipes(name.as_deref()),
+        Command::Study(args) => study(&args.into()),
         Command::Compare(compare) => {
             let what = CompareOptions {
                 configurations: compare.configurations.clone(),

@@ -31,11 +31,17 @@ pub struct Failed {
 }
 
 impl Failed {
-    fn usage(problem: impl Into<String>) -> Self {
+    /// An error with this exit code.
+    pub(crate) fn new(code: u8, problem: impl Into<String>) -> Self {
         Self {
-            code: 2,
+            code,
             problem: problem.into(),
         }
+    }
+
+    /// Wrong usage, or an error in a plan.
+    pub(crate) fn usage(problem: impl Into<String>) -> Self {
+        Self::new(2, problem)
     }
 }
 
@@ -78,6 +84,8 @@ pub struct RunOptions {
     pub only: Vec<String>,
     /// Whether each load is profiled.
     pub profile: bool,
+    /// Print nothing but progress.
+    pub quiet: bool,
 }
 
 /// What to compare.
@@ -126,7 +134,7 @@ pub fn compare(what: &CompareOptions, options: &RunOptions) -> Result<(), Failed
 }
 
 /// Runs the text of a plan, and writes its reports.
-fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed> {
+pub(crate) fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed> {
     let text = &with_changes(text, options).map_err(Failed::usage)?;
     let (plan, options_of_run) = checked(file, text, options)?;
     let Options {
@@ -137,7 +145,9 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
     } = &options_of_run;
     let left_out: Vec<String> = run::left_out(&plan, ringdisk, *accel).into_keys().collect();
     let reduced = plan.without(&left_out);
-    describe(&reduced, &plan, ringdisk, *accel);
+    if !options.quiet {
+        describe(&reduced, &plan, ringdisk, *accel);
+    }
     if options.dry_run {
         return Ok(());
     }
@@ -149,7 +159,7 @@ fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<(), Failed>
     let journal = run::run(text, &options_of_run, &stop, &mut display);
     drop(display);
     let journal = journal?;
-    write_report(&Analysis::of(&journal), folder)?;
+    write_report(&Analysis::of(&journal), folder, options.quiet)?;
     if stop.is_wanted() {
         let folder = folder.display();
         let problem = format!("interrupted; --resume --output {folder} continues it");
@@ -226,8 +236,11 @@ fn stop_on_signals() -> Result<Stop, Failed> {
 }
 
 /// Writes the reports of a result, and prints their path.
-fn write_report(analysis: &Analysis, folder: &Path) -> Result<(), Failed> {
+fn write_report(analysis: &Analysis, folder: &Path, quiet: bool) -> Result<(), Failed> {
     let measured = report::write(analysis, folder)?;
+    if quiet {
+        return Ok(());
+    }
     println!("{}", report::text(analysis));
     if let Some(path) = measured {
         println!("'ringdisk check' uses the measurements: {}", path.display());
@@ -393,7 +406,7 @@ pub fn report(result: &Path, output: Option<&Path>) -> Result<(), Failed> {
         None if result.is_dir() => result.to_owned(),
         None => result.parent().map_or_else(PathBuf::new, Path::to_owned),
     };
-    write_report(&analysis, &folder)?;
+    write_report(&analysis, &folder, false)?;
     Ok(())
 }
 

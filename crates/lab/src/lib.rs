@@ -10,6 +10,8 @@
 //! 4. An [analysis](analysis::Analysis) of the journal judges each comparison with [statistics](stats), and tells the
 //!    next block which are still undecided.
 //! 5. [Reports](report) are made from an analysis alone, so `ringdisk lab report` can make them again at any time.
+//!
+//! A [study](study) is a list of such runs, with the published tables and figures that they measure.
 
 pub mod analysis;
 pub mod client;

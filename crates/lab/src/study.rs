@@ -1,11 +1,16 @@
 //! Published studies as data: each table and figure, and the recipe that runs it.
 
+pub mod bundle;
+pub mod document;
+pub mod findings;
+pub mod run;
+
 use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::plan::words::{Device, GuestKind, not_one_of};
-use crate::plan::{Claim, Filter, Plan, changes};
+use crate::plan::words::{Device, GuestKind, StorageKind, not_one_of};
+use crate::plan::{Claim, Filter, Plan, Settings, changes};
 use crate::recipes;
 
 /// The name and the text of each study.
@@ -150,51 +155,42 @@ impl Run {
         plan.selected_by(&filters(&self.only)?)
     }
 
-    /// The command that measures this run, or with `only`, a part of it.
-    pub fn command(&self, only: &[String]) -> String {
+    /// The command that measures this run of a study, or with `only`, a part of it.
+    pub fn command(&self, study: &str, only: &[String]) -> String {
         let quoted = |text: &String| match text.contains([' ', '+', '{', ';']) {
             true => format!("\"{text}\""),
             false => text.clone(),
         };
-        let option = |name: &'static str| move |it: &String| format!(" --{name} {}", quoted(it));
-        let sets = self.set.iter().map(option("set"));
-        let onlys = self.only.iter().chain(only).map(option("only"));
-        format!("ringdisk lab run {}", self.recipe()) + &sets.chain(onlys).collect::<String>()
+        let onlys = only.iter().map(|it| format!(" --only {}", quoted(it)));
+        format!("ringdisk lab study {study} --run {}", self.name) + &onlys.collect::<String>()
     }
 
-    /// What this run needs from a host that not every host has.
-    pub fn needs(&self) -> Vec<String> {
-        let Ok(plan) = self.plan(&Storage::default()) else {
+    /// What a claim of this run needs from a host that not every host has; `only` selects its part of the run.
+    pub fn needs(&self, only: &[String], claim: &Claim) -> Vec<String> {
+        let plan = self.plan(&Storage::default());
+        let Ok(plan) = plan.and_then(|plan| plan.selected_by(&filters(only)?)) else {
             return Vec::new();
         };
-        let any = |is: &dyn Fn(&crate::plan::Settings) -> bool| {
-            plan.cases.iter().any(|case| is(&case.settings))
-        };
-        let most = |of: &dyn Fn(&crate::plan::Settings) -> u16| {
-            plan.cases.iter().map(|case| of(&case.settings)).max()
-        };
-        let is_guest = |settings: &crate::plan::Settings| settings.device != Device::Host;
+        let settings = || plan.cases.iter().map(|case| &case.settings);
         let mut needs = Vec::new();
-        if plan.guest != GuestKind::None && any(&is_guest) {
+        if plan.guest != GuestKind::None && settings().any(|it| it.device != Device::Host) {
+            let most = |of: &dyn Fn(&Settings) -> u16| settings().map(of).max().unwrap_or(1);
             needs.push("KVM".to_owned());
-            let vcpus = most(&|settings| settings.vcpus).unwrap_or(1);
-            needs.push(format!("{vcpus} CPUs for the guest"));
+            needs.push(match (most(&|it| it.guests), most(&|it| it.vcpus)) {
+                (1, 1) => "a guest of 1 vCPU".into(),
+                (1, vcpus) => format!("a guest of {vcpus} vCPUs"),
+                (guests, vcpus) => format!("{guests} guests of {vcpus} vCPUs"),
+            });
         }
-        if any(&|settings| settings.backing.is_rbd()) {
-            needs.push("a Ceph cluster (`--pool`)".into());
-        }
-        if any(&|settings| settings.krbd) {
+        needs.extend(claim.storage.map(|storage| match storage {
+            StorageKind::Rbd => "a Ceph cluster (`--pool`)".to_owned(),
+            StorageKind::Device => "block devices (`--backing`)".to_owned(),
+        }));
+        if settings().any(|it| it.krbd) {
             needs.push("the kernel's RBD client".into());
         }
-        if any(&|settings| settings.hugepages) {
+        if settings().any(|it| it.hugepages) {
             needs.push("reserved huge pages".into());
-        }
-        if plan
-            .claims
-            .iter()
-            .any(|claim| claim.storage.is_some_and(|it| it.word() == "device"))
-        {
-            needs.push("block devices (`--backing`)".into());
         }
         needs
     }
@@ -328,8 +324,8 @@ mod tests {
             .find(|part| part.name.contains("3. Adding"));
         let part = part.unwrap();
         assert_eq!(
-            study.run_of(part).unwrap().command(&part.only),
-            "ringdisk lab run ladder --only \"case=virtio-blk,+ iothread\""
+            study.run_of(part).unwrap().command("000", &part.only),
+            "ringdisk lab study 000 --run ladder --only \"case=virtio-blk,+ iothread\""
         );
     }
 }

@@ -5,6 +5,7 @@ mod faults;
 mod host_queue;
 mod published_tables;
 mod ssh;
+mod study;
 mod without_guest;
 
 use std::fs;

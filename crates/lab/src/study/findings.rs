@@ -1,0 +1,102 @@
+//! What runs of a study say about its claims.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::{Part, Run, Storage, Study};
+use crate::analysis::{Analysis, ClaimResult, Replication};
+use crate::journal::Journal;
+use crate::plan::Claim;
+use crate::report;
+
+/// The results of a study's runs, by name: a journal, or why there is none.
+pub type Results = BTreeMap<String, Result<Journal, String>>;
+
+/// A claim with its verdict.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Finding {
+    /// The table or figure.
+    pub part: String,
+    /// The run.
+    pub run: String,
+    /// The published figure in words.
+    pub figure: String,
+    /// The published size.
+    pub published: String,
+    /// The measured size with its interval; `None` if there is none that may be compared.
+    pub measured: Option<String>,
+    /// The verdict.
+    pub verdict: String,
+    /// The reason.
+    pub why: String,
+}
+
+/// All claims of a study, by table and figure.
+pub fn findings(study: &Study, results: &Results) -> Vec<Finding> {
+    let analyses: BTreeMap<&String, Analysis> = results
+        .iter()
+        .filter_map(|(name, result)| Some((name, Analysis::of(result.as_ref().ok()?))))
+        .collect();
+    let of_part = |part: &Part| {
+        let Some(run) = study.run_of(part) else {
+            return Vec::new();
+        };
+        let analysis = analyses.get(&run.name);
+        let why = results.get(&run.name).and_then(|it| it.as_ref().err());
+        claims(run, part, analysis, why)
+            .into_iter()
+            .filter(|(claim, _)| study.is_claim_of(part, claim))
+            .map(|(claim, found)| finding(part, run, &claim, &found))
+            .collect()
+    };
+    study.parts.iter().flat_map(of_part).collect()
+}
+
+/// The claims of a run, with the verdicts of its analysis, or with the reason why there is none.
+fn claims(
+    run: &Run,
+    part: &Part,
+    analysis: Option<&Analysis>,
+    why: Option<&String>,
+) -> Vec<(Claim, Replication)> {
+    if let Some(analysis) = analysis {
+        let claims = analysis.plan().claims.iter().cloned();
+        return claims.zip(analysis.replications()).collect();
+    }
+    let claims = run
+        .plan(&Storage::default())
+        .map_or_else(|_| Vec::new(), |plan| plan.claims);
+    let needs = |claim: &Claim| match run.needs(&part.only, claim).join(", ") {
+        needs if needs.is_empty() => "was not measured".to_owned(),
+        needs => format!("needs {needs}"),
+    };
+    let untested = |claim: Claim| {
+        let known = claim.untestable.as_ref().or(why);
+        let why = known.cloned().unwrap_or_else(|| needs(&claim));
+        let found = Replication {
+            outcome: ClaimResult::Untestable,
+            measured: None,
+            interval: None,
+            why,
+        };
+        (claim, found)
+    };
+    claims.into_iter().map(untested).collect()
+}
+
+fn finding(part: &Part, run: &Run, claim: &Claim, found: &Replication) -> Finding {
+    Finding {
+        part: part.name.clone(),
+        run: run.name.clone(),
+        figure: claim.figure.clone(),
+        published: claim.size.map_or_else(
+            || format!("{}, no number", claim.expect),
+            |size| size.to_string(),
+        ),
+        measured: report::measured_size(found),
+        verdict: found.outcome.to_string(),
+        why: found.why.clone(),
+    }
+}
