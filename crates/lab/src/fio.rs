@@ -92,8 +92,8 @@ impl Job<'_> {
 
     /// A shell script that runs it and prints a result for [`Run::parse`].
     pub fn script(&self) -> String {
-        let mut script = String::from(FIND_DISK);
-        script += "folder=$(mktemp -d) && cd $folder || exit 8\ncat >job.fio <<'END-OF-JOB'\n";
+        let mut script = String::from(FIND_DISK) + PLAIN_NAME;
+        script += "folder=$(mktemp -d) && cd \"$folder\" || exit 8\ncat >job.fio <<'END-OF-JOB'\n";
         script += &self.file();
         script += "END-OF-JOB\n";
         if let Some(image) = self.image {
@@ -102,8 +102,9 @@ impl Job<'_> {
         }
         for (index, disk) in self.disks.iter().enumerate() {
             let disk = disk.replace('\'', "'\\''");
-            script +=
-                &format!("d=$(disk '{disk}') || exit 9\nsed -i \"s|@DISK{index}@|$d|\" job.fio\n");
+            script += &format!(
+                "d=$(disk '{disk}') && d=$(plain \"$d\" {index}) || exit 9\nsed -i \"s|@DISK{index}@|$d|\" job.fio\n"
+            );
         }
         if let Some(start_ms) = self.start_ms {
             script += CLOCK;
@@ -124,6 +125,17 @@ disk() {
     done
     echo "no disk at $1; there are: $(ls /sys/block)" >&2
     return 9
+}
+"#;
+
+/// `plain PATH NUMBER` prints a name for the job file, in which fio takes `:`, `;`, `#` and `\` for something else. That of a
+/// device is the kernel's, by which fio finds out whether it is mounted.
+const PLAIN_NAME: &str = r#"
+plain() {
+    case $1 in
+        *[!A-Za-z0-9/._-]*) if [ -b "$1" ]; then readlink -f "$1"; else ln -s "$1" disk$2 && echo disk$2; fi;;
+        *) echo "$1";;
+    esac
 }
 "#;
 
@@ -151,7 +163,7 @@ for log in hist_clat_hist*.log; do
 done
 echo "@@log"
 tail -n 20 log
-cd / && rm -rf $folder
+cd / && rm -rf "$folder"
 "#;
 
 /// A user's job file on the lab's disks, without the options that the lab sets.
@@ -448,6 +460,33 @@ mod tests {
             "{file}"
         );
         assert_eq!(file.matches("filename=@DISK0@:@DISK1@").count(), 2);
+    }
+
+    #[test]
+    fn names_that_fio_would_take_apart_are_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = |name: &str| {
+            let script = format!(
+                "cd '{}'{PLAIN_NAME}plain '{name}' 3",
+                folder.path().display()
+            );
+            let output = std::process::Command::new("sh")
+                .args(["-c", &script])
+                .output();
+            String::from_utf8(output.unwrap().stdout)
+                .unwrap()
+                .trim_end()
+                .to_owned()
+        };
+        assert_eq!(run("/a/B-c_1.raw"), "/a/B-c_1.raw");
+        for character in [':', ';', '#', '\\', '&', '|', ' ', ',', 'é'] {
+            let disk = folder.path().join(format!("a{character}b"));
+            std::fs::write(&disk, "x").unwrap();
+            assert_eq!(run(disk.to_str().unwrap()), "disk3", "{character}");
+            let link = folder.path().join("disk3");
+            assert_eq!(std::fs::read_link(&link).unwrap(), disk);
+            std::fs::remove_file(link).unwrap();
+        }
     }
 
     #[test]

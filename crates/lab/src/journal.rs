@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use harness::histogram::Histogram;
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::client::footprint::Footprint;
@@ -357,6 +359,7 @@ impl Writer {
         let file = OpenOptions::new().append(true).create_new(true).open(&path);
         let file =
             file.with_context(|| format!("{}; to continue it, use --resume", path.display()))?;
+        lock(&file).with_context(|| path.display().to_string())?;
         let mut writer = Writer { file, path };
         writer.write(&Record::Plan(Header {
             version: VERSION,
@@ -365,27 +368,25 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Continues a journal. If its last line is `truncated`, removes that line.
+    /// Continues a journal, and returns it. Removes a truncated last line.
     ///
     /// # Errors
-    /// It cannot be written.
-    pub fn resume(folder: &Path, truncated: bool) -> Result<Writer> {
+    /// Another run writes it, or it cannot be read or written.
+    pub fn resume(folder: &Path) -> Result<(Writer, Journal)> {
         let path = folder.join(JOURNAL);
         let what = || format!("continuing {}", path.display());
-        if truncated {
-            let text = fs::read_to_string(&path).with_context(what)?;
-            let complete = text.rfind('\n').map_or(0, |end| end + 1);
-            OpenOptions::new()
-                .write(true)
-                .open(&path)
-                .and_then(|file| file.set_len(complete as u64))
-                .with_context(what)?;
-        }
         let file = OpenOptions::new()
             .append(true)
             .open(&path)
             .with_context(what)?;
-        Ok(Writer { file, path })
+        lock(&file).with_context(what)?;
+        let mut journal = Journal::read(folder)?;
+        if std::mem::take(&mut journal.truncated) {
+            let text = fs::read_to_string(&path).with_context(what)?;
+            let complete = text.rfind('\n').map_or(0, |end| end + 1);
+            file.set_len(complete as u64).with_context(what)?;
+        }
+        Ok((Writer { file, path }, journal))
     }
 
     /// Writes a line, and waits until it is durable.
@@ -405,6 +406,17 @@ impl Writer {
                 self.path.display()
             )
         })
+    }
+}
+
+/// Keeps other runs from writing the journal, until this process ends.
+fn lock(file: &File) -> Result<()> {
+    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(()),
+        Err(Errno::WOULDBLOCK) => bail!("another run writes it; wait until it ends, or stop it"),
+        // Not on this file system.
+        Err(Errno::NOTSUP | Errno::NOSYS | Errno::INVAL) => Ok(()),
+        Err(e) => Err(e).context("locking it"),
     }
 }
 
@@ -464,7 +476,10 @@ mod tests {
             journal.cells[0].sample.as_ref().unwrap().latencies,
             latencies
         );
-        let mut writer = Writer::resume(folder.path(), journal.truncated).unwrap();
+        let (mut writer, resumed) = Writer::resume(folder.path()).unwrap();
+        assert!(!resumed.truncated && resumed.cells.len() == 1);
+        let second = Writer::resume(folder.path()).unwrap_err();
+        assert!(format!("{second:#}").contains("another run"), "{second:#}");
         writer.write(&cell("two")).unwrap();
         let journal = Journal::read(folder.path()).unwrap();
         assert!(!journal.truncated);

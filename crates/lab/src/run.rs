@@ -9,7 +9,6 @@ mod pin;
 mod profiler;
 pub mod progress;
 mod recorder;
-pub mod runtime_folder;
 pub mod search;
 mod validity;
 
@@ -25,6 +24,7 @@ use crate::analysis::ClaimResult;
 use crate::guest::{Accel, Kernel, Stop, version, write_initramfs};
 use crate::host::{Facts, facts, now_ms};
 use crate::journal::{Header, Journal, Rates, Record, Writer};
+use crate::own_folder::OwnFolder;
 use crate::plan::words::GuestKind;
 use crate::plan::{Filter, Plan};
 use crate::storage::named::Named;
@@ -33,7 +33,6 @@ use blocks::Runner;
 use boot::Testbed;
 use progress::Progress;
 use recorder::Recorder;
-use runtime_folder::RuntimeFolder;
 
 /// What the command line adds to a plan.
 #[derive(Clone, Debug)]
@@ -88,11 +87,11 @@ pub fn run(
         progress.say(&said);
     }
     raise_descriptor_limit();
-    let runtime = RuntimeFolder::new()?;
+    let runtime = OwnFolder::new(&std::env::temp_dir())?;
     let kernel = match plan.guest {
         GuestKind::Linux => {
             let kernel = Kernel::find()?;
-            let initramfs = runtime.0.join("initramfs.cpio");
+            let initramfs = runtime.path().join("initramfs.cpio");
             write_initramfs(&initramfs, &kernel)?;
             Some((kernel, initramfs))
         }
@@ -100,8 +99,8 @@ pub fn run(
     };
     let mut recorder = Recorder::new(journal, writer, progress);
     let plan = recorder.journal.plan.clone();
-    let named = Named::new(plan.create, plan.size, runtime.0.clone());
-    let mut files = Files::new(disks.join("disks"), plan.size, named);
+    let named = Named::new(plan.create, plan.size, runtime.path().to_owned());
+    let mut files = Files::new(disks, plan.size, named);
     if let Err(error) = recorder.fill(&mut files, &plan, stop)
         && !stop.is_wanted()
     {
@@ -115,7 +114,7 @@ pub fn run(
         ringdisk: &options.ringdisk,
         accel,
         kernel,
-        folder: runtime.0.clone(),
+        folder: runtime.path().to_owned(),
         profile: options.profile,
         stop,
     };
@@ -143,7 +142,7 @@ pub fn run(
 /// The journal of a new result, or of one that is resumed.
 fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(Journal, Writer)> {
     if options.resume {
-        let mut journal = Journal::read(&options.folder)?;
+        let (writer, journal) = Writer::resume(&options.folder)?;
         ensure!(
             journal.header.plan == text
                 && journal.header.jobs == plan.jobs
@@ -151,8 +150,7 @@ fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(J
             "{} is the result of another plan; run that plan, or write to another folder",
             options.folder.display()
         );
-        let truncated = std::mem::take(&mut journal.truncated);
-        return Ok((journal, Writer::resume(&options.folder, truncated)?));
+        return Ok((journal, writer));
     }
     let seed = plan.seed.unwrap_or_else(|| now_ms() % 1_000_000);
     let left_out = left_out(plan, &options.ringdisk, options.accel);

@@ -7,6 +7,7 @@ pub mod named;
 pub mod rbd;
 pub mod zram;
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,6 +21,7 @@ use harness::qmp::Qmp;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::own_folder::OwnFolder;
 use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Format};
 use crate::plan::{Backing, IoThread, Plan, Server, Settings};
@@ -32,9 +34,12 @@ use zram::Zram;
 /// Disk files that the lab creates. Dropping this removes them.
 #[derive(Debug)]
 pub struct Files {
-    folder: PathBuf,
+    /// The directory for disks of which the plan does not say where they are.
+    directory: PathBuf,
     size: u64,
     made: Vec<PathBuf>,
+    /// A folder for each directory in which there are disks.
+    folders: BTreeMap<PathBuf, OwnFolder>,
     zrams: Vec<((u16, u16), Zram)>,
     named: Named,
 }
@@ -45,12 +50,13 @@ const RAM: &str = "/dev/shm";
 const RESERVE: u64 = 256 << 20;
 
 impl Files {
-    /// For files of `size` bytes in `folder`, and disks that the plan names.
-    pub fn new(folder: PathBuf, size: u64, named: Named) -> Files {
+    /// For files of `size` bytes in `directory`, and disks that the plan names.
+    pub fn new(directory: PathBuf, size: u64, named: Named) -> Files {
         Files {
-            folder,
+            directory,
             size,
             made: Vec::new(),
+            folders: BTreeMap::new(),
             zrams: Vec::new(),
             named,
         }
@@ -101,11 +107,12 @@ impl Files {
     fn file(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<Disk> {
         let folder = match &settings.backing {
             Backing::Zram => return self.zram(guest, volume).map(Disk::Path),
-            Backing::Ram => Path::new(RAM).join(format!("ringdisk-lab-{}", std::process::id())),
-            Backing::Directory(folder) => folder.clone(),
-            Backing::File | Backing::Null | Backing::Named(_) => self.folder.clone(),
+            Backing::Ram => self.folder_in(Path::new(RAM))?,
+            Backing::Directory(directory) => self.folder_in(directory)?,
+            Backing::File | Backing::Null | Backing::Named(_) => {
+                self.folder_in(&self.directory.clone())?
+            }
         };
-        fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
         let name = format!("{guest}-{volume}");
         let path = |name: String| folder.join(format!("{name}.{}", settings.format));
         let image = &settings.image;
@@ -152,6 +159,15 @@ impl Files {
         }
     }
 
+    /// The folder in a directory, which may have files of the user and of other runs.
+    fn folder_in(&mut self, directory: &Path) -> Result<PathBuf> {
+        if !self.folders.contains_key(directory) {
+            let folder = OwnFolder::new(directory)?;
+            self.folders.insert(directory.to_owned(), folder);
+        }
+        Ok(self.folders[directory].path().to_owned())
+    }
+
     /// A file that the first call creates.
     fn once(
         &mut self,
@@ -172,7 +188,7 @@ impl Files {
     ) -> Result<PathBuf> {
         // Remove an earlier one, also from the page cache.
         let _ = fs::remove_file(&path);
-        self.check_room(path.parent().unwrap_or(&self.folder))?;
+        self.check_room(path.parent().unwrap_or(&self.directory))?;
         if !self.made.contains(&path) {
             self.made.push(path.clone());
         }
@@ -208,16 +224,6 @@ impl Files {
             size_text(RESERVE),
         );
         Ok(())
-    }
-}
-
-impl Drop for Files {
-    fn drop(&mut self) {
-        for path in &self.made {
-            let _ = fs::remove_file(path);
-        }
-        let _ = fs::remove_dir(Path::new(RAM).join(format!("ringdisk-lab-{}", std::process::id())));
-        let _ = fs::remove_dir(&self.folder);
     }
 }
 
@@ -520,8 +526,7 @@ mod tests {
     #[test]
     fn disks_are_full_of_data_differ_and_go_away() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("disks");
-        let mut files = files(&path, 16 << 20);
+        let mut files = files(folder.path(), 16 << 20);
         let mut disk = |volume| {
             let disk = files.disk(&Settings::default(), 0, volume, &Stop::default());
             disk.unwrap().path().unwrap().to_owned()
@@ -536,13 +541,37 @@ mod tests {
                     .all(|block| block.iter().any(|byte| *byte != 0))
         );
         drop(files);
-        assert!(!path.exists());
+        assert!(!one.exists() && !two.exists());
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn files_of_others_in_the_directory_of_the_disks_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = ["disk-0-0.raw", "new-0-0.raw", "disk-0-0.qcow2"];
+        for name in names {
+            fs::write(folder.path().join(name), "mine").unwrap();
+        }
+        let mut files = files(Path::new("/nonexistent"), 1 << 20);
+        for prefill in [true, false] {
+            let settings = Settings {
+                backing: Backing::Directory(folder.path().to_owned()),
+                prefill,
+                ..Settings::default()
+            };
+            files.disk(&settings, 0, 0, &Stop::default()).unwrap();
+        }
+        drop(files);
+        for name in names {
+            let text = fs::read_to_string(folder.path().join(name)).unwrap();
+            assert_eq!(text, "mine", "{name}");
+        }
     }
 
     #[test]
     fn a_disk_that_does_not_fit_is_refused_before_anything_is_written() {
         let folder = tempfile::tempdir().unwrap();
-        let mut files = files(&folder.path().join("disks"), 1 << 60);
+        let mut files = files(folder.path(), 1 << 60);
         let error = files
             .disk(&Settings::default(), 0, 0, &Stop::default())
             .unwrap_err()
@@ -551,12 +580,7 @@ mod tests {
             error.contains("MiB free") && error.contains("directory"),
             "{error}"
         );
-        assert!(
-            fs::read_dir(folder.path().join("disks"))
-                .unwrap()
-                .next()
-                .is_none()
-        );
+        assert!(files.made.is_empty());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -41,13 +42,13 @@ pub trait Shell: Send {
     fn run(&mut self, script: &str, limit: Duration, stop: &Stop) -> Result<Answer>;
 }
 
-/// The host's own shell.
-pub struct Host;
+/// The host's own shell. Its temporary files are in this folder.
+pub struct Host(pub PathBuf);
 
 impl Shell for Host {
     fn run(&mut self, script: &str, limit: Duration, stop: &Stop) -> Result<Answer> {
         let mut command = Command::new("sh");
-        command.args(["-c", script]);
+        command.args(["-c", script]).env("TMPDIR", &self.0);
         answer_of(command, None, limit, stop)
     }
 }
@@ -259,7 +260,7 @@ mod tests {
     #[test]
     fn the_hosts_shell_answers_times_out_and_stops() {
         let stop = Stop::default();
-        let answer = Host
+        let answer = Host(std::env::temp_dir())
             .run(
                 "echo one; echo two >&2; exit 3",
                 Duration::from_secs(60),
@@ -267,13 +268,13 @@ mod tests {
             )
             .unwrap();
         assert_eq!((answer.status, answer.text().as_str()), (3, "one\ntwo\n"));
-        let late = Host
+        let late = Host(std::env::temp_dir())
             .run("sleep 1000 | sleep 1000", Duration::from_millis(50), &stop)
             .unwrap_err();
         assert!(late.to_string().contains("took longer"), "{late}");
         stop.flag()
             .store(true, std::sync::atomic::Ordering::Relaxed);
-        let stopped = Host
+        let stopped = Host(std::env::temp_dir())
             .run("sleep 1000", Duration::from_secs(600), &stop)
             .unwrap_err();
         assert!(stopped.to_string().contains("stopped"), "{stopped}");

@@ -132,7 +132,7 @@ impl Testbed<'_> {
     /// Starts a configuration on its disks.
     fn start(&self, settings: &Settings, disks: &[Vec<Disk>]) -> Result<Booted> {
         if settings.device == Device::Host {
-            return Ok(on_host(&disks.concat()));
+            return Ok(on_host(&disks.concat(), &self.folder));
         }
         if let (GuestKind::Ssh, Some(ssh)) = (self.plan.guest, &self.plan.ssh)
             && let Some(host) = &ssh.host
@@ -454,7 +454,7 @@ fn run_in_shells(
 }
 
 /// The disks of fio on the host.
-fn on_host(disks: &[Disk]) -> Booted {
+fn on_host(disks: &[Disk], folder: &Path) -> Booted {
     let name = |disk: &Disk| match disk {
         Disk::Rbd(image) => image.path(),
         other => other
@@ -462,7 +462,7 @@ fn on_host(disks: &[Disk]) -> Booted {
             .map_or_else(String::new, |path| path.display().to_string()),
     };
     Booted {
-        shells: vec![Box::new(Host)],
+        shells: vec![Box::new(Host(folder.to_owned()))],
         ahead_ms: vec![0],
         // fio's CPU time counts only if the plan compares it with that of servers: see `measure`.
         pids: Vec::new(),
