@@ -358,6 +358,8 @@ impl<'a> Analysis<'a> {
                 _ if other_device && one_sided => true,
                 "driver" => asked.contains(&"device"),
                 "requests" => asked.contains(&"queue-size") || asked.contains(&"queues"),
+                "file bytes" => asked.contains(&"file-system"),
+                "backing files" => asked.contains(&"backing-files"),
                 "guest x2apic" => asked.contains(&"cpu"),
                 "host-scheduler" | "host-read-ahead" | "host queue before" => {
                     ["backing", "host-scheduler", "host-read-ahead"]

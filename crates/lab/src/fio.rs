@@ -116,13 +116,17 @@ impl Job<'_> {
     }
 }
 
-/// `disk PATH` prints a device: the path itself, or the device at that path in `/sys`.
+/// `disk PATH` prints a device: the path itself, or the device at that path in `/sys`. All links are read once, because a
+/// guest may have 200 disks.
 pub const FIND_DISK: &str = r#"
+blocks=$(for block in /sys/block/*; do echo "$(readlink -f $block)/ ${block##*/}"; done)
 disk() {
     case $1 in /devices/*) ;; *) echo "$1"; return;; esac
-    for block in /sys/block/*; do
-        case $(readlink -f $block)/ in */virtual/*) ;; *$1*) echo /dev/${block##*/}; return;; esac
-    done
+    while read -r path name; do
+        case $path in */virtual/*) ;; *$1*) echo /dev/$name; return;; esac
+    done <<END-OF-BLOCKS
+$blocks
+END-OF-BLOCKS
     echo "no disk at $1; there are: $(ls /sys/block)" >&2
     return 9
 }

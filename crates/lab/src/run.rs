@@ -4,6 +4,7 @@ pub mod available;
 mod blocks;
 mod boot;
 mod effective;
+mod file_system;
 pub mod outside;
 mod pin;
 mod profiler;
@@ -25,7 +26,7 @@ use crate::guest::{Accel, Kernel, Stop, version, write_initramfs};
 use crate::host::{Facts, facts, now_ms};
 use crate::journal::{Header, Journal, Rates, Record, Writer};
 use crate::own_folder::OwnFolder;
-use crate::plan::words::GuestKind;
+use crate::plan::words::{FileSystem, GuestKind};
 use crate::plan::{Filter, Plan};
 use crate::storage::named::Named;
 use crate::storage::{Files, host_queue};
@@ -92,7 +93,7 @@ pub fn run(
         GuestKind::Linux => {
             let kernel = Kernel::find()?;
             let initramfs = runtime.path().join("initramfs.cpio");
-            write_initramfs(&initramfs, &kernel)?;
+            write_initramfs(&initramfs, &kernel, &file_systems(&plan))?;
             Some((kernel, initramfs))
         }
         GuestKind::None | GuestKind::Ssh => None,
@@ -186,6 +187,15 @@ fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(J
         Journal::parse(&first)?,
         Writer::create(&options.folder, header)?,
     ))
+}
+
+/// The file systems that guests of the plan make.
+fn file_systems(plan: &Plan) -> Vec<FileSystem> {
+    let of_cases = plan.cases.iter().map(|case| case.settings.file_system);
+    let mut all: Vec<_> = of_cases.filter(|it| *it != FileSystem::None).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
 }
 
 /// Cases that this host cannot run.

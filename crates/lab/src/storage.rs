@@ -23,7 +23,7 @@ use serde_json::Value;
 
 use crate::own_folder::OwnFolder;
 use crate::plan::units::size_text;
-use crate::plan::words::{Cache, Format};
+use crate::plan::words::{Cache, Device, Format};
 use crate::plan::{Backing, IoThread, Plan, Server, Settings};
 use disk::fill;
 pub use disk::{Disk, Fill};
@@ -459,7 +459,7 @@ fn daemon_command(settings: &Settings, disks: &[Disk], size: u64, sockets: &[Pat
                 serde_json::json!({ "driver": "null-co", "size": size, "read-zeroes": false })
             }
             Disk::Rbd(image) => image.blockdev(cache),
-            Disk::Path(_) | Disk::Chain(_) => blockdev(settings, disk.files(), &cache),
+            Disk::Path(_) | Disk::Chain(_) => image_node(settings, disk.files(), &cache),
         };
         let mut node = node;
         node["node-name"] = format!("disk{index}").into();
@@ -489,8 +489,9 @@ fn daemon_command(settings: &Settings, disks: &[Disk], size: u64, sockets: &[Pat
     command
 }
 
-/// qemu-storage-daemon opens backing files like the disk itself only if they are named here.
-fn blockdev(settings: &Settings, files: &[PathBuf], cache: &Value) -> Value {
+/// The value of `-blockdev` for an image and its backing files, from the top down. QEMU opens backing files like the disk
+/// itself, with the same `aio`, only if they are named here.
+pub fn image_node(settings: &Settings, files: &[PathBuf], cache: &Value) -> Value {
     let open = |path: &PathBuf| {
         let driver = match is_block_device(path) {
             true => "host_device",
@@ -500,9 +501,10 @@ fn blockdev(settings: &Settings, files: &[PathBuf], cache: &Value) -> Value {
         if let Some(aio) = settings.aio {
             file["aio"] = aio.word().into();
         }
-        match settings.format {
-            Format::Raw => file,
-            format => serde_json::json!({
+        match (settings.format, settings.device) {
+            // qemu-storage-daemon needs no format driver, and QEMU's `-drive` has one.
+            (Format::Raw, Device::VhostUserBlk) => file,
+            (format, _) => serde_json::json!({
                 "driver": format.word(), "file": file, "cache": cache, "discard": "unmap",
             }),
         }

@@ -102,3 +102,72 @@ fn feature_that_the_processor_does_not_have_fails_the_boot() {
         "{errors:?}"
     );
 }
+
+/// The storage benchmark of 2013 had 42 LUNs in one guest.
+#[test]
+fn many_disks_of_a_guest_are_found_and_measured() {
+    let plan = format!(
+        "blocks = 1\n[storage]\nsize = '16M'\n[config]\nvolumes = 42\nbacking = 'null'\nvcpus = 2\n\
+         [[case]]\nname = 'blk'\n[[case]]\nname = 'scsi'\ndevice = 'virtio-scsi'\nmachine = 'pc'\n{}",
+        // Under emulation, seconds pass until the last of 42 jobs has begun.
+        LOAD.replace("'1s'", "'20s'")
+    );
+    let Some(journal) = measured(&plan) else {
+        return;
+    };
+    assert_eq!(errors(&journal), [""; 0]);
+    assert_eq!(journal.boots.len(), 3, "both, and the first again");
+    assert!(journal.cells.iter().all(|cell| {
+        let sample = cell.sample.as_ref().unwrap();
+        sample.iops > 0.0
+    }));
+}
+
+#[test]
+fn loads_run_on_a_file_system_in_the_guest_over_backing_files() {
+    let programs = ["mkfs.ext4", "qemu-img"];
+    if let Some(name) = programs.iter().find(|name| find_program(name).is_none()) {
+        println!("skipped: file systems in guests: {name} is missing");
+        return;
+    }
+    let plan = format!(
+        "blocks = 1\n[storage]\nsize = '64M'\n[[case]]\nname = 'ext4'\nfile-system = 'ext4'\n\
+         [[case]]\nname = 'chain'\nformat = 'qcow2'\nbacking-files = 2\naio = 'threads'\nvolumes = 2\n{LOAD}"
+    );
+    let Some(journal) = measured(&plan) else {
+        return;
+    };
+    assert_eq!(errors(&journal), [""; 0]);
+    assert_eq!(effective(&journal, "ext4", "file-system"), "ext4");
+    let bytes: u64 = effective(&journal, "ext4", "file bytes").parse().unwrap();
+    assert!((30 << 20..64 << 20).contains(&bytes), "{bytes}");
+    assert_eq!(effective(&journal, "chain", "backing files"), "2");
+}
+
+#[test]
+fn queues_of_virtio_scsi_are_spread_over_threads() {
+    // QEMU is asked for its version before it is started.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let older = folder.path().join("older-qemu");
+    std::fs::write(&older, "#!/bin/sh\necho QEMU emulator version 7.2.22\n").unwrap();
+    std::fs::set_permissions(&older, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let plan = format!(
+        "blocks = 1\n[storage]\nsize = '16M'\n[config]\ndevice = 'virtio-scsi'\niothread = 2\nqueues = 4\nvcpus = 2\n\
+         [[case]]\nname = 'newer'\n[[case]]\nname = 'older'\nqemu = '{}'\n{LOAD}",
+        older.display()
+    );
+    let version = lab::guest::version(Path::new(harness::qemu::SYSTEM));
+    if !version.contains("version 1") {
+        println!(
+            "skipped: queues of virtio-scsi on threads: it needs QEMU 10.0; this is {version}"
+        );
+        return;
+    }
+    let Some(journal) = measured(&plan) else {
+        return;
+    };
+    assert_eq!(errors(&journal), [""; 0]);
+    assert_eq!(effective(&journal, "newer", "iothread"), "2");
+    let why = &journal.header.left_out["older"];
+    assert!(why.contains("needs QEMU 10.0; this is 7.2"), "{why}");
+}

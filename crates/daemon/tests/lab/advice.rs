@@ -79,11 +79,12 @@ fn patch(bench: &PlanFolder, whom: &str) -> String {
     advice["patches"][whom].as_str().unwrap().to_owned()
 }
 
-const CASES: [&str; 6] = [
+const CASES: [&str; 7] = [
     "iothread = 'on'\naio = 'native'\nqueue-size = 256",
     "iothread = 2\nqueues = 2\naio = 'io_uring'",
     "cache = 'writeback'\nvcpus = 2\nhugepages = true",
     "device = 'virtio-scsi'\niothread = 'on'\nqueues = 2",
+    "device = 'virtio-scsi'\niothread = 2\nqueues = 2",
     "format = 'qcow2'\ncache = 'unsafe'",
     "device = 'vhost-user-blk'\nqueues = 2",
 ];

@@ -5,6 +5,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use harness::initramfs::{Kernel, Tree};
 
+use crate::plan::words::FileSystem;
+
 /// Modules for every device of a plan, and the schedulers. Built-in modules have no file.
 const MODULES: [&str; 10] = [
     "virtio_pci",
@@ -46,13 +48,22 @@ done
 poweroff -f
 "#;
 
-/// Writes the initramfs to `target`.
+/// Writes the initramfs to `target`, with the programs and modules of these file systems.
 ///
 /// # Errors
 /// A program is missing, or `target` cannot be written.
-pub fn write(target: &Path, kernel: &Kernel) -> Result<()> {
+pub fn write(target: &Path, kernel: &Kernel, file_systems: &[FileSystem]) -> Result<()> {
     let mut files = Tree::new(INIT);
-    files.modules(kernel, &MODULES)?;
+    let mut modules = MODULES.to_vec();
+    if !file_systems.is_empty() {
+        // Checksums, which no file system depends on by name.
+        modules.extend(["crc32c_generic", "crc32c"]);
+    }
+    modules.extend(file_systems.iter().map(|file_system| file_system.word()));
+    files.modules(kernel, &modules)?;
+    for file_system in file_systems {
+        files.programs(&[&format!("mkfs.{file_system}")])?;
+    }
     files
         .programs(&["busybox", "fio"])
         .context("guests need it; on Debian, 'apt install busybox-static fio' installs both")?;

@@ -7,7 +7,6 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use harness::paths::is_block_device;
 use harness::process::{Process, Stop, guarded, tail};
 use harness::qemu::{self, Accel, Machine, escaped};
 use harness::qmp::Qmp;
@@ -17,7 +16,7 @@ use super::shell::Port;
 use super::{Answer, Kernel, Shell, Ssh};
 use crate::plan::words::{Cache, Device, Syntax};
 use crate::plan::{IoThread, Settings};
-use crate::storage::Disk;
+use crate::storage::{Disk, image_node};
 
 /// A disk of a guest.
 #[derive(Clone, Debug)]
@@ -54,8 +53,20 @@ pub enum Boot {
     Image(PathBuf, Ssh),
 }
 
-/// The PCI slot of the first disk, by which the guest identifies the disks.
+/// The PCI slot of the first disk, by which the guest identifies the disks. q35 has devices of its own from slot 31.
 const FIRST_SLOT: usize = 5;
+/// Up to so many disks have a slot each; more are functions of devices, eight in a slot.
+const SLOTS: usize = 24;
+const FUNCTIONS: usize = 8;
+
+/// The PCI slot and function of a disk, of `count` in all.
+fn pci_address(index: usize, count: usize) -> (usize, usize) {
+    if count <= SLOTS {
+        (FIRST_SLOT + index, 0)
+    } else {
+        (FIRST_SLOT + index / FUNCTIONS, index % FUNCTIONS)
+    }
+}
 
 impl Setup {
     /// QEMU's arguments.
@@ -174,7 +185,11 @@ impl Setup {
                     .collect(),
             )),
         };
-        let address = format!("{:#x}", FIRST_SLOT + index);
+        let (slot, function) = pci_address(index, self.volumes.len());
+        let mut address = json!({ "addr": format!("{slot:#x}.{function}") });
+        if self.volumes.len() > SLOTS {
+            address["multifunction"] = true.into();
+        }
         if s.device != Device::VhostUserBlk && !matches!(volume, Volume::Own(Disk::Null)) {
             // Otherwise QEMU's default would turn every -blockdev into writethrough, or ignore the setting.
             let writeback = !matches!(s.cache, Cache::Writethrough | Cache::Directsync);
@@ -187,7 +202,9 @@ impl Setup {
                 device["unit"] = (index % 2).into();
             }
             Device::VirtioScsi => {
-                let mut controller = json!({ "driver": "virtio-scsi-pci", "id": format!("scsi{index}"), "addr": address });
+                let mut controller = address;
+                controller["driver"] = "virtio-scsi-pci".into();
+                controller["id"] = format!("scsi{index}").into();
                 if let Some((key, value)) = iothread {
                     controller[key] = value;
                 }
@@ -205,7 +222,10 @@ impl Setup {
                 if s.device != Device::VhostUserBlk {
                     device["driver"] = "virtio-blk-pci".into();
                 }
-                device["addr"] = address.into();
+                device["addr"] = address["addr"].take();
+                if let Some(multifunction) = address.get("multifunction") {
+                    device["multifunction"] = multifunction.clone();
+                }
                 if let Some((key, value)) = iothread {
                     device[key] = value;
                 }
@@ -229,19 +249,7 @@ impl Setup {
                 json!({ "driver": "null-co", "size": self.size, "read-zeroes": false })
             }
             Disk::Rbd(image) => image.blockdev(cache),
-            Disk::Path(_) | Disk::Chain(_) => {
-                let path = disk.path();
-                let driver = if path.is_some_and(is_block_device) {
-                    "host_device"
-                } else {
-                    "file"
-                };
-                let mut file = json!({ "driver": driver, "filename": path, "cache": cache, "discard": "unmap" });
-                if let Some(aio) = s.aio {
-                    file["aio"] = aio.word().into();
-                }
-                json!({ "driver": s.format.word(), "file": file, "cache": cache, "discard": "unmap" })
-            }
+            Disk::Path(_) | Disk::Chain(_) => image_node(s, disk.files(), &cache),
         };
         blockdev["node-name"] = node.into();
         blockdev
@@ -329,7 +337,10 @@ impl Guest {
                 })
                 .collect(),
             _ => (0..setup.volumes.len())
-                .map(|n| format!("/devices/pci0000:00/0000:00:{:02x}.0/", FIRST_SLOT + n))
+                .map(|n| pci_address(n, setup.volumes.len()))
+                .map(|(slot, function)| {
+                    format!("/devices/pci0000:00/0000:00:{slot:02x}.{function}/")
+                })
                 .collect(),
         };
         Ok(Guest {

@@ -2,17 +2,32 @@
 
 use super::settings::{self, Settings};
 use super::sockets;
+use super::units::size_text;
 use super::words::{Client, Device};
 use super::workload::{self, Workload};
 
 /// The maximum number of volumes of a guest.
-const VOLUMES_MAX: u16 = 24;
+const VOLUMES_MAX: u16 = 200;
 
 /// Checks a configuration with a guest, in which fio makes the load.
 ///
 /// # Errors
 /// A setting or a load needs a driver of the lab.
-pub fn with(settings: &Settings, loads: &[Workload]) -> Result<(), String> {
+pub fn with(settings: &Settings, loads: &[Workload], size: u64) -> Result<(), String> {
+    let disk_min = settings.file_system.disk_min();
+    if let Some(disk_min) = disk_min.filter(|disk_min| size < *disk_min) {
+        return Err(format!(
+            "file-system={} needs a size of {} or more in [storage]",
+            settings.file_system,
+            size_text(disk_min)
+        ));
+    }
+    let is_job = |load: &Workload| load.job.is_some();
+    if disk_min.is_some() && loads.iter().any(is_job) {
+        return Err(
+            "a job file runs on disks; describe the load with rw and bs for a file-system".into(),
+        );
+    }
     if settings.client != Client::Blkio {
         return Err("client is for guest = \"none\": a guest has its own driver".into());
     }

@@ -540,7 +540,7 @@ fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
                 .map_err(|problem| Mistake::new(span("guest"), problem))?;
         }
         if plan.guest != GuestKind::None {
-            guests::with(&case.settings, &plan.workloads).map_err(|problem| {
+            guests::with(&case.settings, &plan.workloads, plan.size).map_err(|problem| {
                 Mistake::new(span("config"), format!("{}: {problem}", case.name))
             })?;
         }

@@ -12,7 +12,8 @@ use super::host_queue::{self, HostQueue};
 use super::image::{self, Image};
 use super::units::{default_or, number, on_off, size, size_text, switch};
 use super::words::{
-    Aio, Cache, Client, Device, Format, Machine, RingKind, Scheduler, Syntax, not_one_of,
+    Aio, Cache, Client, Device, FileSystem, Format, Machine, RingKind, Scheduler, Syntax,
+    not_one_of,
 };
 
 /// Limits: guests that one host boots, virtual CPUs of a guest, and volumes that one server opens.
@@ -61,6 +62,8 @@ pub struct Settings {
     pub memory_mib: u64,
     /// The guest's I/O scheduler.
     pub scheduler: Scheduler,
+    /// The file system in the guest, on which the load's file is.
+    pub file_system: FileSystem,
     /// The number of guests at the same time.
     pub guests: u16,
     /// The number of disks of each guest.
@@ -117,7 +120,7 @@ pub enum IoThread {
 }
 
 /// The keys, in the order of messages.
-pub const KEYS: [&str; 41] = [
+pub const KEYS: [&str; 42] = [
     "device",
     "server",
     "cache",
@@ -142,6 +145,7 @@ pub const KEYS: [&str; 41] = [
     "vcpus",
     "memory",
     "scheduler",
+    "file-system",
     "host-scheduler",
     "host-read-ahead",
     "guests",
@@ -165,7 +169,7 @@ pub const KEYS: [&str; 41] = [
 pub const WITHOUT_GUEST: [&str; 3] = ["active", "neighbour", "load-cpus"];
 
 /// The keys that need a guest.
-pub const OF_GUESTS: [&str; 9] = [
+pub const OF_GUESTS: [&str; 10] = [
     "machine",
     "hugepages",
     "cpu",
@@ -173,6 +177,7 @@ pub const OF_GUESTS: [&str; 9] = [
     "vcpu-cpus",
     "memory",
     "scheduler",
+    "file-system",
     "guests",
     "qemu",
 ];
@@ -199,6 +204,7 @@ impl Default for Settings {
             vcpus: 1,
             memory_mib: 512,
             scheduler: Scheduler::Default,
+            file_system: FileSystem::None,
             guests: 1,
             volumes: 1,
             syntax: Syntax::Blockdev,
@@ -257,6 +263,7 @@ impl Settings {
                 }
             }
             "scheduler" => self.scheduler = value.parse()?,
+            "file-system" => self.file_system = value.parse()?,
             "guests" => self.guests = number(value, 1, GUESTS_MAX)?,
             "volumes" => self.volumes = number(value, 1, VOLUMES_MAX)?,
             "syntax" => self.syntax = value.parse()?,
@@ -318,6 +325,7 @@ impl Settings {
             "vcpus" => self.vcpus.to_string(),
             "memory" => size_text(self.memory_mib << 20),
             "scheduler" => self.scheduler.to_string(),
+            "file-system" => self.file_system.to_string(),
             "guests" => self.guests.to_string(),
             "volumes" => self.volumes.to_string(),
             "syntax" => self.syntax.to_string(),
@@ -368,7 +376,7 @@ impl Settings {
             "cluster-size" | "extended-l2" => {
                 !socket && self.backing.is_own() && self.format == Format::Qcow2
             }
-            "backing-files" => vhost && self.has("cluster-size"),
+            "backing-files" => self.device != Device::Host && self.has("cluster-size"),
             _ if WITHOUT_GUEST.contains(&key) => vhost,
             "syntax" => guest && !vhost,
             _ if OF_GUESTS.contains(&key) => guest,
@@ -414,17 +422,13 @@ impl Settings {
                 self.cache
             ));
         }
-        if self.has("iothread")
+        if self.has_iothreads()
             && let IoThread::Mapping(threads) = self.iothread
+            && self.queues.unwrap_or(self.vcpus) < threads
         {
-            if self.device == Device::VirtioScsi {
-                return Err("iothread mappings are for virtio-blk; use iothread=on".into());
-            }
-            if self.device == Device::VirtioBlk && self.queues.unwrap_or(self.vcpus) < threads {
-                return Err(format!(
-                    "{threads} iothreads need as many queues; set queues={threads} or more vcpus"
-                ));
-            }
+            return Err(format!(
+                "{threads} iothreads need as many queues; set queues={threads} or more vcpus"
+            ));
         }
         if self.device == Device::Ide && self.machine == Machine::Q35 {
             return Err(

@@ -27,6 +27,7 @@ fn every_key_reads_back_what_was_set() {
         ("vcpus", "4"),
         ("memory", "1G"),
         ("scheduler", "none"),
+        ("file-system", "xfs"),
         ("host-scheduler", "mq-deadline"),
         ("host-read-ahead", "0"),
         ("guests", "3"),

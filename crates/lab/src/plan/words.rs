@@ -135,6 +135,18 @@ words! {
 }
 
 words! {
+    /// A file system in the guest.
+    FileSystem {
+        /// None: the load uses the disk itself.
+        None = "none",
+        /// ext4.
+        Ext4 = "ext4",
+        /// XFS.
+        Xfs = "xfs",
+    }
+}
+
+words! {
     /// The option that describes the disk on QEMU's command line.
     Syntax {
         /// `-blockdev`.
@@ -277,6 +289,18 @@ impl Rw {
     /// Whether it writes.
     pub fn writes(self) -> bool {
         !matches!(self, Rw::RandRead | Rw::Read)
+    }
+}
+
+impl FileSystem {
+    /// The smallest disk in bytes that has room for it and for a file to measure; `None` without a file system.
+    pub fn disk_min(self) -> Option<u64> {
+        match self {
+            Self::None => None,
+            Self::Ext4 => Some(64 << 20),
+            // mkfs.xfs refuses less than 300 MiB.
+            Self::Xfs => Some(512 << 20),
+        }
     }
 }
 

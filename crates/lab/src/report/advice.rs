@@ -217,20 +217,27 @@ fn qemu(settings: &Settings) -> String {
             settings.machine,
             settings.queues.unwrap_or(settings.vcpus)
         ),
-        Device::VirtioScsi => format!(
-            "{}{blockdev} \\\n-device virtio-scsi-pci,id=scsi0{}{} \\\n-device scsi-hd,bus=scsi0.0,drive=disk0",
-            if settings.iothread == IoThread::Off {
-                ""
-            } else {
-                "-object iothread,id=io0 \\\n"
-            },
-            if settings.iothread == IoThread::Off {
-                ""
-            } else {
-                ",iothread=io0"
-            },
-            queues.replace("num-queues", "num_queues"),
-        ),
+        Device::VirtioScsi => {
+            let queues = queues.replace("num-queues", "num_queues");
+            let (objects, controller) = match settings.iothread {
+                IoThread::Off => (String::new(), format!("virtio-scsi-pci,id=scsi0{queues}")),
+                IoThread::One => (
+                    "-object iothread,id=io0 \\\n".into(),
+                    format!("virtio-scsi-pci,id=scsi0,iothread=io0{queues}"),
+                ),
+                IoThread::Mapping(threads) => {
+                    let (objects, mapping) = qemu_mapping(threads);
+                    let count = settings.queues.unwrap_or(settings.vcpus);
+                    let controller = format!(
+                        "'{{\"driver\":\"virtio-scsi-pci\",\"id\":\"scsi0\",\"num_queues\":{count},\"iothread-vq-mapping\":[{mapping}]}}'"
+                    );
+                    (format!("{objects} \\\n"), controller)
+                }
+            };
+            format!(
+                "{objects}{blockdev} \\\n-device {controller} \\\n-device scsi-hd,bus=scsi0.0,drive=disk0"
+            )
+        }
         Device::Ide => format!("{blockdev} \\\n-device ide-hd,drive=disk0"),
         Device::VirtioBlk | Device::Host => match settings.iothread {
             IoThread::Off => {
@@ -242,21 +249,22 @@ fn qemu(settings: &Settings) -> String {
                 )
             }
             IoThread::Mapping(threads) => {
-                let objects: Vec<String> = (0..threads)
-                    .map(|n| format!("-object iothread,id=io{n}"))
-                    .collect();
-                let mapping: Vec<String> = (0..threads)
-                    .map(|n| format!("{{\"iothread\":\"io{n}\"}}"))
-                    .collect();
+                let (objects, mapping) = qemu_mapping(threads);
                 format!(
-                    "{} \\\n{blockdev} \\\n-device '{{\"driver\":\"virtio-blk-pci\",\"drive\":\"disk0\",\"num-queues\":{},\"iothread-vq-mapping\":[{}]}}'",
-                    objects.join(" "),
+                    "{objects} \\\n{blockdev} \\\n-device '{{\"driver\":\"virtio-blk-pci\",\"drive\":\"disk0\",\"num-queues\":{},\"iothread-vq-mapping\":[{mapping}]}}'",
                     settings.queues.unwrap_or(settings.vcpus),
-                    mapping.join(",")
                 )
             }
         },
     }
+}
+
+/// QEMU's threads, and the list that spreads queues over them.
+fn qemu_mapping(threads: u16) -> (String, String) {
+    let each = |text: &dyn Fn(u16) -> String| (0..threads).map(text).collect::<Vec<_>>();
+    let objects = each(&|n| format!("-object iothread,id=io{n}"));
+    let mapping = each(&|n| format!("{{\"iothread\":\"io{n}\"}}"));
+    (objects.join(" "), mapping.join(","))
 }
 
 fn libvirt(settings: &Settings) -> String {
@@ -275,7 +283,7 @@ fn libvirt(settings: &Settings) -> String {
     let io = settings
         .aio
         .map_or_else(String::new, |aio| format!(" io='{aio}'"));
-    let (threads, own, mapping) = match settings.iothread {
+    let (threads, own, mut mapping) = match settings.iothread {
         IoThread::Off => (String::new(), String::new(), String::new()),
         IoThread::One => (
             "<iothreads>1</iothreads>\n\n".into(),
@@ -308,6 +316,14 @@ fn libvirt(settings: &Settings) -> String {
         .replace("&gt;", ">")
         .replace("&#39;", "'");
     let (bus, target, controller) = match settings.device {
+        Device::VirtioScsi if !mapping.is_empty() => (
+            "scsi",
+            "sda",
+            format!(
+                "<!-- needs a libvirt whose controllers have iothreads -->\n<controller type='scsi' model='virtio-scsi'>\n  <driver{queues}>\n{}</driver>\n</controller>\n\n",
+                std::mem::take(&mut mapping)
+            ),
+        ),
         Device::VirtioScsi => (
             "scsi",
             "sda",
@@ -365,7 +381,7 @@ fn proxmox(settings: &Settings) -> String {
     };
     match settings.device {
         Device::VirtioScsi => format!(
-            "qm set VMID --scsihw virtio-scsi-single --scsi0 {volume},{cache}{aio}{iothread}"
+            "{mapping}qm set VMID --scsihw virtio-scsi-single --scsi0 {volume},{cache}{aio}{iothread}"
         ),
         Device::Ide => format!("qm set VMID --ide0 {volume},{cache}{aio}"),
         _ => format!("{mapping}qm set VMID --virtio0 {volume},{cache}{aio}{iothread}"),

@@ -6,13 +6,14 @@ use std::process::Command;
 
 use harness::cpu;
 use harness::paths::find_program;
+use harness::qemu::SYSTEM;
 
-use crate::guest::Accel;
+use crate::guest::{Accel, version};
 use crate::plan::backing::Name;
 use crate::plan::cpus::CpuList;
 use crate::plan::host_queue::HostQueue;
-use crate::plan::words::{Aio, Device, Format, GuestKind};
-use crate::plan::{Backing, Plan, Server, Settings};
+use crate::plan::words::{Aio, Device, FileSystem, Format, GuestKind};
+use crate::plan::{Backing, IoThread, Plan, Server, Settings};
 use crate::storage::named::is_thin;
 use crate::storage::rbd::Image;
 use crate::storage::{Disk, host_queue as queue};
@@ -20,11 +21,6 @@ use crate::storage::{Disk, host_queue as queue};
 /// Why a configuration cannot run here, and what to do about it; `None` if it can.
 pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path, accel: Accel) -> Option<String> {
     let (guest, create) = (plan.guest, plan.create);
-    let program = |name: &str, package: &str| {
-        find_program(name)
-            .is_none()
-            .then(|| format!("{name} is missing; on Debian, 'apt install {package}'"))
-    };
     let file = |path: &Path| (!path.exists()).then(|| format!("there is no {}", path.display()));
     if settings.device == Device::Host {
         return program("fio", "fio")
@@ -51,8 +47,60 @@ pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path, accel: Accel) 
         .or_else(|| backing(settings, create))
         .or_else(|| ring(settings))
         .or_else(|| processor(plan, settings, accel))
+        .or_else(|| mapping(plan, settings))
+        .or_else(|| file_system(plan, settings))
         .or_else(|| cpus(plan, settings))
         .or_else(|| host_queue(plan, settings))
+}
+
+/// A file system is made only in guests that the lab makes.
+fn file_system(plan: &Plan, settings: &Settings) -> Option<String> {
+    let name = settings.file_system;
+    match plan.guest {
+        _ if name == FileSystem::None => None,
+        GuestKind::Linux => {
+            let package = match name {
+                FileSystem::Xfs => "xfsprogs",
+                FileSystem::Ext4 | FileSystem::None => "e2fsprogs",
+            };
+            program(&format!("mkfs.{name}"), package)
+        }
+        GuestKind::Ssh | GuestKind::None => Some(format!(
+            "file-system={name} is for guests that the lab makes (guest = \"linux\")"
+        )),
+    }
+}
+
+/// Whether QEMU is too old to spread queues over threads.
+fn mapping(plan: &Plan, settings: &Settings) -> Option<String> {
+    let spread = settings.has_iothreads() && matches!(settings.iothread, IoThread::Mapping(_));
+    let needed = match settings.device {
+        _ if !spread || plan.guest == GuestKind::None => return None,
+        Device::VirtioScsi => (10, 0),
+        _ => (9, 0),
+    };
+    let path = settings.qemu.clone().unwrap_or_else(|| SYSTEM.into());
+    let said = version(&path);
+    let found = qemu_version(&said)?;
+    (found < needed).then(|| {
+        format!(
+            "iothread={} with {} needs QEMU {}.{}; this is {}.{}",
+            settings.iothread, settings.device, needed.0, needed.1, found.0, found.1
+        )
+    })
+}
+
+/// The version in the first line of QEMU's `--version`.
+fn qemu_version(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.split_once("version ")?.1.split(['.', ' ']);
+    let mut number = || numbers.next()?.parse().ok();
+    Some((number()?, number()?))
+}
+
+fn program(name: &str, package: &str) -> Option<String> {
+    find_program(name)
+        .is_none()
+        .then(|| format!("{name} is missing; on Debian, 'apt install {package}'"))
 }
 
 fn processor(plan: &Plan, settings: &Settings, accel: Accel) -> Option<String> {
@@ -220,6 +268,7 @@ pub fn overwritten(plan: &Plan) -> Vec<String> {
                 // Thin disks are filled, even for loads that only read.
                 let is_written = |name: &Name| {
                     writes
+                        || settings.file_system != FileSystem::None
                         || plan.create
                         || settings.prefill
                             && settings.format == Format::Raw
@@ -268,4 +317,18 @@ fn may_be_thin(name: &Name, settings: &Settings) -> bool {
         }),
     };
     is_thin(&disk).unwrap_or(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_version_of_qemu_is_read() {
+        let debian = "QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2+deb13u1~bpo12+1)";
+        assert_eq!(qemu_version(debian), Some((10, 0)));
+        assert_eq!(qemu_version("QEMU emulator version 7.2.22"), Some((7, 2)));
+        assert!(qemu_version("QEMU emulator version 7.2.22") < Some((10, 0)));
+        assert_eq!(qemu_version(""), None);
+    }
 }

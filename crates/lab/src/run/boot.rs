@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use super::effective::{self, Effective};
 use super::profiler::Profiler;
-use super::{outside, pin};
+use super::{file_system, outside, pin};
 use crate::drive::{Times, drive};
 use crate::fio::{CLOCK, Job, Run, interval};
 use crate::guest::{Accel, Boot, Guest, Host, Kernel, Setup, Shell, Ssh, Stop, Volume};
@@ -165,19 +165,20 @@ impl Testbed<'_> {
             .iter()
             .flat_map(|ssh| ssh.disks.clone())
             .collect();
-        let in_guests: Vec<Vec<String>> = guests
+        let mut in_guests: Vec<Vec<String>> = guests
             .iter()
-            .map(|guest| {
-                if named.is_empty() {
-                    guest.disks().to_vec()
-                } else {
-                    named.clone()
-                }
+            .map(|guest| match named.is_empty() {
+                true => guest.disks().to_vec(),
+                false => named.clone(),
             })
             .collect();
         let mut effective = Effective::new();
-        for (guest, disks) in guests.iter_mut().zip(&in_guests) {
+        for (guest, disks) in guests.iter_mut().zip(&mut in_guests) {
             effective = effective::of_guest(guest, settings, disks, self.stop)?;
+            let size = self.plan.size;
+            let (files, made) = file_system::make(guest, settings, disks, size, self.stop)?;
+            *disks = files;
+            effective.extend(made);
         }
         if let Some(guest) = guests.first() {
             effective.extend(effective::of_qemu(guest, settings)?);

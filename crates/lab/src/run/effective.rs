@@ -130,6 +130,12 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
     } else {
         "/machine/peripheral/dev0"
     };
+    let mapping = qmp.property(device, "iothread-vq-mapping");
+    let mapped = mapping.and_then(|list| Some(list.as_array()?.len()));
+    add(
+        "iothread",
+        mapped.filter(|threads| *threads > 0).map(Value::from),
+    );
     for (key, property) in [
         ("queue-size", "queue-size"),
         ("queue-size", "virtqueue_size"),
@@ -148,6 +154,7 @@ pub fn of_qemu(guest: &Guest, settings: &Settings) -> Result<Effective> {
         add("cache.no-flush", Some(node["cache"]["no-flush"].clone()));
         add("write cache", Some(node["cache"]["writeback"].clone()));
         add("format", Some(node["drv"].clone()));
+        add("backing files", backing_files(&nodes, node));
     }
     Ok(effective)
 }
@@ -176,6 +183,22 @@ fn cpu(qmp: &mut Qmp, asked: Option<&CpuModel>) -> Result<Option<String>> {
         text += &format!(",{name}={found}");
     }
     Ok(Some(text))
+}
+
+/// The number of backing files that QEMU has opened below a node.
+fn backing_files(nodes: &Value, node: &Value) -> Option<Value> {
+    let all = nodes.as_array()?;
+    let below = |node: &&Value| {
+        let name = node["backing_file"].as_str()?;
+        // The file itself is a node as well.
+        all.iter()
+            .find(|it| it["file"] == name && it["drv"] == node["drv"])
+    };
+    let depth = std::iter::successors(Some(node), below)
+        .take(all.len())
+        .count()
+        - 1;
+    (depth > 0).then(|| depth.into())
 }
 
 /// The node of a `-drive`: QEMU generates its name.
