@@ -34,8 +34,9 @@ pub struct Finding {
     /// What measured results must be about.
     #[serde(skip)]
     pub subject: Subject,
+    /// Index into the input's VMs; none for a finding about the host.
     #[serde(skip)]
-    pub(crate) vm_index: Option<usize>,
+    pub vm_index: Option<usize>,
     /// The bytes at `at`.
     #[serde(skip)]
     pub span: Span,

@@ -560,6 +560,11 @@ fn source(node: Node<'_, '_>, disk: &mut Disk, reading: &mut Reading) {
                 Some("http" | "https") => "http",
                 _ => "other",
             };
+            let text = |node, name| attribute(node, name).map(|(text, _)| text.to_owned());
+            let inside = |name| source.and_then(|source| child(source, name));
+            let auth = inside("auth").or_else(|| child(node, "auth"));
+            disk.ceph.user = text(auth, "username");
+            disk.ceph.conf = text(inside("config"), "file");
             (word, named("name"))
         }
         other => {

@@ -251,8 +251,21 @@ pub struct Disk {
     pub threads: Vec<ThreadUse>,
     /// Settings that a conversion must preserve.
     pub carried: carried::Carried,
+    /// How its image is accessed, if it is in a Ceph cluster.
+    pub ceph: CephAccess,
     /// Whether a shell variable may add settings that the input does not show.
     pub may_have_more: bool,
+}
+
+/// How an image in a Ceph cluster is accessed, as far as the input says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CephAccess {
+    /// The configuration file.
+    pub conf: Option<String>,
+    /// The user, without `client.`.
+    pub user: Option<String>,
+    /// The file with the user's key.
+    pub keyring: Option<String>,
 }
 
 /// The definition of an I/O thread.

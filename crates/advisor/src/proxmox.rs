@@ -5,7 +5,7 @@ mod edit;
 pub use edit::edits;
 
 use crate::input::{Input, Mistake, Reading, Surroundings};
-use crate::model::{Disk, Origin, Table, Thread, ThreadUse, Vm, is_device};
+use crate::model::{CephAccess, Disk, Origin, Table, Thread, ThreadUse, Vm, is_device};
 use crate::qemu::{self, ParsedCommand, machine_version};
 use crate::text::Span;
 
@@ -545,6 +545,9 @@ struct Storage<'a> {
     path: Option<&'a str>,
     vg: Option<&'a str>,
     pool: Option<&'a str>,
+    user: Option<&'a str>,
+    /// The storage's name.
+    id: &'a str,
 }
 
 /// The storage of a volume `storage:volume`.
@@ -562,6 +565,7 @@ fn storage<'a>(volume: &str, surroundings: &'a Surroundings) -> Storage<'a> {
             inside = id.trim() == wanted;
             if inside {
                 found.kind = Some(kind.trim());
+                found.id = id.trim();
             }
         } else if inside {
             let line = line.trim();
@@ -573,6 +577,7 @@ fn storage<'a>(volume: &str, surroundings: &'a Surroundings) -> Storage<'a> {
                 "path" => found.path = value,
                 "vgname" => found.vg = value,
                 "pool" | "thinpool" => found.pool = value,
+                "username" => found.user = value,
                 _ => {}
             }
         }
@@ -648,6 +653,13 @@ impl Storage<'_> {
                 self.nocow == Some("1"),
                 "from storage.cfg",
             );
+        }
+        if kind == "rbd" {
+            disk.ceph = CephAccess {
+                conf: Some("/etc/pve/ceph.conf".into()),
+                user: self.user.map(str::to_owned),
+                keyring: Some(format!("/etc/pve/priv/ceph/{}.keyring", self.id)),
+            };
         }
         // Use the path on the host if the storage has one, so that facts about the host apply.
         disk.file = match (kind, self.vg, self.path, self.pool, name) {

@@ -1,6 +1,7 @@
 //! `ringdisk check`: reads configurations and prints what slows down their disks. The crate `advisor` has the rules.
 
 mod in_place;
+mod measure;
 
 use std::fs;
 use std::io::{self, IsTerminal, Read, Write};
@@ -21,6 +22,7 @@ use advisor::steps;
 use advisor::text::{BYTES_MAX, Source};
 
 use in_place::InPlace;
+use measure::Outcome;
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -33,6 +35,8 @@ use in_place::InPlace;
   ringdisk check --collect > facts.json          on that host; then: --facts facts.json
   ringdisk check --fix vm1.xml | patch vm1.xml
   ringdisk check --explain no-iothread
+  ringdisk check --measure vm1.xml --budget 20m  measures the findings beside the VM's disks
+  ringdisk check --plan vm1.xml > plan.toml      only the plan, for 'ringdisk lab run' on the VM's host
   ringdisk check --steps before.sh after.sh      what changed, and whether it is one factor
 
 A comment 'ringdisk: ignore RULE because ...' in the file suppresses a finding.
@@ -90,8 +94,8 @@ pub struct Args {
     /// several hard links
     #[arg(long, requires = "fix")]
     in_place: bool,
-    /// Change the files without asking
-    #[arg(long, requires = "in_place")]
+    /// Do not ask before files are changed, or scratch disks are created
+    #[arg(long)]
     yes: bool,
     /// Also fix this rule, although it lowers durability or is a note
     #[arg(long, value_name = "RULE", requires = "fix")]
@@ -105,6 +109,8 @@ pub struct Args {
     /// Compare the files as consecutive steps of a tuning
     #[arg(long)]
     steps: bool,
+    #[command(flatten)]
+    measure: measure::Args,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -183,7 +189,21 @@ pub fn run(args: &Args) -> Result<CheckResult, String> {
         report.absorb(check_host(facts, totals, &rules, &args.ignore));
     }
     add_measured(&mut report.findings, &measured, &rules);
-    print_report(args, &report, &rules);
+    if !args.measure.is_wanted() {
+        print_report(args, &report, &rules, None);
+        return finish(result(report.is_clean()), failures);
+    }
+    let context = measure::Context {
+        inputs: &inputs,
+        rules: &rules,
+        facts,
+        notes: args.notes,
+        ask: !args.yes,
+    };
+    if let Some(outcome) = measure::run(&args.measure, &context, &mut report)? {
+        print_report(args, &report, &rules, Some(&outcome));
+        failures.extend(outcome.failure());
+    }
     finish(result(report.is_clean()), failures)
 }
 
@@ -254,9 +274,13 @@ fn measured(
     measured
 }
 
-fn print_report(args: &Args, report: &Report, rules: &Rules) {
+fn print_report(args: &Args, report: &Report, rules: &Rules, outcome: Option<&Outcome>) {
     if args.json {
-        print(&format!("{}\n", report::json(report, rules)));
+        let mut json = report::json(report, rules);
+        if let Some(outcome) = outcome {
+            json["measurement"] = outcome.json(&report.findings);
+        }
+        print(&format!("{json}\n"));
     } else if args.sarif {
         let version = env!("CARGO_PKG_VERSION");
         print(&format!("{}\n", report::sarif(report, rules, version)));
@@ -264,6 +288,9 @@ fn print_report(args: &Args, report: &Report, rules: &Rules) {
         print(&report::markdown(report, rules, args.notes));
     } else {
         print(&report::text(report, rules, args.notes));
+        if let Some(outcome) = outcome {
+            print(&outcome.text(&report.findings));
+        }
     }
 }
 
@@ -456,7 +483,8 @@ fn facts(args: &Args, inputs: &[Input], notes: &mut Vec<String>) -> Result<Optio
             notes.extend(said);
             Ok(Some(facts))
         }
-        None => Ok(args.host.then(|| facts::collect::collect(&disks(inputs)))),
+        None => Ok((args.host || args.measure.needs_host())
+            .then(|| facts::collect::collect(&disks(inputs)))),
     }
 }
 

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use ::lab::guest::Stop;
 use ::lab::host::now_ms;
+use ::lab::own_folder::OwnFolder;
 use ::lab::profile::flame::Recording;
 use ::lab::profile::interval::Interval;
 use ::lab::profile::roles::{Program, Role};
 use ::lab::profile::sampler::{Process, Sampler, Targets};
 use ::lab::profile::{Profile, procfs, qemu, report};
-use ::lab::run::runtime_folder::RuntimeFolder;
 use harness::qmp::Qmp;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -105,11 +105,14 @@ pub fn run(args: &Args) -> Result<(), ProfileError> {
     }
     // perf's files; removed at the end.
     let folder = match &args.flame {
-        Some(_) => Some(RuntimeFolder::new().map_err(|e| ProfileError::Flame(format!("{e:#}")))?),
+        Some(_) => Some(
+            OwnFolder::new(&std::env::temp_dir())
+                .map_err(|e| ProfileError::Flame(format!("{e:#}")))?,
+        ),
         None => None,
     };
     let recording = match &folder {
-        Some(folder) => Some(subject.record(args.seconds, &folder.0)?),
+        Some(folder) => Some(subject.record(args.seconds, folder.path())?),
         None => None,
     };
     eprintln!("measuring {} for {} s", subject.title, args.seconds);

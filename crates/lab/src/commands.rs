@@ -225,7 +225,10 @@ fn checked(file: &Path, text: &str, options: &RunOptions) -> Result<(Plan, Optio
 }
 
 /// The first Ctrl-C ends the current cell, and the second ends the process.
-fn stop_on_signals() -> Result<Stop, Failed> {
+///
+/// # Errors
+/// The handlers cannot be installed.
+pub fn stop_on_signals() -> Result<Stop, Failed> {
     let stop = Stop::default();
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register_conditional_shutdown(signal, 130, stop.flag())

@@ -24,7 +24,7 @@ pub mod host;
 pub mod import;
 pub mod journal;
 pub mod measured;
-mod own_folder;
+pub mod own_folder;
 pub mod plan;
 pub mod profile;
 pub mod recipes;

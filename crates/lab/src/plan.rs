@@ -204,7 +204,7 @@ impl Plan {
             .map(|index| self.cases[*index].clone())
             .collect();
         plan.contrasts = match self.against {
-            Against::OneFactor => self
+            Against::OneFactor | Against::FirstAndOneFactor => self
                 .contrasts
                 .iter()
                 .filter_map(|(from, to)| Some((place(from)?, place(to)?)))
@@ -334,6 +334,14 @@ impl Plan {
                 .flat_map(|from| all.clone().skip(from + 1).map(move |to| (from, to)))
                 .filter(|&(from, to)| Self::is_one_factor(cases, from, to))
                 .collect(),
+            Against::FirstAndOneFactor => {
+                let others = Self::pair(cases, Against::OneFactor).into_iter();
+                let first = Self::pair(cases, Against::First);
+                first
+                    .into_iter()
+                    .chain(others.filter(|&(from, _)| from > 0))
+                    .collect()
+            }
         }
     }
 

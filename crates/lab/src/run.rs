@@ -11,6 +11,7 @@ mod profiler;
 pub mod progress;
 mod recorder;
 pub mod search;
+pub mod trial;
 mod validity;
 
 use std::collections::BTreeMap;

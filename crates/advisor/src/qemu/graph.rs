@@ -355,6 +355,8 @@ fn storage(option: &Opt, prefix: &str, driver: &Pair, protocol: &'static str, di
         .to_owned();
     if let (Some(pool), "rbd") = (option.value(&key("pool")), protocol) {
         disk.file = format!("{pool}/{}", disk.file);
+        let text = |name: &str| option.value(&key(name)).map(str::to_owned);
+        (disk.ceph.conf, disk.ceph.user) = (text("conf"), text("user"));
     }
     let is_file = matches!(driver.value.as_str(), "file" | "host_device");
     if is_file && disk.file.starts_with("/dev/fdset/") {
@@ -460,7 +462,17 @@ fn of_name(pair: &Pair, disk: &mut Disk) {
     };
     // Leave out keys and monitors after the image's name.
     let path = if protocol == "rbd" {
-        path.split(':').next().unwrap_or(path)
+        let mut parts = path.split(':');
+        let image = parts.next().unwrap_or(path);
+        for part in parts {
+            match part.split_once('=') {
+                Some(("id", user)) => disk.ceph.user = Some(user.to_owned()),
+                Some(("conf", conf)) => disk.ceph.conf = Some(conf.to_owned()),
+                Some(("keyring", file)) => disk.ceph.keyring = Some(file.to_owned()),
+                _ => {}
+            }
+        }
+        image
     } else {
         path
     };

@@ -47,6 +47,31 @@ fn each_value_of_an_axis_is_compared_with_its_first() {
     assert_eq!(plan.contrasts, [(0, 1), (0, 2)]);
 }
 
+/// Each with the first, and a change that starts from another case than the first.
+#[test]
+fn single_changes_are_compared_in_addition_to_the_first() {
+    let text = r#"
+compare = "first-and-one-factor"
+[[case]]
+name = "now"
+cache = "writeback"
+[[case]]
+name = "cache"
+[[case]]
+name = "iothread"
+iothread = "on"
+[[case]]
+name = "all"
+iothread = "on"
+queues = 4
+machine = "pc"
+"#;
+    let plan = read(text).unwrap();
+    assert_eq!(plan.contrasts, [(0, 1), (0, 2), (0, 3), (1, 2)]);
+    let fewer = plan.without(&["cache".into()]);
+    assert_eq!(fewer.contrasts, [(0, 1), (0, 2)]);
+}
+
 #[test]
 fn cases_are_named_and_compared_as_asked() {
     let text = r#"

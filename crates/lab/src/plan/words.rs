@@ -260,6 +260,8 @@ words! {
         Previous = "previous",
         /// Configurations that differ in one setting.
         OneFactor = "one-factor",
+        /// Each with the first, and those that differ in one setting.
+        FirstAndOneFactor = "first-and-one-factor",
     }
 }
 

@@ -119,7 +119,7 @@ pub fn are_shown(plan: &Plan) -> bool {
     match plan.against {
         Against::Last => true,
         Against::First => plan.guest == GuestKind::None,
-        Against::Previous | Against::OneFactor => false,
+        Against::Previous | Against::OneFactor | Against::FirstAndOneFactor => false,
     }
 }
 

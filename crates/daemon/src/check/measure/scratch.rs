@@ -1,0 +1,451 @@
+//! Where the measured disk is created: beside the VM's disk, and never on it.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use ::lab::plan::Settings;
+use ::lab::plan::units::size_text;
+use ::lab::storage::rbd::output;
+use advisor::model::Disk;
+
+/// The sizes of a scratch disk in bytes. A smaller one would be cached by the storage.
+const SIZE_MIN: u64 = 256 << 20;
+const SIZE_MAX: u64 = 4 << 30;
+/// The size in bytes if the size of the VM's disk is unknown.
+const SIZE_DEFAULT: u64 = 1 << 30;
+/// The share of the free space.
+const SHARE: u64 = 10;
+/// How all scratch disks are named.
+const PREFIX: &str = "ringdisk-measure-";
+/// The maximum number of layers of device-mapper.
+const LAYERS_MAX: u32 = 8;
+/// The longest name, which is also a name of LVM.
+const NAME_MAX: usize = 80;
+
+/// Where a scratch disk is created.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A file in a new directory in this one.
+    Directory(PathBuf),
+    /// A logical volume.
+    Volume { group: String, name: String },
+    /// An image in a Ceph cluster.
+    Rbd { pool: String, name: String },
+    /// A device that the user allows to overwrite.
+    Device(PathBuf),
+}
+
+/// A scratch disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scratch {
+    pub place: Place,
+    /// A name that nothing else has.
+    pub name: String,
+    /// In bytes.
+    pub size: u64,
+    /// What could not be found out here.
+    pub note: Option<String>,
+}
+
+impl Scratch {
+    /// The scratch disk for a disk: beside it, or where the user wants it.
+    ///
+    /// # Errors
+    /// There is no place, or not enough space; the message says how to name another.
+    pub fn of(label: &str, disk: &Disk, wanted: Option<&str>) -> Result<Self, String> {
+        let name = name(label);
+        let place = match wanted {
+            Some(text) => named(text, &name)?,
+            None => beside(disk, &name)?,
+        };
+        Ok(Self {
+            place,
+            name,
+            size: 0,
+            note: None,
+        })
+    }
+
+    /// Decides the size: a tenth of the free space, and at most that of the disk.
+    ///
+    /// # Errors
+    /// There is not enough space.
+    pub fn with_size(mut self, disk: &Disk, settings: &Settings) -> Result<Self, String> {
+        let own = disk_size(disk).unwrap_or(SIZE_DEFAULT);
+        let free = match self.free(settings) {
+            Ok(free) => free,
+            Err(problem) => {
+                self.note = Some(format!("the free space is unknown: {problem}"));
+                None
+            }
+        };
+        if let Place::Device(path) = &self.place {
+            let bytes = free.unwrap_or(SIZE_DEFAULT);
+            if bytes < SIZE_MIN {
+                return Err(format!(
+                    "{} has {} MiB, and at least {} are needed; name a larger one with --scratch",
+                    path.display(),
+                    bytes >> 20,
+                    size_text(SIZE_MIN)
+                ));
+            }
+            self.size = bytes.min(SIZE_MAX) >> 20 << 20;
+            return Ok(self);
+        }
+        let share = free.map_or(SIZE_MAX, |free| free / SHARE);
+        if share < SIZE_MIN {
+            return Err(format!(
+                "{} has {} MiB free; a scratch disk takes at most a tenth of that, and at least {}: free {} MiB, or \
+                 name another place with --scratch DIRECTORY",
+                self.place_text(),
+                free.unwrap_or(0) >> 20,
+                size_text(SIZE_MIN),
+                (SIZE_MIN * SHARE)
+                    .saturating_sub(free.unwrap_or(0))
+                    .div_ceil(1 << 20)
+            ));
+        }
+        self.size = own.max(SIZE_MIN).min(share).min(SIZE_MAX) >> 20 << 20;
+        Ok(self)
+    }
+
+    /// The lines of `[storage]`, and the value of `backing` if the plan names the disk.
+    pub fn storage(&self) -> (Vec<(&'static str, String)>, Option<String>) {
+        let size = ("size", size_text(self.size));
+        match &self.place {
+            Place::Directory(_) => {
+                let directory = self.directory().unwrap_or_default().display().to_string();
+                (vec![size, ("directory", directory)], None)
+            }
+            Place::Volume { group, name } => (
+                vec![size, ("create", "on".into())],
+                Some(format!("/dev/{group}/{name}")),
+            ),
+            Place::Rbd { pool, name } => (
+                vec![size, ("create", "on".into())],
+                Some(format!("rbd:{pool}/{name}")),
+            ),
+            Place::Device(path) => (vec![size], Some(path.display().to_string())),
+        }
+    }
+
+    /// The directory that is created for the files, and removed at the end.
+    pub fn directory(&self) -> Option<PathBuf> {
+        match &self.place {
+            Place::Directory(parent) => Some(parent.join(&self.name)),
+            _ => None,
+        }
+    }
+
+    /// The disk, for messages.
+    pub fn text(&self) -> String {
+        match (&self.place, self.directory()) {
+            (_, Some(directory)) => format!("{}/", directory.display()),
+            (Place::Volume { group, name }, _) => format!("/dev/{group}/{name}"),
+            (Place::Rbd { pool, name }, _) => format!("rbd:{pool}/{name}"),
+            (Place::Device(path), _) => path.display().to_string(),
+            (Place::Directory(path), None) => path.display().to_string(),
+        }
+    }
+
+    /// Whether the scratch disk is on this block device of the host.
+    pub fn is_on(&self, device: &str) -> bool {
+        let number = match &self.place {
+            Place::Directory(path) => fs::metadata(path).map(|found| found.dev()),
+            Place::Device(path) => fs::metadata(path).map(|found| found.rdev()),
+            Place::Volume { .. } | Place::Rbd { .. } => return false,
+        };
+        let folder = number.ok().and_then(|number| sysfs(number).ok());
+        folder.is_some_and(|folder| consists_of(&folder, device, LAYERS_MAX))
+    }
+
+    fn place_text(&self) -> String {
+        match &self.place {
+            Place::Directory(path) | Place::Device(path) => path.display().to_string(),
+            Place::Volume { group, .. } => format!("the volume group {group}"),
+            Place::Rbd { pool, .. } => format!("the pool {pool}"),
+        }
+    }
+
+    /// The free space in bytes, or the size of a device.
+    fn free(&self, settings: &Settings) -> Result<Option<u64>, String> {
+        let number = |text: &str| text.trim().parse::<f64>().map(|bytes| bytes as u64).ok();
+        match &self.place {
+            Place::Directory(path) => {
+                let found = rustix::fs::statvfs(path);
+                let found = found.map_err(|e| format!("{}: {e}", path.display()))?;
+                Ok(Some(found.f_bavail.saturating_mul(found.f_frsize)))
+            }
+            Place::Volume { group, .. } => {
+                let mut command = Command::new("vgs");
+                command.args(["--noheadings", "--units", "b", "--nosuffix"]);
+                command.args(["-o", "vg_free", group]);
+                let text = output(&mut command).map_err(|e| format!("{e:#}"))?;
+                Ok(number(&text))
+            }
+            Place::Rbd { pool, .. } => {
+                let ceph = &settings.ceph;
+                let mut command = Command::new("ceph");
+                command.arg("--conf").arg(ceph.conf());
+                command.args(["--id", &ceph.user(), "--connect-timeout", "10"]);
+                if let Some(keyring) = &ceph.keyring {
+                    command.arg("--keyring").arg(keyring);
+                }
+                command.args(["df", "--format", "json"]);
+                let text = output(&mut command).map_err(|e| format!("{e:#}"))?;
+                let json: serde_json::Value =
+                    serde_json::from_str(&text).map_err(|e| format!("'ceph df': {e}"))?;
+                let mut pools = json["pools"].as_array().into_iter().flatten();
+                let found = pools.find(|it| it["name"] == pool.as_str());
+                Ok(found.and_then(|it| it["stats"]["max_avail"].as_u64()))
+            }
+            Place::Device(path) => {
+                let mut file = File::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
+                let end = std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0));
+                end.map(Some)
+                    .map_err(|e| format!("{}: {e}", path.display()))
+            }
+        }
+    }
+}
+
+/// The name of the scratch disk for this disk.
+fn name(label: &str) -> String {
+    let plain = |c: char| {
+        if c.is_ascii_alphanumeric() || "._-".contains(c) {
+            c
+        } else {
+            '-'
+        }
+    };
+    let mut name: String = format!("{PREFIX}{label}").chars().map(plain).collect();
+    name.truncate(NAME_MAX);
+    name
+}
+
+/// The place beside a disk.
+fn beside(disk: &Disk, name: &str) -> Result<Place, String> {
+    let table = &disk.table;
+    let protocol = table.word("disk.protocol").unwrap_or("unknown");
+    let refuse = |what: &str| {
+        Err(format!(
+            "{what}; name a place for a scratch disk with --scratch DIRECTORY, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a \
+             device that may be overwritten"
+        ))
+    };
+    match protocol {
+        "file" => match Path::new(&disk.file).parent() {
+            Some(parent) if parent.is_absolute() && is_plain(&disk.file) => {
+                Ok(Place::Directory(parent.to_owned()))
+            }
+            Some(parent) if is_plain(&disk.file) => {
+                let here =
+                    std::env::current_dir().map_err(|e| format!("the current directory: {e}"))?;
+                Ok(Place::Directory(here.join(parent)))
+            }
+            _ => refuse(&format!(
+                "the directory of '{}' is unknown",
+                advisor::text::printable(&disk.file)
+            )),
+        },
+        "block" => match volume(disk) {
+            Some(group) => Ok(Place::Volume {
+                group,
+                name: name.to_owned(),
+            }),
+            None => refuse(&format!(
+                "{} is a whole block device, beside which there is no place",
+                advisor::text::printable(&disk.file)
+            )),
+        },
+        "rbd" => match disk.file.split('/').collect::<Vec<_>>()[..] {
+            [pool, _] if is_word(pool) => Ok(Place::Rbd {
+                pool: pool.to_owned(),
+                name: name.to_owned(),
+            }),
+            _ => refuse(&format!(
+                "the pool of '{}' is unknown",
+                advisor::text::printable(&disk.file)
+            )),
+        },
+        other => refuse(&format!(
+            "the lab cannot create a disk on storage of the kind '{other}'"
+        )),
+    }
+}
+
+/// Whether a path can be part of a plan. Shell variables and nodes of JSON are no paths.
+fn is_plain(path: &str) -> bool {
+    !path.is_empty() && !path.contains(char::is_control) && !path.contains(['$', '`', '{', '}'])
+}
+
+fn is_word(text: &str) -> bool {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || "._-+".contains(c);
+    !text.is_empty() && !text.starts_with('-') && text.chars().all(allowed)
+}
+
+/// The volume group of a logical volume.
+fn volume(disk: &Disk) -> Option<String> {
+    if !matches!(
+        disk.table.word("backing.lvm"),
+        Some("thick" | "thin" | "snapshot")
+    ) {
+        return None;
+    }
+    let name = disk.file.strip_prefix("/dev/")?;
+    let group = match name.split_once('/')? {
+        // Device-mapper writes GROUP-VOLUME, with each hyphen of a name doubled.
+        ("mapper", name) => {
+            let marked = name.replace("--", "\0");
+            marked.split_once('-')?.0.replace('\0', "-")
+        }
+        (group, volume) if !volume.contains('/') => group.to_owned(),
+        _ => return None,
+    };
+    is_word(&group).then_some(group)
+}
+
+/// The place that the user names.
+fn named(text: &str, name: &str) -> Result<Place, String> {
+    let wrong = || {
+        format!(
+            "--scratch '{text}' is not a directory, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a device"
+        )
+    };
+    if let Some(image) = text.strip_prefix("rbd:") {
+        return match image.split('/').collect::<Vec<_>>()[..] {
+            [pool, name] if is_word(pool) && is_word(name) => Ok(Place::Rbd {
+                pool: pool.into(),
+                name: name.into(),
+            }),
+            _ => Err(wrong()),
+        };
+    }
+    let path = std::path::absolute(text).map_err(|e| format!("--scratch '{text}': {e}"))?;
+    if !is_plain(&path.display().to_string()) || path.to_str().is_none() {
+        return Err(wrong());
+    }
+    match fs::metadata(&path) {
+        Ok(found) if found.is_dir() => Ok(Place::Directory(path)),
+        Ok(found) if found.file_type().is_block_device() => Ok(Place::Device(path)),
+        Ok(_) => Err(format!(
+            "{} exists and is a file; name a directory, in which a scratch disk is created",
+            path.display()
+        )),
+        Err(e) => {
+            let volume = path.strip_prefix("/dev").ok().and_then(Path::to_str);
+            match volume.and_then(|volume| volume.split_once('/')) {
+                Some((group, volume)) if is_word(group) && is_word(volume) => Ok(Place::Volume {
+                    group: group.into(),
+                    name: volume.into(),
+                }),
+                _ => Err(format!(
+                    "{}: {e} ({name} would be created there)",
+                    path.display()
+                )),
+            }
+        }
+    }
+}
+
+fn disk_size(disk: &Disk) -> Option<u64> {
+    ["disk.size", "backing.qcow2-virtual-size", "backing.size"]
+        .into_iter()
+        .find_map(|name| disk.table.number(name))
+}
+
+/// Checks that a device which is going to be overwritten is not in use and holds no disk of a VM.
+///
+/// # Errors
+/// It is in use; the message says by what.
+pub fn check_device(path: &Path, disks: &[String]) -> Result<(), String> {
+    let fail = |why: String| format!("{} is not overwritten: {why}", path.display());
+    let number = |path: &Path| fs::metadata(path).map(|found| found.rdev());
+    let device = number(path).map_err(|e| fail(e.to_string()))?;
+    for disk in disks.iter().filter(|disk| disk.starts_with("/dev/")) {
+        if let Ok(other) = number(Path::new(disk))
+            && shares(device, other)
+        {
+            return Err(fail(format!(
+                "it is, or has a part in common with, the VM's disk {disk}"
+            )));
+        }
+    }
+    // The kernel refuses this for a device that is mounted, or part of another one.
+    let exclusive = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_EXCL)
+        .open(path);
+    exclusive
+        .map(drop)
+        .map_err(|e| fail(format!("{e}; it may be mounted, or part of LVM or RAID")))
+}
+
+/// Whether one device is the other, or a partition of it.
+fn shares(one: u64, other: u64) -> bool {
+    match (sysfs(one), sysfs(other)) {
+        (Ok(one), Ok(other)) => one.starts_with(&other) || other.starts_with(&one),
+        _ => one == other,
+    }
+}
+
+/// The folder of a block device in sysfs. That of a partition is in that of its disk.
+fn sysfs(device: u64) -> std::io::Result<PathBuf> {
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    fs::canonicalize(format!("/sys/dev/block/{major}:{minor}"))
+}
+
+/// Whether a device is this one, a part of it, or made of it by device-mapper or RAID.
+fn consists_of(folder: &Path, device: &str, layers: u32) -> bool {
+    let mut below = fs::read_dir(folder.join("slaves"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    folder.iter().any(|part| part == device)
+        || layers > 0
+            && below.any(|entry| {
+                let below = fs::canonicalize(entry.path());
+                below.is_ok_and(|below| consists_of(&below, device, layers - 1))
+            })
+}
+
+/// A directory for scratch files, which is removed when this is dropped.
+#[derive(Debug)]
+pub struct Folder(PathBuf);
+
+impl Folder {
+    /// Creates the directory.
+    ///
+    /// # Errors
+    /// It exists, or cannot be created.
+    pub fn create(path: PathBuf) -> Result<Self, String> {
+        fs::create_dir(&path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::AlreadyExists => format!(
+                "{0} exists: an earlier measurement was killed, or another one runs; if none does, remove it: rm -r {0}",
+                path.display()
+            ),
+            std::io::ErrorKind::NotFound => format!(
+                "{}: its directory does not exist on this host; run this on the VM's host, or name another place with \
+                 --scratch DIRECTORY",
+                path.display()
+            ),
+            _ => format!(
+                "{}: cannot be created: {e}; run ringdisk as root, or name another place with --scratch DIRECTORY",
+                path.display()
+            ),
+        })?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // The lab has removed its files and this folder in it.
+        let _ = fs::remove_dir(self.0.join("disks"));
+        if let Err(e) = fs::remove_dir(&self.0) {
+            eprintln!("ringdisk: {}: cannot be removed: {e}", self.0.display());
+        }
+    }
+}

@@ -1,0 +1,353 @@
+use std::collections::BTreeSet;
+use std::fs;
+
+use advisor::check::check;
+use advisor::input::Surroundings;
+use advisor::read::read;
+use advisor::rules::Measurement;
+use advisor::text::Source;
+
+use super::*;
+
+fn corpus() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../advisor/tests/corpus")
+}
+
+/// The configurations of the advisor's tests, each with the facts of a host, if it has some.
+fn fixtures() -> Vec<(String, Input, Option<Facts>)> {
+    let manifest = fs::read_to_string(corpus().join("expected.toml")).unwrap();
+    let manifest: toml::Table = manifest.parse().unwrap();
+    let cases = manifest["case"].as_array().unwrap().iter();
+    let text = |name: &str| fs::read_to_string(corpus().join(name)).unwrap();
+    let of_case = |case: &toml::Value| {
+        let file = case.get("file")?.as_str()?;
+        let own = text(file);
+        let named = advisor::read::files_named(&own).into_iter();
+        let surroundings = Surroundings {
+            storages: Some(Source::new("storage.cfg", text("proxmox/storage.cfg"))),
+            files: named
+                .map(|name| Source::new(name.clone(), text(&format!("qemu/{name}"))))
+                .collect(),
+            ..Surroundings::default()
+        };
+        let input = read(Source::new(file, own), surroundings).unwrap();
+        let facts = case.get("facts").and_then(toml::Value::as_str).map(|name| {
+            let (facts, _) = Facts::parse(name, &text(&format!("facts/{name}"))).unwrap();
+            facts
+        });
+        Some((file.to_owned(), input, facts))
+    };
+    cases.filter_map(of_case).collect()
+}
+
+/// A checked input, its report, and its plans.
+fn planned(
+    mut input: Input,
+    facts: Option<&Facts>,
+    args: &Args,
+    load: Load,
+) -> (Vec<Input>, Report, Plans) {
+    let rules = Rules::built_in().unwrap();
+    let mut report = Report::default();
+    let checked = check(&mut input, &rules, facts, &[]);
+    report.add(&input, checked);
+    let inputs = vec![input];
+    let context = Context {
+        inputs: &inputs,
+        rules: &rules,
+        facts,
+        notes: true,
+        ask: false,
+    };
+    let plans = plans(args, &context, &report.findings, load).unwrap();
+    (inputs, report, plans)
+}
+
+/// For every configuration: each finding is measured by one case, or says why not; the lab reads each plan; and no plan
+/// touches a disk of the VM.
+#[test]
+fn plans_of_all_configurations_measure_each_finding_and_touch_no_disk() {
+    let rules = Rules::built_in().unwrap();
+    let (mut measured, mut measured_rules) = (0, BTreeSet::new());
+    let args = Args {
+        scratch: None,
+        ..Args::default()
+    };
+    for (name, input, facts) in fixtures() {
+        for load in [Load::Guests, Load::Servers] {
+            let (inputs, report, plans) = planned(input.clone(), facts.as_ref(), &args, load);
+            for (index, finding) in report.findings.iter().enumerate() {
+                let cases: usize = plans
+                    .targets
+                    .iter()
+                    .flat_map(Target::comparisons)
+                    .filter(|comparison| comparison.findings.contains(&index))
+                    .count();
+                let reasons: Vec<&NotMeasured> = plans
+                    .not_measured
+                    .iter()
+                    .filter(|one| one.finding == index)
+                    .collect();
+                assert_eq!(cases + reasons.len(), 1, "{name}: {finding:?}: {reasons:?}");
+                assert!(reasons.iter().all(|one| !one.why.is_empty()), "{name}");
+                let rule = rules.get(&finding.rule).unwrap();
+                if let Measurement::None(why) = &rule.measurement {
+                    assert_eq!(reasons[0].why, *why, "{name}: {}", finding.rule);
+                }
+                if cases > 0 {
+                    measured += 1;
+                    measured_rules.insert(finding.rule.clone());
+                }
+            }
+            for target in &plans.targets {
+                assert_harmless(&name, target, &inputs);
+            }
+        }
+    }
+    assert!(measured > 100, "{measured}");
+    assert!(measured_rules.len() > 20, "{measured_rules:?}");
+}
+
+fn assert_harmless(name: &str, target: &Target, inputs: &[Input]) {
+    let text = target.text(Duration::from_secs(1200), Duration::from_secs(3));
+    let plan = ::lab::plan::Plan::parse(Path::new("check.toml"), &text)
+        .unwrap_or_else(|e| panic!("{name}: {e}\n{text}"));
+    let disks = inputs.iter().flat_map(|input| &input.vms);
+    let files: Vec<String> = disks
+        .flat_map(|vm| &vm.disks)
+        .map(|disk| disk.file.clone())
+        .filter(|file| !file.is_empty())
+        .collect();
+    target.refuse_disks(&files).unwrap();
+    let directory = plan.directory.as_deref().and_then(Path::to_str);
+    let backings = plan.cases.iter().map(|case| case.settings.get("backing"));
+    let used: Vec<String> = directory
+        .map(str::to_owned)
+        .into_iter()
+        .chain(backings)
+        .collect();
+    for used in used {
+        assert!(
+            used == "file" || used.contains("ringdisk-measure-"),
+            "{name}: {used}"
+        );
+        for file in &files {
+            let words = used.split([',', ':']);
+            assert!(!words.clone().any(|word| word == file), "{name}: {used}");
+            assert!(!Path::new(&used).starts_with(file), "{name}: {used}");
+        }
+    }
+    for file in files.iter().filter(|file| file.len() > 4) {
+        assert!(
+            !text.contains(&format!("\"{file}\"")),
+            "{name}: {file}\n{text}"
+        );
+    }
+}
+
+/// A VM with disks of the given files, in a directory of the test.
+fn domain(files: &[(&str, &str)]) -> String {
+    let disks = files.iter().enumerate().map(|(number, (format, file))| {
+        let letter = char::from(b'a' + number as u8);
+        format!(
+            "<disk type='file' device='disk'><driver name='qemu' type='{format}' cache='writeback'/>\
+             <source file='{file}'/><target dev='vd{letter}' bus='virtio'/></disk>"
+        )
+    });
+    let disks: String = disks.collect();
+    format!(
+        "<domain type='kvm'><name>vm1</name><memory unit='GiB'>1</memory><vcpu>1</vcpu>\
+         <os><type arch='x86_64' machine='pc-q35-7.2'>hvm</type></os><devices>{disks}</devices></domain>"
+    )
+}
+
+fn plans_of(text: &str, args: &Args) -> Result<(Report, Plans), String> {
+    let rules = Rules::built_in().unwrap();
+    let mut input = read(Source::new("vm1.xml", text), Surroundings::default()).unwrap();
+    let mut report = Report::default();
+    let checked = check(&mut input, &rules, None, &[]);
+    report.add(&input, checked);
+    let context = Context {
+        inputs: &[input],
+        rules: &rules,
+        facts: None,
+        notes: false,
+        ask: false,
+    };
+    let plans = plans(args, &context, &report.findings, Load::Guests)?;
+    Ok((report, plans))
+}
+
+/// virt-install's defaults: the page cache, and no I/O thread. The latter is measured without the former, and both are also
+/// measured together.
+#[test]
+fn each_finding_is_one_change_and_starts_from_what_its_rule_needs() {
+    let (report, plans) = plans_of(&domain(&[("raw", "/vms/a.raw")]), &Args::default()).unwrap();
+    let [target] = &plans.targets[..] else {
+        panic!("{:?}", plans.targets);
+    };
+    let compared: Vec<String> = target
+        .comparisons()
+        .map(|one| {
+            let change = one.change.map_or_else(String::new, ToString::to_string);
+            let rules = one
+                .findings
+                .iter()
+                .map(|finding| report.findings[*finding].rule.as_str());
+            let rules: Vec<&str> = rules.collect();
+            format!(
+                "{} [{}]: {} > {}: {change}",
+                one.name,
+                rules.join(","),
+                one.from,
+                one.to
+            )
+        })
+        .collect();
+    assert_eq!(
+        compared,
+        [
+            "cache-host-page [cache-host-page]: now > cache-host-page: cache writeback → none",
+            "no-iothread [no-iothread]: cache-host-page > no-iothread: iothread off → on",
+            "all together []: now > no-iothread: ",
+            "ringdisk []: now > ringdisk: ",
+        ]
+    );
+    let text = target.text(Duration::from_secs(600), Duration::from_secs(3));
+    assert!(
+        text.contains("directory = \"/vms/ringdisk-measure-vm1-vda\""),
+        "{text}"
+    );
+}
+
+#[test]
+fn equal_disks_are_measured_once_and_a_disk_can_be_selected() {
+    let equal = domain(&[
+        ("raw", "/vms/a.raw"),
+        ("raw", "/vms/b.raw"),
+        ("qcow2", "/vms/c"),
+    ]);
+    let (report, plans) = plans_of(&equal, &Args::default()).unwrap();
+    let disks: Vec<&[String]> = plans
+        .targets
+        .iter()
+        .map(|target| &target.disks[..])
+        .collect();
+    assert_eq!(
+        disks,
+        [
+            &["vm1 vda".to_owned(), "vm1 vdb".to_owned()][..],
+            &["vm1 vdc".to_owned()]
+        ]
+    );
+    let both = plans.targets[0].comparisons().next().unwrap();
+    let measured: Vec<&str> = both
+        .findings
+        .iter()
+        .map(|finding| report.findings[*finding].disk.as_str())
+        .collect();
+    assert_eq!(measured, ["vda", "vdb"]);
+
+    let select = |disk: &str| Args {
+        disk: vec![disk.into()],
+        ..Args::default()
+    };
+    let (_, one) = plans_of(&equal, &select("vdc")).unwrap();
+    assert_eq!(one.targets.len(), 1);
+    let error = plans_of(&equal, &select("vdx")).err().unwrap();
+    assert!(error.contains("vm1 vda, vm1 vdb, vm1 vdc"), "{error}");
+}
+
+#[test]
+fn the_place_of_a_scratch_disk_is_beside_the_disk_or_where_the_user_wants_it() {
+    let place = |kind: &str, file: &str, lvm: Option<&'static str>, wanted: Option<&str>| {
+        let mut disk = Disk {
+            file: file.into(),
+            ..Disk::default()
+        };
+        let kind = ["file", "block", "rbd", "nbd"]
+            .into_iter()
+            .find(|one| *one == kind)
+            .unwrap();
+        disk.table.derive("disk.protocol", kind, "test");
+        if let Some(lvm) = lvm {
+            disk.table.derive("backing.lvm", lvm, "test");
+        }
+        Scratch::of("vm1-vda", &disk, wanted).map(|scratch| scratch.text())
+    };
+    let name = "ringdisk-measure-vm1-vda";
+    assert_eq!(
+        place("file", "/vms/a.raw", None, None),
+        Ok(format!("/vms/{name}/"))
+    );
+    assert_eq!(
+        place("rbd", "vms/a", None, None),
+        Ok(format!("rbd:vms/{name}"))
+    );
+    let volume = Ok(format!("/dev/vg0/{name}"));
+    assert_eq!(place("block", "/dev/vg0/a", Some("thick"), None), volume);
+    let volume = Ok(format!("/dev/vg-0/{name}"));
+    assert_eq!(
+        place("block", "/dev/mapper/vg--0-a", Some("thin"), None),
+        volume
+    );
+    for (kind, file, lvm) in [
+        ("block", "/dev/vg0/a", None),
+        ("block", "/dev/sdb", Some("no")),
+        ("nbd", "export", None),
+        ("rbd", "vms/namespace/a", None),
+        ("file", "$DISK", None),
+    ] {
+        let error = place(kind, file, lvm, None).unwrap_err();
+        assert!(error.contains("--scratch"), "{file}: {error}");
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let wanted = directory.path().to_str();
+    let text = format!("{}/{name}/", directory.path().display());
+    assert_eq!(place("block", "/dev/sdb", None, wanted), Ok(text));
+    assert_eq!(
+        place("nbd", "x", None, Some("rbd:p/i")),
+        Ok("rbd:p/i".into())
+    );
+    for wrong in ["rbd:p", "rbd:p/i@s", "rbd:-p/i", "/nonexistent/x"] {
+        assert!(place("nbd", "x", None, Some(wrong)).is_err(), "{wrong}");
+    }
+    let file = directory.path().join("a.raw");
+    fs::write(&file, "mine").unwrap();
+    let error = place("nbd", "x", None, file.to_str()).unwrap_err();
+    assert!(error.contains("is a file"), "{error}");
+}
+
+/// The user may name the VM's own disk by mistake.
+#[test]
+fn a_disk_of_the_vm_is_refused_as_a_scratch_disk() {
+    let command =
+        "qemu-system-x86_64 -accel kvm -drive file=rbd:vms/a,format=raw,if=virtio,cache=writeback";
+    let (_, plans) = plans_of(
+        command,
+        &Args {
+            scratch: Some("rbd:vms/a".into()),
+            ..Args::default()
+        },
+    )
+    .unwrap();
+    let refused = plans.targets[0]
+        .refuse_disks(&["vms/a".into()])
+        .unwrap_err();
+    assert!(refused.contains("is a disk of a VM"), "{refused}");
+    assert_eq!(plans.targets[0].refuse_disks(&["vms/b".into()]), Ok(()));
+}
+
+#[test]
+fn the_directory_of_scratch_files_is_new_and_removed() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("ringdisk-measure-vm1-vda");
+    let folder = Folder::create(path.clone()).unwrap();
+    let error = Folder::create(path.clone()).unwrap_err();
+    assert!(error.contains("exists"), "{error}");
+    fs::create_dir(path.join("disks")).unwrap();
+    drop(folder);
+    assert!(!path.exists());
+    let error = Folder::create(parent.path().join("none/x")).unwrap_err();
+    assert!(error.contains("--scratch"), "{error}");
+}
