@@ -89,7 +89,12 @@ impl Named {
             *state = State::default();
         }
         if self.create && !state.created {
-            create(&disk, self.size)?;
+            create(&disk, self.size).with_context(|| {
+                format!(
+                    "creating {name}; 'create' makes new disks only: if a run that was killed left this one, remove it; \
+                     otherwise choose another name"
+                )
+            })?;
             state.created = true;
             if let Disk::Rbd(image) = &disk {
                 state.image = Some(image.clone());
