@@ -287,6 +287,14 @@ impl Subject {
         }
         let readings = sampler.finish();
         self.notes.extend(readings.problems.iter().cloned());
+        for process in &self.targets.processes {
+            if !Path::new(&format!("/proc/{}", process.pid)).exists() {
+                self.notes.push(format!(
+                    "process {} ended during the measurement, so shares are too small",
+                    process.pid
+                ));
+            }
+        }
         if readings.threads_left_out > 0 {
             self.notes.push(format!(
                 "{} threads are left out",

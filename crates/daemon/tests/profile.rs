@@ -88,7 +88,10 @@ impl Busy {
 impl Drop for Busy {
     fn drop(&mut self) {
         self.end.store(true, Ordering::Relaxed);
-        let _ = self.thread.take().map(JoinHandle::join);
+        let ended = self.thread.take().map(JoinHandle::join);
+        if !thread::panicking() {
+            ended.unwrap().unwrap();
+        }
     }
 }
 
@@ -201,11 +204,13 @@ fn messenger_that_is_busy() {
 #[test]
 fn flame_graph_of_a_disk_in_use() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let (server, control) = serve(folder.path(), "null:64M", "");
-    let busy = Busy::start(&server, BlockContent::Unknown);
+    let file = folder.path().join("disk.raw");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let (server, control) = serve(folder.path(), &file.display().to_string(), "");
+    let busy = Busy::start(&server, BlockContent::Zeroes);
     let drawing = folder.path().join("vm1.svg");
     let output = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
-        .args(["profile", "vm1", "--seconds", "2", "--control", &control])
+        .args(["profile", "vm1", "--seconds", "4", "--control", &control])
         .arg("--flame")
         .arg(&drawing)
         .stdin(Stdio::null())
@@ -264,7 +269,7 @@ fn vcpu_that_waits_for_a_cpu() {
         reader=$!
         sleep 3
         echo busy
-        sleep 2
+        sleep 20
         kill $reader";
     let mut reply = None;
     let output = guest.run_watched(script, LIMIT, &mut |line, qemu| {

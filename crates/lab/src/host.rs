@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::storage::host_queue::bracketed;
 use crate::window::Window;
 use harness::cpu::{self, Usage};
 
@@ -93,13 +94,6 @@ pub fn device_of(path: &Path) -> Option<String> {
         rustix::fs::major(device),
         rustix::fs::minor(device)
     ))
-}
-
-/// The choice of a file such as `none [mq-deadline] kyber`.
-pub fn bracketed(text: &str) -> String {
-    text.split_once('[')
-        .and_then(|(_, rest)| rest.split_once(']'))
-        .map_or_else(|| text.trim().to_owned(), |(word, _)| word.to_owned())
 }
 
 /// Milliseconds since 1970.

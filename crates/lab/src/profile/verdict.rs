@@ -428,19 +428,21 @@ fn storage(below: String, measured: &Measurement) -> Cause {
             ),
         );
     }
-    let sleeps = measured
-        .role(Role::Server)
-        .map_or_else(String::new, |server| {
-            let idle = 1.0 - server.busiest.share;
-            format!(
-                ", while the busiest I/O thread is off the CPU or polls for {}",
-                percent(idle)
-            )
+    let busiest = [Role::Server, Role::Messenger]
+        .into_iter()
+        .filter_map(|role| {
+            let share = percent(measured.role(role)?.busiest.share);
+            Some(format!("{share} of the busiest {}", role.label()))
         });
+    let busiest: Vec<String> = busiest.collect();
+    let threads = match &busiest[..] {
+        [] => String::new(),
+        busiest => format!(", and take only {}", busiest.join(" and ")),
+    };
     Cause::new(
         Stage::Storage,
         format!(
-            "{below}, {} each{sleeps}{}",
+            "{below}, {} each{threads}{}",
             time(engine_ns),
             device_words(measured)
         ),

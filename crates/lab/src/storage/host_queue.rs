@@ -17,7 +17,6 @@ use harness::paths::is_block_device;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use crate::host::bracketed;
 use crate::plan::host_queue::HostQueue;
 use crate::plan::units::size_text;
 use crate::plan::words::Scheduler;
@@ -372,3 +371,9 @@ fn ensure_choice(device: &str, scheduler: &str) -> Result<()> {
 #[cfg(test)]
 #[path = "host_queue_tests.rs"]
 mod tests;
+/// The choice of a file such as `none [mq-deadline] kyber`.
+pub fn bracketed(text: &str) -> String {
+    text.split_once('[')
+        .and_then(|(_, rest)| rest.split_once(']'))
+        .map_or_else(|| text.trim().to_owned(), |(word, _)| word.to_owned())
+}
