@@ -159,32 +159,10 @@ impl Setup {
                 device["drive"] = node.into();
             }
         }
-        let threads = match s.iothread {
-            IoThread::Off => 0,
-            IoThread::One => 1,
-            IoThread::Mapping(threads) => threads,
-        };
-        let in_qemu = matches!(s.device, Device::VirtioBlk | Device::VirtioScsi);
-        let names: Vec<String> = (0..if in_qemu { threads } else { 0 })
-            .map(|n| format!("io{index}-{n}"))
-            .collect();
-        let polling = s.poll_max_us.map_or_else(String::new, |us| {
-            format!(",poll-max-ns={}", u64::from(us) * 1000)
-        });
-        names
-            .iter()
-            .for_each(|name| push("-object", format!("iothread,id={name}{polling}")));
-        let iothread = match &names[..] {
-            [] => None,
-            [one] => Some(("iothread", Value::from(one.as_str()))),
-            _ => Some((
-                "iothread-vq-mapping",
-                names
-                    .iter()
-                    .map(|name| json!({ "iothread": name }))
-                    .collect(),
-            )),
-        };
+        let (threads, iothread) = self.iothreads(index);
+        threads
+            .into_iter()
+            .for_each(|thread| push("-object", thread));
         let (slot, function) = pci_address(index, self.volumes.len());
         let mut address = json!({ "addr": format!("{slot:#x}.{function}") });
         if self.volumes.len() > SLOTS {
@@ -239,6 +217,36 @@ impl Setup {
         }
         device["id"] = format!("dev{index}").into();
         push("-device", device.to_string());
+    }
+
+    /// The values of `-object` for a disk's I/O threads, and the property of the device that uses them.
+    fn iothreads(&self, index: usize) -> (Vec<String>, Option<(&'static str, Value)>) {
+        let s = &self.settings;
+        let threads = match s.iothread {
+            IoThread::Off => 0,
+            _ if !s.has_iothreads() => 0,
+            IoThread::One => 1,
+            IoThread::Mapping(threads) => threads,
+        };
+        let names: Vec<String> = (0..threads).map(|n| format!("io{index}-{n}")).collect();
+        let polling = s.poll_max_us.map_or_else(String::new, |us| {
+            format!(",poll-max-ns={}", u64::from(us) * 1000)
+        });
+        let objects = names
+            .iter()
+            .map(|name| format!("iothread,id={name}{polling}"));
+        let property = match &names[..] {
+            [] => None,
+            [one] => Some(("iothread", Value::from(one.as_str()))),
+            _ => Some((
+                "iothread-vq-mapping",
+                names
+                    .iter()
+                    .map(|name| json!({ "iothread": name }))
+                    .collect(),
+            )),
+        };
+        (objects.collect(), property)
     }
 
     fn blockdev(&self, disk: &Disk, node: &str) -> Value {

@@ -159,19 +159,7 @@ impl Testbed<'_> {
             (_, served) => served,
         };
         let mut guests = self.guests(settings, disks, served.as_ref())?;
-        let named: Vec<String> = self
-            .plan
-            .ssh
-            .iter()
-            .flat_map(|ssh| ssh.disks.clone())
-            .collect();
-        let mut in_guests: Vec<Vec<String>> = guests
-            .iter()
-            .map(|guest| match named.is_empty() {
-                true => guest.disks().to_vec(),
-                false => named.clone(),
-            })
-            .collect();
+        let mut in_guests: Vec<_> = guests.iter().map(|guest| self.disks_in(guest)).collect();
         let mut effective = Effective::new();
         for (guest, disks) in guests.iter_mut().zip(&mut in_guests) {
             effective = effective::of_guest(guest, settings, disks, self.stop)?;
@@ -184,12 +172,8 @@ impl Testbed<'_> {
             effective.extend(effective::of_qemu(guest, settings)?);
         }
         effective.extend(pin::guests(&guests, &cpus)?);
-        if let Some(pid) = served
-            .as_ref()
-            .and_then(Served::pid)
-            .filter(|_| !cpus.server.is_empty())
-        {
-            effective.insert("server-cpus".into(), pin::of_server(pid)?.to_string());
+        if let Some(served) = &served {
+            effective.extend(cpus_of(served, &cpus)?);
         }
         // Neither QEMU nor the guest reports these: use the values that the server was given.
         for key in [
@@ -230,6 +214,14 @@ impl Testbed<'_> {
             load: Place::Guests,
             queues: None,
         })
+    }
+
+    /// The disks of a guest that the load uses: those that the plan names, or all.
+    fn disks_in(&self, guest: &Guest) -> Vec<String> {
+        let named = self.plan.ssh.as_ref().map(|ssh| ssh.disks.clone());
+        named
+            .filter(|named| !named.is_empty())
+            .unwrap_or_else(|| guest.disks().to_vec())
     }
 
     /// Boots the guests of a configuration.
@@ -485,6 +477,13 @@ fn paths(disks: &[Disk]) -> Vec<PathBuf> {
     files.cloned().collect()
 }
 
+/// The CPUs of a server's threads, if the plan sets any.
+fn cpus_of(served: &Served, cpus: &Cpus) -> Result<Option<(String, String)>> {
+    let pid = served.pid().filter(|_| !cpus.server.is_empty());
+    let found = pid.map(pin::of_server).transpose()?;
+    Ok(found.map(|cpus| ("server-cpus".into(), cpus.to_string())))
+}
+
 /// A server without guests.
 fn on_sockets(
     served: Served,
@@ -516,9 +515,7 @@ fn on_sockets(
     ] {
         as_given(&mut effective, key, settings);
     }
-    if let Some(pid) = served.pid().filter(|_| !cpus.server.is_empty()) {
-        effective.insert("server-cpus".into(), pin::of_server(pid)?.to_string());
-    }
+    effective.extend(cpus_of(&served, cpus)?);
     Ok(Booted {
         shells: Vec::new(),
         ahead_ms: Vec::new(),
