@@ -7,7 +7,7 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// The name and the text of each recipe.
-pub const RECIPES: [(&str, &str); 44] = [
+pub const RECIPES: [(&str, &str); 45] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
@@ -18,6 +18,7 @@ pub const RECIPES: [(&str, &str); 44] = [
         include_str!("../recipes/wire-encryption.toml"),
     ),
     ("librbd", include_str!("../recipes/librbd.toml")),
+    ("file-system", include_str!("../recipes/file-system.toml")),
     ("pv-eoi", include_str!("../recipes/pv-eoi.toml")),
     ("rbd-cache", include_str!("../recipes/rbd-cache.toml")),
     ("rbd-clients", include_str!("../recipes/rbd-clients.toml")),
