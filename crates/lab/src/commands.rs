@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use thiserror::Error;
 
 use crate::analysis::Analysis;
@@ -224,18 +225,29 @@ fn checked(file: &Path, text: &str, options: &RunOptions) -> Result<(Plan, Optio
     Ok((plan, options))
 }
 
-/// The first Ctrl-C ends the current cell, and the second ends the process.
+/// The first Ctrl-C (or SIGHUP, SIGQUIT, SIGTERM) ends the current cell, and the second ends the process.
 ///
 /// # Errors
 /// The handlers cannot be installed.
 pub fn stop_on_signals() -> Result<Stop, Failed> {
     let stop = Stop::default();
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+    for signal in [SIGHUP, SIGINT, SIGQUIT, SIGTERM] {
+        // A lost session sends SIGHUP, which nohup makes the process ignore.
+        if signal == SIGHUP && ignores_sighup() {
+            continue;
+        }
         signal_hook::flag::register_conditional_shutdown(signal, 130, stop.flag())
             .and_then(|_| signal_hook::flag::register(signal, stop.flag()))
             .context("handling signals")?;
     }
     Ok(stop)
+}
+
+fn ignores_sighup() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask & 1 << (SIGHUP - 1) != 0)
 }
 
 /// Writes the reports of a result, and prints their path.
@@ -244,11 +256,11 @@ fn write_report(analysis: &Analysis, folder: &Path, quiet: bool) -> Result<(), F
     if quiet {
         return Ok(());
     }
-    println!("{}", report::text(analysis));
+    outln!("{}", report::text(analysis));
     if let Some(path) = measured {
-        println!("'ringdisk check' uses the measurements: {}", path.display());
+        outln!("'ringdisk check' uses the measurements: {}", path.display());
     }
-    println!("report: {}", folder.join(report::HTML).display());
+    outln!("report: {}", folder.join(report::HTML).display());
     Ok(())
 }
 
@@ -271,7 +283,7 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
         .iter()
         .fold(plan.clone(), |plan, load| plan.with_rates(load, &most));
     let estimate = estimate(&widest, boot);
-    println!(
+    outln!(
         "{}: {}",
         plan.name,
         if plan.title.is_empty() {
@@ -281,45 +293,45 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
         }
     );
     if accel == Accel::Tcg {
-        println!(
+        outln!(
             "NOTE: KVM does not work here, so guests run under emulation: absolute figures mean nothing."
         );
     }
     if plan.cases.is_empty() {
-        println!("no configuration of this plan can be measured here");
+        outln!("no configuration of this plan can be measured here");
     } else {
-        println!(
+        outln!(
             "{} configurations, the first of them twice; {} loads",
             plan.cases.len(),
             plan.workloads.len()
         );
     }
     for case in &plan.cases {
-        println!("  {}: {}", case.name, case.settings.label());
+        outln!("  {}: {}", case.name, case.settings.label());
     }
     for left_out in &whole.left_out {
-        println!("  left out: {left_out}");
+        outln!("  left out: {left_out}");
     }
     for (case, why) in run::left_out(whole, ringdisk, accel) {
-        println!("  left out: {case}: {why}");
+        outln!("  left out: {case}: {why}");
     }
     if plan.cases.is_empty() {
         return;
     }
     for load in &plan.workloads {
-        println!("  load: {}", load.name);
+        outln!("  load: {}", load.name);
     }
     if !searching.is_empty() {
         let each = boot + plan.run_time() * RUNS;
         let searches = plan.cases.len() as u32 * searching.len() as u32;
-        println!(
+        outln!(
             "before the first block, a search for at most {} rates takes about {}",
             RATES_MAX * searching.len(),
             time_text(each * searches)
         );
     }
     let questions = Schedule::of(&widest, 0).questions();
-    println!(
+    outln!(
         "{questions} questions; a block of {} runs takes about {}; at most {} blocks in {}",
         estimate.runs,
         time_text(estimate.block),
@@ -327,13 +339,13 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
         time_text(plan.budget)
     );
     match estimate.blocks {
-        Some(blocks) => println!(
+        Some(blocks) => outln!(
             "an effect of {} % with a noise of {} % would be found in {blocks} blocks, {}; clearer comparisons end sooner",
             plan.effect * 100.0,
             plan.noise * 100.0,
             time_text(estimate.block * blocks as u32)
         ),
-        None => println!(
+        None => outln!(
             "these are too few to find an effect of {} % with a noise of {} %: only larger effects will be decided",
             plan.effect * 100.0,
             plan.noise * 100.0
@@ -352,7 +364,7 @@ fn ask(disks: &[String]) -> Result<(), Failed> {
             "this plan OVERWRITES {list}; to allow that, use --overwrite"
         )));
     }
-    print!(
+    out!(
         "This plan OVERWRITES {list}. All data there will be lost. Type 'overwrite' to continue: "
     );
     let _ = io::stdout().flush();
@@ -376,10 +388,10 @@ pub fn recipes(name: Option<&str>) -> Result<(), Failed> {
         let names: Vec<_> = recipes::RECIPES.iter().map(|recipe| recipe.0).collect();
         let text = recipes::text(name)
             .ok_or_else(|| Failed::usage(crate::plan::words::not_one_of(name, &names)))?;
-        print!("{text}");
+        out!("{text}");
         return Ok(());
     }
-    print!(
+    out!(
         "{}",
         recipe_list().map_err(|e| Failed::usage(e.to_string()))?
     );
@@ -421,7 +433,7 @@ pub fn diff(before: &Path, after: &Path, force: bool) -> Result<(), Failed> {
     let (before, after) = (Journal::read(before)?, Journal::read(after)?);
     let changes =
         compare::changes(&before, &after, force).map_err(|problem| Failed { code: 4, problem })?;
-    print!("{}", compare::text(&changes));
+    out!("{}", compare::text(&changes));
     Ok(())
 }
 
@@ -433,7 +445,7 @@ pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
     let (before, after) = (Journal::read(against)?, Journal::read(result)?);
     let changes =
         compare::changes(&before, &after, force).map_err(|problem| Failed { code: 4, problem })?;
-    print!("{}", compare::text(&changes));
+    out!("{}", compare::text(&changes));
     let worse = changes
         .iter()
         .filter(|change| change.verdict == crate::stats::Verdict::Loss)

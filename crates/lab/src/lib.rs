@@ -13,6 +13,20 @@
 //!
 //! A [study](study) is a list of such runs, with the published tables and figures that they measure.
 
+/// `print!`, but without a panic if nobody reads the output any more: a run goes on, and its result is in its folder.
+macro_rules! out {
+    ($($argument:tt)*) => {{
+        let _ = std::io::Write::write_fmt(&mut std::io::stdout().lock(), format_args!($($argument)*));
+    }};
+}
+
+/// [`out`] with a line break.
+macro_rules! outln {
+    ($($argument:tt)*) => {
+        out!("{}\n", format_args!($($argument)*))
+    };
+}
+
 pub mod analysis;
 pub mod client;
 pub mod commands;

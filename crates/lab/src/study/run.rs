@@ -52,13 +52,13 @@ const STATE: &str = "study.json";
 /// There is no such study, or nothing of it could be measured.
 pub fn study(options: &StudyOptions) -> Result<(), Failed> {
     if let Some(results) = &options.document {
-        print!("{}", document::document(results)?);
+        out!("{}", document::document(results)?);
         return Ok(());
     }
     let Some(name) = &options.study else {
         for (name, _) in STUDIES {
             let study = Study::named(name).map_err(Failed::usage)?;
-            println!("{name}  {} ({}, {})", study.title, study.author, study.year);
+            outln!("{name}  {} ({}, {})", study.title, study.author, study.year);
         }
         return Ok(());
     };
@@ -106,9 +106,9 @@ pub fn study(options: &StudyOptions) -> Result<(), Failed> {
     }
     if options.json {
         let json = serde_json::to_string_pretty(&state.claims).context("writing JSON")?;
-        println!("{json}");
+        outln!("{json}");
     } else {
-        print!("{}", table(&study, &state.claims));
+        out!("{}", table(&study, &state.claims));
     }
     match results.values().any(Result::is_ok) {
         true => Ok(()),
@@ -169,7 +169,7 @@ fn one(
             .as_deref()
             .and_then(|it| time(it).ok())
             .map_or_else(String::new, within);
-        println!("\n{}{budget}", run.name);
+        outln!("\n{}{budget}", run.name);
     }
     let text = match text(run, options) {
         Ok(text) => text,
@@ -202,7 +202,7 @@ fn one(
 
 fn not_run(why: String, options: &StudyOptions) -> Result<Journal, String> {
     if !options.json {
-        println!("not run: {why}");
+        outln!("not run: {why}");
     }
     Err(why)
 }
