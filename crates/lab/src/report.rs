@@ -29,8 +29,11 @@ pub const HTML: &str = "report.html";
 pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
     fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
     for (name, text) in files(analysis)? {
-        let path = folder.join(name);
-        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        // An earlier report stays if the disk is full.
+        let (path, new) = (folder.join(name), folder.join(format!("{name}.new")));
+        fs::write(&new, text)
+            .and_then(|()| fs::rename(&new, &path))
+            .with_context(|| format!("writing {}", path.display()))?;
     }
     measured::write(analysis, folder)
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 /// The first fields of `/proc/PID/task/TID/stat`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// The thread's name.
+    /// The thread's name. Control characters, which its process may have put there, are replaced.
     pub name: String,
     /// `R`, `S`, `D` and so on.
     pub state: char,
@@ -18,7 +18,7 @@ impl Stat {
         let (before, after) = text.rsplit_once(')')?;
         let (_, name) = before.split_once('(')?;
         Some(Stat {
-            name: name.to_owned(),
+            name: name.replace(char::is_control, "?"),
             state: after.trim_start().chars().next()?,
         })
     }
@@ -145,6 +145,8 @@ mod tests {
                 state: 'S'
             }
         );
+        let hostile = Stat::parse("12 (\x1b[31m\nred) R 1").unwrap();
+        assert_eq!(hostile.name, "?[31m?red");
         assert_eq!(Stat::parse("12 (cut"), None);
         assert_eq!(Stat::parse("12 (cut)"), None);
         let own = Stat::of(

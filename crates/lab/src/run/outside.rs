@@ -2,11 +2,12 @@
 
 use std::io::Read;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use harness::process::guarded;
 use harness::random::mix;
 
 use super::profiler::Profiler;
@@ -96,7 +97,7 @@ pub fn measure(
 /// Starts a client.
 fn start(job: &Job, cpus: &Cpus) -> Result<Child> {
     let program = std::env::current_exe().context("finding this program")?;
-    let mut command = Command::new(program);
+    let mut command = guarded(&program);
     command
         .args(["lab", "client"])
         .arg(serde_json::to_string(job)?)

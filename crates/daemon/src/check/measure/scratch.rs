@@ -423,8 +423,9 @@ impl Folder {
     pub fn create(path: PathBuf) -> Result<Self, String> {
         fs::create_dir(&path).map_err(|e| match e.kind() {
             std::io::ErrorKind::AlreadyExists => format!(
-                "{0} exists: an earlier measurement was killed, or another one runs; if none does, remove it: rm -r {0}",
-                path.display()
+                "{} exists: an earlier measurement was killed, or another one runs; if none does, remove it: {}",
+                path.display(),
+                advisor::command_line(&["rm".into(), "-r".into(), path.display().to_string()]).trim()
             ),
             std::io::ErrorKind::NotFound => format!(
                 "{}: its directory does not exist on this host; run this on the VM's host, or name another place with \
