@@ -234,8 +234,9 @@ fn qemu(settings: &Settings) -> String {
                     (format!("{objects} \\\n"), controller)
                 }
             };
+            // QEMU creates devices in JSON after all others, so the disk is JSON as its controller may be.
             format!(
-                "{objects}{blockdev} \\\n-device {controller} \\\n-device scsi-hd,bus=scsi0.0,drive=disk0"
+                "{objects}{blockdev} \\\n-device {controller} \\\n-device '{{\"driver\":\"scsi-hd\",\"bus\":\"scsi0.0\",\"drive\":\"disk0\"}}'"
             )
         }
         Device::Ide => format!("{blockdev} \\\n-device ide-hd,drive=disk0"),
