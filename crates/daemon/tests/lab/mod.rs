@@ -1,6 +1,7 @@
 //! `ringdisk lab` as people run it: the real program with real guests, servers and faults.
 
 mod advice;
+mod check_measure;
 mod faults;
 mod host_queue;
 mod published_tables;
