@@ -189,7 +189,7 @@ impl<E: Engine> Worker<E> {
                 }
             }
             let stamps = needs.stamps;
-            match plan::plan(&queue.disk, &queue.image, request) {
+            match plan::plan(&queue.disk, &queue.image, &queue.bitmaps, request) {
                 Plan::Operation(at) => {
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
                     self.submit(RequestId::new(number, slot));
@@ -303,7 +303,7 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues.get(id.queue);
         let s = queue.slots.get(id.slot);
         (s.stamps.admitted, s.stamps.submitted) = (now, now);
-        let plan = plan::plan(&queue.disk, &queue.image, s.request);
+        let plan = plan::plan(&queue.disk, &queue.image, &queue.bitmaps, s.request);
         let next = match plan {
             Plan::Operation(at) => {
                 (s.at, s.state) = (at, RequestState::Moving);

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-use block::{FileId, Segment};
+use block::{FileId, RecordingBitmaps, Segment};
 use guest::{NewQueue, SessionAbort, StoppedRing, Virtqueue};
 use image::Image;
 
@@ -25,6 +25,8 @@ pub(crate) struct Queue {
     pub disk: Arc<Disk>,
     /// Where ranges of the disk are. It does not change while requests are in flight.
     pub image: Image,
+    /// The bitmaps that record changes. They do not change while requests are in flight.
+    pub bitmaps: RecordingBitmaps,
     pub ring: Virtqueue,
     pub slots: Slots,
     /// What is counted of its requests.
@@ -81,6 +83,7 @@ impl Queue {
         let requests = requests_max(&new.virtqueue);
         let mut queue = Self {
             image: Image::Null,
+            bitmaps: RecordingBitmaps::default(),
             ring: new.virtqueue,
             slots: Slots::new(requests),
             tally: Tally::new(&disk.statistics, requests.into()),
@@ -107,6 +110,7 @@ impl Queue {
     /// Takes over where the disk is now. No request of the queue is in flight.
     pub fn update_content(&mut self, thread_disk: &ThreadDisk) {
         self.image = self.disk.content().image;
+        self.bitmaps = (self.image.bitmaps()).map_or_else(Default::default, |all| all.recording());
         if self.image.chain().is_some() {
             self.file = None;
             self.mapped.reserve(self.slots.len());

@@ -19,13 +19,13 @@ pub use qcow2::check::check;
 pub use qcow2::{
     Allocation, CheckReport, Compression, Damage, DamagedPart, Fill, HeaderError, ImageError,
     JournalEvent, JournalFile, JournalOwner, OpenOptions, PendingWrite, Pin, Pins, Prepared,
-    Progress, Qcow2, Qcow2Error, ThreadPins, ZeroMode, ZeroStep, journal_owner,
+    Progress, Qcow2, Qcow2Error, ThreadPins, UnusableBitmap, ZeroMode, ZeroStep, journal_owner,
 };
 pub use storage::{PlainFile, Storage};
 
 use std::sync::Arc;
 
-use block::{FileOffset, GuestOffset};
+use block::{DirtyBitmaps, FileOffset, GuestOffset};
 
 /// A disk image. Formats are a closed set: what a disk needs of them is this enum's methods.
 #[derive(Clone)]
@@ -68,5 +68,10 @@ impl Image {
             Self::Chain(chain) => Some(chain),
             Self::Raw | Self::Null => None,
         }
+    }
+
+    /// The bitmaps that are stored in the image.
+    pub fn bitmaps(&self) -> Option<&Arc<DirtyBitmaps>> {
+        Some(self.chain()?.image()?.bitmaps())
     }
 }

@@ -8,6 +8,7 @@
 //! - [`flush`] writes the changed tables; its comment explains the order.
 //! - [`journal`] records acknowledged changes so that they survive a kill of the process; [`replay`] applies them.
 //! - [`open`], [`begin`], [`grow`] and [`close`] are the events in an image's life.
+//! - [`bitmaps`] continues the dirty bitmaps that are stored in an image.
 //! - [`check`](mod@check) compares refcounts with references; [`repair`] rebuilds them.
 //!
 //! Lock order: `growing`, `flushing`, `state`. Tables are loaded without any lock held.
@@ -48,8 +49,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::Waker;
 
-use block::GuestOffset;
+use block::{DirtyBitmaps, GuestOffset};
 
+pub use bitmaps::UnusableBitmap;
 pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, DamagedPart, ImageError};
@@ -64,6 +66,7 @@ pub use zero::{ZeroMode, ZeroStep};
 pub(crate) use map::{Load, Mapping, WriteMapping};
 pub(crate) use open::read_header;
 
+use bitmaps::{OnBitmapLost, StoredBitmaps};
 use cache::Cache;
 use file::FileEnd;
 use geometry::Geometry;
@@ -111,6 +114,9 @@ pub struct Qcow2 {
     /// Why writing has stopped.
     damage: OnceLock<Damage>,
     on_damage: OnceLock<OnDamage>,
+    /// The bitmaps that were loaded.
+    bitmaps: Arc<DirtyBitmaps>,
+    on_bitmap_lost: OnceLock<OnBitmapLost>,
 }
 
 type OnDamage = Box<dyn Fn(&Damage) + Send + Sync>;
@@ -123,6 +129,7 @@ struct ImageState {
     refcounts: Refcounts,
     metadata: Metadata,
     journal: Option<Journal>,
+    bitmaps: StoredBitmaps,
     /// There is no journal, so changes are flushed before they are acknowledged.
     flush_changes: bool,
     /// How many times changes could not be recorded.

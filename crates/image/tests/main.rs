@@ -1,6 +1,7 @@
 //! All tests of this crate that use it from outside, as one program: linked once.
 
 mod any_bytes;
+mod bitmaps;
 mod checks;
 mod crash;
 mod golden;

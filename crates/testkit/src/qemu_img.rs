@@ -76,6 +76,44 @@ pub fn content(directory: &Path, file: &str, format: &str) -> Vec<u8> {
     content
 }
 
+/// The ranges of a disk that are dirty in a bitmap that is stored in its image, as QEMU reads it.
+pub fn dirty(directory: &Path, file: &str, bitmap: &str) -> Vec<Range<u64>> {
+    #[derive(Deserialize)]
+    struct Extent {
+        start: u64,
+        length: u64,
+        data: bool,
+    }
+    let socket = directory.join("nbd");
+    let socket = socket.to_str().expect("a path of a test");
+    let options = ["-r", "-f", "qcow2", "--fork", "--pid-file", "nbd.pid"];
+    let serve = [&options[..], &["-B", bitmap, "-k", socket, file]].concat();
+    let (code, text) = command("qemu-nbd", &serve, directory);
+    assert_eq!(code, Some(0), "qemu-nbd {serve:?}: {text}");
+    let pid = std::fs::read_to_string(directory.join("nbd.pid")).expect("qemu-nbd writes it");
+    let nbd = format!(
+        "driver=nbd,server.type=unix,server.path={socket},x-dirty-bitmap=qemu:dirty-bitmap:{bitmap}"
+    );
+    let args = ["map", "--output=json", "--image-opts", &nbd];
+    let (code, text) = command("qemu-img", &args, directory);
+    assert_eq!(code, Some(0), "qemu-img map {nbd}: {text}");
+    let extents: Vec<Extent> = serde_json::from_str(&text).expect("qemu-img prints JSON");
+    // It exits when its client has left, and has the image locked until then.
+    while Path::new("/proc").join(pid.trim()).exists() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    // Dirty parts are shown as holes.
+    let dirty = extents.into_iter().filter(|extent| !extent.data);
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for Extent { start, length, .. } in dirty {
+        match ranges.last_mut() {
+            Some(last) if last.end == start => last.end += length,
+            _ => ranges.push(start..start + length),
+        }
+    }
+    ranges
+}
+
 /// The ranges of a disk that are data in this image itself, not in its backing files.
 pub fn data(directory: &Path, file: &str) -> Vec<Range<u64>> {
     #[derive(Deserialize)]

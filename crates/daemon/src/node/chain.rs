@@ -9,7 +9,8 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use block::{Discard, DiskFacts};
 use engine::{DiskFile, Identity, Locking};
-use image::{Chain, ChainOptions, LayerFormat, TopFile};
+use image::{Chain, ChainOptions, LayerFormat, TopFile, UnusableBitmap};
+use tracing::{error, warn};
 
 use super::NodeError;
 use crate::config::spec::DiskSpec;
@@ -103,11 +104,28 @@ pub(super) fn open_chain(
             checked.map_err(|e| NodeError::Journal(filename(), e))?;
         }
     }
+    report_bitmaps(&spec.name, &chain);
     Ok(OpenedChain {
         chain,
         files,
         journal: journal_path,
     })
+}
+
+/// Logs which bitmaps of an image are not continued, now and later.
+fn report_bitmaps(disk: &str, chain: &Chain) {
+    let Some(image) = chain.image() else {
+        return;
+    };
+    let advice = "an incremental backup that relies on it must be followed by a full one; 'qemu-img bitmap --remove' \
+        deletes it while the disk is not in use";
+    for UnusableBitmap { name, why } in image.unusable_bitmaps() {
+        warn!("disk {disk}: bitmap '{name}' of its image is not continued: {why}; {advice}");
+    }
+    let disk = disk.to_owned();
+    image.on_bitmap_lost(move |name, error| {
+        error!("disk {disk}: bitmap '{name}' of its image is lost: {error}; {advice}");
+    });
 }
 
 /// Removes the journal that was made for an image that could not be opened.

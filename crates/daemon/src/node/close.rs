@@ -25,6 +25,20 @@ impl Node {
         }
     }
 
+    /// As [`flush_metadata`](Self::flush_metadata), when no request is in flight. The bitmaps of the image are stored too.
+    ///
+    /// # Errors
+    /// They could not be written.
+    pub fn flush_for_successor(&self) -> io::Result<()> {
+        self.flush_metadata()?;
+        let _changes = self.lock_changes();
+        let image = self.state().image.clone();
+        match image.as_ref().and_then(|image| image.chain()?.image()) {
+            Some(image) => image.store_bitmaps().map_err(io::Error::other),
+            None => Ok(()),
+        }
+    }
+
     /// Makes durable what other processes have written to its files, unless flushes are ignored.
     ///
     /// # Errors

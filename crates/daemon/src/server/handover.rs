@@ -180,11 +180,16 @@ pub struct PendingPause {
 }
 
 impl Server {
-    /// Writes the metadata that images have only in memory, so that another process finds it.
+    /// Writes the metadata that images have only in memory, so that another process finds it, with `flush`:
+    /// [`Node::flush_metadata`], or, while no request is in flight, [`Node::flush_for_successor`].
     ///
     /// # Errors
     /// It could not be written by the deadline, or a disk cannot be handed over.
-    pub fn flush_metadata(&self, deadline: Instant) -> Result<(), String> {
+    pub fn flush_metadata(
+        &self,
+        deadline: Instant,
+        flush: fn(&Node) -> io::Result<()>,
+    ) -> Result<(), String> {
         let (nodes, lost): (Vec<_>, Vec<_>) = {
             let state = self.state();
             let nodes = state.nodes.values().map(|entry| entry.node.clone());
@@ -207,9 +212,7 @@ impl Server {
             let flushed = node.clone();
             let flush_metadata = move || {
                 let name = flushed.name().to_owned();
-                flushed
-                    .flush_metadata()
-                    .map_err(|e| ServerError::Sync(name, e))
+                flush(&flushed).map_err(|e| ServerError::Sync(name, e))
             };
             match node.format {
                 Format::Qcow2 => with_deadline(node.name(), deadline, flush_metadata).map_err(|e| match e {

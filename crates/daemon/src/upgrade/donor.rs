@@ -15,6 +15,7 @@ use tracing::{error, info, warn};
 
 use crate::inherited::FileIdentity;
 use crate::log;
+use crate::node::Node;
 use crate::sd_notify;
 use crate::server::Server;
 use crate::server::export::Paused;
@@ -153,7 +154,7 @@ fn hand_over(
     outcome.disks = paused.len();
     outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
     let finished = begin.elapsed();
-    let flushed = server.flush_metadata(begin + PAUSE);
+    let flushed = server.flush_metadata(begin + PAUSE, Node::flush_for_successor);
     flushed.map_err(UpgradeError::Storage)?;
     let flushed_after = begin.elapsed();
     let deadline = Instant::now() + PAUSE;
@@ -217,7 +218,7 @@ fn flush_while_served(server: &Server) -> Result<(), UpgradeError> {
     for _ in 0..FLUSH_ROUNDS {
         check_not_stopping(server)?;
         let began = Instant::now();
-        let flushed = server.flush_metadata(deadline);
+        let flushed = server.flush_metadata(deadline, Node::flush_metadata);
         flushed.map_err(UpgradeError::Storage)?;
         let took = began.elapsed();
         // No round that would miss the deadline.

@@ -6,10 +6,11 @@ mod files;
 mod sockets;
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -19,6 +20,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::load::{BlockContent, Load};
+use testkit::qemu_img;
 use testkit::random::Random;
 use testkit::server::{Server, wait_for_exit};
 use testkit::vm::{self, Vm};
@@ -197,7 +199,29 @@ fn qcow2(disk: &mut Disk) -> bool {
         .arg("64M")
         .status();
     disk.file = image;
-    made.is_ok_and(|status| status.success())
+    let bitmap = Command::new("qemu-img")
+        .args(["bitmap", "--add", "-g", "4k"])
+        .args([disk.file.as_os_str(), "b0".as_ref()])
+        .status();
+    let succeeded = |status: io::Result<ExitStatus>| status.is_ok_and(|status| status.success());
+    succeeded(made) && succeeded(bitmap)
+}
+
+/// The bitmap that was stored at the end has all that was ever written.
+fn check_bitmap(image: &Path, content: &Path) {
+    let directory = image.parent().unwrap();
+    let name = image.file_name().unwrap().to_str().unwrap();
+    let dirty = qemu_img::dirty(directory, name, "b0");
+    let content = fs::read(content).unwrap();
+    let mut written = 0;
+    for (at, block) in (0..).step_by(4096).zip(content.chunks(4096)) {
+        if block.iter().any(|&byte| byte != 0) {
+            let is_dirty = dirty.iter().any(|range| range.contains(&at));
+            assert!(is_dirty, "the bitmap lacks the write at {at}");
+            written += 1;
+        }
+    }
+    assert!(written > 0);
 }
 
 /// A message: the length of the text, no descriptors, the text.
@@ -293,6 +317,7 @@ fn guests_continue_on_every_format_and_ring() {
         .arg(&image.file)
         .arg(&converted);
     assert!(run(&mut convert).status.success());
+    check_bitmap(&image.file, &converted);
     for ((_, loads), file) in devices.iter().zip([&converted, &raw.file, &plain.file]) {
         loads.iter().for_each(|load| load.verify(file).unwrap());
     }

@@ -1,6 +1,9 @@
 //! Stage 3: what a request needs. The image says where its range is.
+//!
+//! Every request passes this stage before anything is submitted for it, also one that a killed process left in flight: the
+//! next process fetches it again. So this is where the bits of dirty bitmaps are set.
 
-use block::{FileOffset, Request};
+use block::{FileOffset, RecordingBitmaps, Request};
 use guest::blk::Status;
 use image::{Extent, Image};
 
@@ -20,15 +23,23 @@ pub(crate) enum Plan {
 }
 
 #[inline]
-pub(crate) fn plan(disk: &Disk, image: &Image, request: Request) -> Plan {
+pub(crate) fn plan(
+    disk: &Disk,
+    image: &Image,
+    bitmaps: &RecordingBitmaps,
+    request: Request,
+) -> Plan {
     let at = match request {
         Request::GetId => return Plan::Id,
         Request::Flush if disk.flushes() => return Plan::Sync,
         Request::Flush => return Plan::Done(Status::Ok, 0),
-        Request::Read { at, .. }
-        | Request::Write { at, .. }
-        | Request::Discard { at, .. }
-        | Request::WriteZeroes { at, .. } => at,
+        Request::Read { at, .. } => at,
+        Request::Write { at, len }
+        | Request::Discard { at, len }
+        | Request::WriteZeroes { at, len, .. } => {
+            bitmaps.mark(at.0, len);
+            at
+        }
     };
     match (image.map(at), request) {
         (Extent::File(at), _) => Plan::Operation(at),

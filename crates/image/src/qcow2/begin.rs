@@ -76,11 +76,15 @@ impl Qcow2 {
         };
         let mut any_marked = false;
         for entry in entries {
-            if !entry.is_in_use() && (all || entry.tracks_writes()) {
+            if !all && !entry.tracks_writes() {
+                continue;
+            }
+            if !entry.is_in_use() {
                 let (at, flags) = entry.marked_in_use();
                 put32(&mut bytes, at, flags);
                 any_marked = true;
             }
+            state.bitmaps.set_in_use(entry.at());
         }
         if any_marked {
             self.file

@@ -1,24 +1,57 @@
-//! The bitmap directory (docs/interop/qcow2 "Bitmap directory").
+//! Bitmaps stored in an image (docs/interop/qcow2 "Bitmaps extension").
+//!
+//! The consistent bitmaps of an image that is opened for writing are [loaded](Qcow2::load_bitmaps). Requests set bits in
+//! memory. Before the first write, the bitmaps that track writes are [marked as in use](super::begin) in the file. When
+//! nothing writes to the image any more, they are [stored](Qcow2::store_bitmaps), and are no longer in use.
+//!
+//! A bitmap that is in use has any content in the file, and programs that open the image do not use it. So a crash leaves
+//! it {as it was, if nothing was written}, {in use}, or {stored}; it never has fewer bits than there were writes. If the
+//! process is killed, its bitmaps stay in use and are of no use any more, as in QEMU.
 
+mod load;
+mod store;
+
+use std::sync::Arc;
+
+use block::{DirtyBitmap, DirtyBitmaps};
+
+use super::error::ImageError;
 use super::types::HostOffset;
+use super::{ImageState, Qcow2};
 use crate::bytes::{be16, be32, be64};
 
 /// Most bytes of a bitmap directory: 65535 bitmaps, as in QEMU, of 1024 bytes.
 pub(crate) const BITMAP_DIRECTORY_BYTES_MAX: u64 = 65535 * 1024;
 
+/// Most bitmaps of an image that are loaded.
+const LOADED_MAX: usize = 256;
+/// Most bytes of all bits that are loaded: at 4 KiB a bit, those of 4 TiB.
+const LOADED_BYTES_MAX: u64 = 128 << 20;
+
 const IN_USE: u32 = 1;
 const AUTO: u32 = 2;
+const EXTRA_DATA_COMPATIBLE: u32 = 4;
 const FLAGS_KNOWN: u32 = 7;
+const TYPE_DIRTY_TRACKING: u8 = 1;
+const ENTRY_BYTES: usize = 24;
+
+/// Bits of an entry of a bitmap table.
+const ALL_ONES: u64 = 1;
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// An entry of a bitmap directory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct BitmapEntry {
-    /// Where in the directory it begins, in bytes.
+    /// Where in the directory it begins, in bytes. The entry's fields begin with the offset of its table (8 bytes), the
+    /// number of entries of that (4 bytes) and the flags (4 bytes), all in one or two sectors.
     at: usize,
     /// The bitmap table, which refers to the clusters of the bitmap.
     pub table_at: HostOffset,
     pub table_entries: u32,
     flags: u32,
+    granularity_bits: u8,
+    has_extra_data: bool,
+    name: Vec<u8>,
 }
 
 impl BitmapEntry {
@@ -30,30 +63,130 @@ impl BitmapEntry {
         self.flags & AUTO != 0
     }
 
+    /// Where it begins in the directory, in bytes.
+    pub fn at(&self) -> usize {
+        self.at
+    }
+
     /// Where its flags are in the directory, and their value with the "in use" bit.
     pub fn marked_in_use(&self) -> (usize, u32) {
         (self.at + 12, self.flags | IN_USE)
     }
 }
 
-/// Parses a bitmap directory; `None` if it contains anything unknown.
+/// Parses a bitmap directory; `None` if it contains an unknown type or flag.
 pub(crate) fn bitmap_directory(directory: &[u8], bitmaps: u32) -> Option<Vec<BitmapEntry>> {
     let mut entries = Vec::new();
     let mut at = 0;
     while at < directory.len() {
-        let entry = directory.get(at..).filter(|rest| rest.len() >= 24)?;
-        let flags = be32(entry, 12);
-        let (kind, extra) = (entry[16], be32(entry, 20));
-        if kind != 1 || flags & !FLAGS_KNOWN != 0 || extra != 0 {
+        let entry = directory
+            .get(at..)
+            .filter(|rest| rest.len() >= ENTRY_BYTES)?;
+        let (flags, kind) = (be32(entry, 12), entry[16]);
+        if kind != TYPE_DIRTY_TRACKING || flags & !FLAGS_KNOWN != 0 {
             return None;
         }
+        let name_at = ENTRY_BYTES.checked_add(be32(entry, 20) as usize)?;
+        let name_end = name_at.checked_add(be16(entry, 18).into())?;
         entries.push(BitmapEntry {
             at,
             table_at: HostOffset::new(be64(entry, 0)),
             table_entries: be32(entry, 8),
             flags,
+            granularity_bits: entry[17],
+            has_extra_data: name_at > ENTRY_BYTES,
+            name: entry.get(name_at..name_end)?.to_vec(),
         });
-        at += (24 + usize::from(be16(entry, 18))).next_multiple_of(8);
+        at += name_end.next_multiple_of(8);
     }
     (entries.len() == bitmaps as usize && at == directory.len()).then_some(entries)
+}
+
+/// The bitmaps of an image that is open for writing.
+#[derive(Default)]
+pub(super) struct StoredBitmaps {
+    loaded: Vec<StoredBitmap>,
+    unusable: Vec<UnusableBitmap>,
+}
+
+/// A bitmap that was loaded.
+struct StoredBitmap {
+    bits: Arc<DirtyBitmap>,
+    /// Where its entry is in the directory, in bytes.
+    entry_at: usize,
+    table_at: HostOffset,
+    /// The table as in the file, or as it will be stored.
+    table: Vec<u64>,
+    /// The number of its entries in the file.
+    table_entries: u32,
+    /// It may be marked as in use, because of this process.
+    is_in_use: bool,
+}
+
+/// A bitmap of the image that is not continued.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnusableBitmap {
+    /// Its name; empty if it is not known.
+    pub name: String,
+    /// Why it is not continued.
+    pub why: String,
+}
+
+pub(super) type OnBitmapLost = Box<dyn Fn(&str, &ImageError) + Send + Sync>;
+
+impl StoredBitmaps {
+    /// The bitmap whose entry is here in the directory is being marked as in use.
+    pub fn set_in_use(&mut self, entry_at: usize) {
+        let mut bitmaps = self.loaded.iter_mut();
+        if let Some(bitmap) = bitmaps.find(|bitmap| bitmap.entry_at == entry_at) {
+            bitmap.is_in_use = true;
+        }
+    }
+}
+
+impl Qcow2 {
+    /// The bitmaps that were stored in the image and are up to date. A request that changes the disk must set its bits in
+    /// those that are recording before it looks up its range.
+    pub fn bitmaps(&self) -> &Arc<DirtyBitmaps> {
+        &self.bitmaps
+    }
+
+    /// The other bitmaps of the image.
+    pub fn unusable_bitmaps(&self) -> Vec<UnusableBitmap> {
+        self.lock().bitmaps.unusable.clone()
+    }
+
+    /// Sets `tell`, which is called when a bitmap cannot be continued, with its name. It can be set only once; returns
+    /// false if it was set already.
+    pub fn on_bitmap_lost(&self, tell: impl Fn(&str, &ImageError) + Send + Sync + 'static) -> bool {
+        self.on_bitmap_lost.set(Box::new(tell)).is_ok()
+    }
+
+    fn bitmap_lost(&self, bitmap: &DirtyBitmap, error: &ImageError) {
+        bitmap.set_inconsistent();
+        if let Some(tell) = self.on_bitmap_lost.get() {
+            tell(bitmap.name(), error);
+        }
+    }
+
+    /// The disk grows to `size`. The bitmaps are in use, and no request beyond the old end is accepted yet. The new part
+    /// is clean, as in QEMU: it was not written.
+    pub(super) fn grow_bitmaps(&self, state: &ImageState, size: u64) {
+        let mut bytes = 0;
+        for StoredBitmap { bits, .. } in &state.bitmaps.loaded {
+            bytes += size.div_ceil(bits.granularity()).div_ceil(8);
+            if bytes > LOADED_BYTES_MAX || bits.grow(size).is_err() {
+                let why = "the bitmaps of the larger disk would take more than 128 MiB of memory";
+                self.bitmap_lost(bits, &ImageError::Unsupported(why));
+            }
+        }
+    }
+
+    /// It is not known which size the disk has in the file, so it is not known which size its bitmaps must have.
+    pub(super) fn lose_bitmaps(&self, state: &ImageState) {
+        for bitmap in &state.bitmaps.loaded {
+            let why = "the disk's new size could not be written";
+            self.bitmap_lost(&bitmap.bits, &ImageError::Unsupported(why));
+        }
+    }
 }

@@ -16,6 +16,7 @@ impl Qcow2 {
         if self.read_only || self.damage.get().is_some() {
             return Ok(());
         }
+        self.store_bitmaps()?;
         // Writes the refcounts of what the first flush has freed.
         self.flush()?;
         let mut state = self.lock();

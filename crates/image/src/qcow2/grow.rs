@@ -83,8 +83,10 @@ impl Qcow2 {
             .and_then(|()| self.file.flush());
         if let Err(error) = result {
             state.header.size = growth.new.start.0;
+            self.lose_bitmaps(&state);
             return Err(error);
         }
+        self.grow_bitmaps(&state, growth.new.end.0);
         self.size.store(growth.new.end.0, SeqCst);
         Ok(())
     }

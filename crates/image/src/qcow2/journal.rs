@@ -360,7 +360,7 @@ impl ImageState {
             self.flush_changes = true;
             self.journal = None;
         }
-        if let Some(journal) = &mut self.journal {
+        if let Some(journal) = self.journal.as_mut().filter(|journal| !journal.active) {
             journal.begin();
         }
         let on = self.journal.is_some() || self.flush_changes;

@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use block::{FileOffset, GuestOffset};
 use thiserror::Error;
 
+use super::bitmaps::StoredBitmaps;
 use super::cache::Cache;
 use super::entry::table_at;
 use super::error::{Doing, ImageError};
@@ -184,6 +185,9 @@ impl Qcow2 {
         if let Some(file) = journal.filter(|_| !options.read_only) {
             image.replay_journal(file, options.progress)?;
         }
+        if !options.read_only {
+            image.load_bitmaps();
+        }
         Ok(image)
     }
 
@@ -255,12 +259,15 @@ impl Qcow2 {
             has_begun_writing: AtomicBool::new(false),
             damage: OnceLock::new(),
             on_damage: OnceLock::new(),
+            bitmaps: Arc::default(),
+            on_bitmap_lost: OnceLock::new(),
             state: Mutex::new(ImageState {
                 header,
                 header_block,
                 refcounts,
                 metadata,
                 journal: None,
+                bitmaps: StoredBitmaps::default(),
                 flush_changes: options.flush_changes,
                 unrecorded: 0,
                 changes: Changes::default(),

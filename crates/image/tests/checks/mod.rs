@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
-use block::{FileOffset, GuestOffset};
+use block::{DirtyBitmap, FileOffset, GuestOffset};
 use image::{
     AllowedDirectories, Chain, ChainOptions, FileRole, JournalEvent, JournalFile, LayerFormat,
     OpenFiles, Prepared, ReadLocation, Storage, TopFile, WriteLocation, ZeroMode, ZeroStep, check,
@@ -90,6 +90,28 @@ pub fn image(data: &[u8]) {
     for read_only in [true, false] {
         if let Some(chain) = open(file.clone(), read_only, None) {
             use_it(&chain, &file, data, read_only);
+            check_bitmaps(&chain, &file);
+        }
+    }
+}
+
+/// Bitmaps of an image that was closed are read again as they were.
+fn check_bitmaps(chain: &Chain, file: &Arc<Bytes>) {
+    let bits = |bitmap: &DirtyBitmap| {
+        let mut bits = vec![0; bitmap.bytes() as usize];
+        bitmap.copy_to(0, &mut bits);
+        bits
+    };
+    let Some(known) = chain.image().map(|image| image.bitmaps()) else {
+        return;
+    };
+    let again = open(file.clone(), false, None);
+    for bitmap in again
+        .iter()
+        .flat_map(|again| again.image().unwrap().bitmaps().all())
+    {
+        if let Some(known) = known.find(bitmap.name()) {
+            assert!(bits(&bitmap) == bits(&known), "{bitmap:?} has changed");
         }
     }
 }
@@ -320,6 +342,7 @@ fn read(chain: &Chain, at: u64, len: u64) {
 
 /// Writes what allocates; what is there is overwritten in the file.
 fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
+    mark(chain, at, len);
     let pin = chain.pins().pin(0);
     let mut done = 0;
     for _ in 0..10_000 {
@@ -363,7 +386,14 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
     chain.pins().unpin(pin);
 }
 
+fn mark(chain: &Chain, at: u64, len: u64) {
+    if let Some(image) = chain.image() {
+        image.bitmaps().recording().mark(at, len);
+    }
+}
+
 fn zero(chain: &Chain, at: u64, len: u64, why: ZeroMode) {
+    mark(chain, at, len);
     let mut done = 0;
     // A disk of which nothing is there is done in steps of what a table maps.
     for _ in 0..10_000 {
@@ -418,6 +448,7 @@ impl Made {
 pub fn seeds() -> Seeds {
     let mut seeds = header_seeds();
     seeds.extend(table_seeds());
+    seeds.extend(bitmap_seeds());
     seeds
 }
 
@@ -537,5 +568,77 @@ fn table_seeds() -> Seeds {
                 m.half(112, 1).word(120, u64::MAX).word(128, 5 * 512)
             }),
         ),
+    ]
+}
+
+/// Images with a bitmap directory in cluster 7, a bitmap table in cluster 8, and bits in cluster 9.
+fn bitmap_seeds() -> Seeds {
+    const DIRECTORY: usize = 7 * 512;
+    const TABLE: usize = 8 * 512;
+    let with = |change: fn(&mut Made) -> &mut Made| {
+        let mut made = Made::new();
+        made.0.resize(10 * 512, 0);
+        for cluster in 7..10 {
+            made.0[2 * 512 + 2 * cluster + 1] = 1;
+        }
+        made.word(88, 1).half(104, 0x2385_2875).half(108, 24);
+        made.half(112, 1).word(120, 32).word(128, DIRECTORY as u64);
+        // One entry of the table, flags: auto, type 1, granularity 512, a name of 1 byte.
+        made.word(DIRECTORY, TABLE as u64).half(DIRECTORY + 8, 1);
+        made.half(DIRECTORY + 12, 2)
+            .half(DIRECTORY + 16, 0x0109_0001);
+        made.half(DIRECTORY + 24, 0x6200_0000);
+        made.word(TABLE, 9 * 512).word(9 * 512, 0x0102_0304);
+        change(&mut made);
+        made.0
+    };
+    vec![
+        ("bitmap", with(|m| m)),
+        ("bitmap_all_ones", with(|m| m.word(TABLE, 1))),
+        ("bitmap_all_zeroes", with(|m| m.word(TABLE, 0))),
+        ("bitmap_in_use", with(|m| m.half(DIRECTORY + 12, 3))),
+        ("bitmap_disabled", with(|m| m.half(DIRECTORY + 12, 0))),
+        ("bitmap_flag_unknown", with(|m| m.half(DIRECTORY + 12, 10))),
+        (
+            "bitmap_type_unknown",
+            with(|m| m.half(DIRECTORY + 16, 0x0209_0001)),
+        ),
+        (
+            "bitmap_granularity",
+            with(|m| m.half(DIRECTORY + 16, 0x01ff_0001)),
+        ),
+        (
+            "bitmap_name_long",
+            with(|m| m.half(DIRECTORY + 16, 0x0109_ffff)),
+        ),
+        (
+            "bitmap_extra_data",
+            with(|m| m.half(DIRECTORY + 20, u32::MAX)),
+        ),
+        (
+            "bitmap_table_large",
+            with(|m| m.half(DIRECTORY + 8, u32::MAX)),
+        ),
+        ("bitmap_table_is_header", with(|m| m.word(DIRECTORY, 0))),
+        ("bitmap_table_is_l1", with(|m| m.word(DIRECTORY, 3 * 512))),
+        ("bitmap_table_is_data", with(|m| m.word(DIRECTORY, 5 * 512))),
+        (
+            "bitmap_table_behind_end",
+            with(|m| m.word(DIRECTORY, 1 << 50)),
+        ),
+        ("bitmap_bits_are_header", with(|m| m.word(TABLE, 1 << 60))),
+        (
+            "bitmap_bits_are_table",
+            with(|m| m.word(TABLE, TABLE as u64)),
+        ),
+        ("bitmap_bits_are_l2", with(|m| m.word(TABLE, 4 * 512))),
+        ("bitmap_bits_are_data", with(|m| m.word(TABLE, 5 * 512))),
+        ("bitmap_bits_behind_end", with(|m| m.word(TABLE, 1 << 50))),
+        ("bitmap_directory_is_data", with(|m| m.word(128, 5 * 512))),
+        (
+            "bitmap_directory_behind_end",
+            with(|m| m.word(120, 60 << 20)),
+        ),
+        ("bitmaps_many", with(|m| m.half(112, u32::MAX))),
     ]
 }

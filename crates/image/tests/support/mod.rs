@@ -182,6 +182,7 @@ impl Disk {
     }
 
     pub fn write(&self, at: u64, from: &[u8]) -> Result<(), ImageError> {
+        self.mark(at, from.len() as u64);
         self.pinned(|pin| self.write_pinned(pin, at, from))
     }
 
@@ -246,7 +247,15 @@ impl Disk {
         file.write_at(allocation.to, data).map_err(io_error)
     }
 
+    /// What is done first with every request that changes the disk.
+    fn mark(&self, at: u64, len: u64) {
+        if let Some(image) = self.chain.image() {
+            image.bitmaps().recording().mark(at, len);
+        }
+    }
+
     pub fn zero(&self, at: u64, len: u64, why: ZeroMode) -> Result<(), ImageError> {
+        self.mark(at, len);
         let mut done = 0;
         while done < len {
             let (at, left) = (at + done, len - done);

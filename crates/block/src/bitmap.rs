@@ -1,0 +1,293 @@
+//! Dirty bitmaps: which parts of a disk have changed since some moment.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Words of the first segment; each further segment has twice as many. 2,048 words are 8 GiB of disk at 64 KiB a bit.
+const FIRST: u64 = 2048;
+/// 2048 * (2^18 - 1) words are 4 GiB of bits.
+const SEGMENTS: usize = 18;
+
+/// A bitmap of a disk. Bit n covers the bytes from `n << granularity_bits` on.
+///
+/// I/O threads set bits without locks, also while the disk grows: words never move. A bit is set before its write is
+/// submitted, so the bits are always a superset of what was written.
+pub struct DirtyBitmap {
+    name: String,
+    granularity_bits: u32,
+    segments: [OnceLock<Box<[AtomicU64]>>; SEGMENTS],
+    /// Bytes of the disk.
+    size: AtomicU64,
+    /// Changes of the disk are recorded.
+    is_recording: AtomicBool,
+    /// Some changes were not recorded.
+    is_inconsistent: AtomicBool,
+}
+
+/// The disk is too large for the bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooLarge;
+
+impl fmt::Debug for DirtyBitmap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, granularity) = (&self.name, self.granularity());
+        write!(f, "bitmap '{name}' of {granularity} bytes a bit")
+    }
+}
+
+impl DirtyBitmap {
+    /// A bitmap without dirty bits.
+    ///
+    /// # Errors
+    /// The disk is too large for this granularity.
+    pub fn new(
+        name: String,
+        granularity_bits: u32,
+        size: u64,
+        is_recording: bool,
+    ) -> Result<Self, TooLarge> {
+        let bitmap = Self {
+            name,
+            granularity_bits,
+            segments: [const { OnceLock::new() }; SEGMENTS],
+            size: AtomicU64::new(0),
+            is_recording: AtomicBool::new(is_recording),
+            is_inconsistent: AtomicBool::new(false),
+        };
+        bitmap.grow(size)?;
+        Ok(bitmap)
+    }
+
+    /// Its name, which is unique among those of a disk.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Bytes of the disk for each bit.
+    pub fn granularity(&self) -> u64 {
+        1 << self.granularity_bits
+    }
+
+    /// The same, as a power of two.
+    pub fn granularity_bits(&self) -> u32 {
+        self.granularity_bits
+    }
+
+    /// Bytes of the disk that it covers.
+    pub fn size(&self) -> u64 {
+        self.size.load(SeqCst)
+    }
+
+    /// The number of bits.
+    fn bits(&self) -> u64 {
+        self.size().div_ceil(self.granularity())
+    }
+
+    /// The number of bytes that hold its bits.
+    pub fn bytes(&self) -> u64 {
+        self.bits().div_ceil(8)
+    }
+
+    /// Whether changes of the disk are recorded.
+    pub fn is_recording(&self) -> bool {
+        self.is_recording.load(SeqCst)
+    }
+
+    /// Whether the bitmap lacks some changes, and is of no use any more.
+    pub fn is_inconsistent(&self) -> bool {
+        self.is_inconsistent.load(SeqCst)
+    }
+
+    /// Some changes of the disk were not recorded.
+    pub fn set_inconsistent(&self) {
+        self.is_inconsistent.store(true, SeqCst);
+    }
+
+    /// Covers a disk that has grown. The new part is clean. Only one thread at a time may call this.
+    ///
+    /// # Errors
+    /// The disk is too large for this granularity. Nothing changes.
+    pub fn grow(&self, size: u64) -> Result<(), TooLarge> {
+        let words = size.div_ceil(self.granularity()).div_ceil(64);
+        if words > 0 {
+            let (last, _) = locate(words - 1);
+            let segments = self.segments.get(..=last).ok_or(TooLarge)?;
+            for (number, segment) in segments.iter().enumerate() {
+                // Its pages exist once bits are set in them.
+                let words = || vec![0; (FIRST << number) as usize].into_iter();
+                segment.get_or_init(|| words().map(AtomicU64::new).collect());
+            }
+        }
+        self.size.fetch_max(size, SeqCst);
+        Ok(())
+    }
+
+    /// Sets the bits of a range of the disk.
+    #[inline]
+    pub fn mark(&self, at: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        let (first, last) = (
+            at >> self.granularity_bits,
+            (at + (len - 1)) >> self.granularity_bits,
+        );
+        if first / 64 == last / 64 {
+            self.set(first / 64, mask(first % 64, last % 64));
+        } else {
+            self.mark_words(first, last);
+        }
+    }
+
+    #[inline(never)]
+    fn mark_words(&self, first: u64, last: u64) {
+        // Bits after the end of the disk have no words.
+        let last = last.min(self.bits().saturating_sub(1));
+        for word in first / 64..=last / 64 {
+            let from = if word == first / 64 { first % 64 } else { 0 };
+            let to = if word == last / 64 { last % 64 } else { 63 };
+            self.set(word, mask(from, to));
+        }
+    }
+
+    #[inline]
+    fn set(&self, word: u64, mask: u64) {
+        // The order with the write that follows is given by its submission, which is a system call.
+        if let Some(word) = self.word(word)
+            && word.load(Relaxed) & mask != mask
+        {
+            word.fetch_or(mask, Relaxed);
+        }
+    }
+
+    #[inline]
+    fn word(&self, word: u64) -> Option<&AtomicU64> {
+        let (segment, word) = locate(word);
+        self.segments.get(segment)?.get()?.get(word)
+    }
+
+    /// The length in bytes of the part from `at` on that is all dirty or all clean, and whether it is dirty. `None` at
+    /// the end of the disk.
+    pub fn extent(&self, at: u64) -> Option<(bool, u64)> {
+        let size = self.size();
+        if at >= size {
+            return None;
+        }
+        let (first, bits) = (at >> self.granularity_bits, self.bits());
+        let word_at = |bit: u64| self.word(bit / 64).map_or(0, |word| word.load(Relaxed));
+        let is_dirty = word_at(first) >> (first % 64) & 1 != 0;
+        let mut bit = first;
+        while bit < bits {
+            let word = word_at(bit);
+            let differs = if is_dirty { !word } else { word } >> (bit % 64);
+            if differs != 0 {
+                bit += u64::from(differs.trailing_zeros());
+                break;
+            }
+            bit = (bit / 64 + 1) * 64;
+        }
+        let end = bit
+            .min(bits)
+            .checked_shl(self.granularity_bits)
+            .map_or(size, |end| end.min(size));
+        Some((is_dirty, end - at))
+    }
+
+    /// The number of dirty bytes.
+    pub fn dirty_bytes(&self) -> u64 {
+        let (mut at, mut dirty) = (0, 0);
+        while let Some((is_dirty, len)) = self.extent(at) {
+            dirty += if is_dirty { len } else { 0 };
+            at += len;
+        }
+        dirty
+    }
+
+    /// Copies bits into `to`, from the byte at `from` on: the lowest bit of a byte comes first. Bits after the end are 0.
+    pub fn copy_to(&self, from: u64, to: &mut [u8]) {
+        let bits = self.bits();
+        for (at, byte) in (from..).zip(to) {
+            let word = self.word(at / 8).map_or(0, |word| word.load(Relaxed));
+            *byte = word.to_le_bytes()[(at % 8) as usize];
+            let inside = bits.saturating_sub(at * 8).min(8);
+            *byte &= ((1_u16 << inside) - 1) as u8;
+        }
+    }
+
+    /// Sets the bits that are set in `bytes`, from the byte at `at` on. Bits after the end are ignored.
+    pub fn merge_bytes(&self, at: u64, bytes: &[u8]) {
+        let bits = self.bits();
+        for (at, &byte) in (at..).zip(bytes) {
+            let inside = bits.saturating_sub(at * 8).min(8);
+            let byte = byte & ((1_u16 << inside) - 1) as u8;
+            if byte != 0 {
+                self.set(at / 8, u64::from(byte) << (at % 8 * 8));
+            }
+        }
+    }
+}
+
+/// The bits `from` to `to` of a word.
+#[inline]
+fn mask(from: u64, to: u64) -> u64 {
+    u64::MAX << from & u64::MAX >> (63 - to)
+}
+
+#[inline]
+fn locate(word: u64) -> (usize, usize) {
+    let segment = (word / FIRST + 1).ilog2();
+    let before = FIRST * ((1 << segment) - 1);
+    (segment as usize, (word - before) as usize)
+}
+
+/// The bitmaps of a disk.
+#[derive(Debug, Default)]
+pub struct DirtyBitmaps(Mutex<Vec<Arc<DirtyBitmap>>>);
+
+impl DirtyBitmaps {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<DirtyBitmap>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a bitmap with a new name.
+    pub fn add(&self, bitmap: Arc<DirtyBitmap>) {
+        self.lock().push(bitmap);
+    }
+
+    /// All of them.
+    pub fn all(&self) -> Vec<Arc<DirtyBitmap>> {
+        self.lock().clone()
+    }
+
+    /// The one with this name.
+    pub fn find(&self, name: &str) -> Option<Arc<DirtyBitmap>> {
+        let bitmaps = self.lock();
+        bitmaps.iter().find(|bitmap| bitmap.name() == name).cloned()
+    }
+
+    /// Those that record changes. A thread that writes to the disk has a copy of this list, which changes only while it
+    /// has no request in flight.
+    pub fn recording(&self) -> RecordingBitmaps {
+        let recording = |bitmap: &&Arc<DirtyBitmap>| bitmap.is_recording();
+        let bitmaps = self.lock().iter().filter(recording).cloned().collect();
+        RecordingBitmaps(bitmaps)
+    }
+}
+
+/// The bitmaps that record the changes of a disk.
+#[derive(Clone, Debug, Default)]
+pub struct RecordingBitmaps(Box<[Arc<DirtyBitmap>]>);
+
+impl RecordingBitmaps {
+    /// Sets the bits of a range that is about to change.
+    #[inline]
+    pub fn mark(&self, at: u64, len: u64) {
+        for bitmap in &self.0 {
+            bitmap.mark(at, len);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,115 @@
+use std::thread;
+
+use super::*;
+
+fn bitmap(granularity_bits: u32, size: u64) -> DirtyBitmap {
+    DirtyBitmap::new("b".into(), granularity_bits, size, true).unwrap()
+}
+
+/// The dirty ranges, in units of the granularity.
+fn dirty(bitmap: &DirtyBitmap) -> Vec<(u64, u64)> {
+    let (mut at, mut found) = (0, Vec::new());
+    while let Some((is_dirty, len)) = bitmap.extent(at) {
+        assert!(len > 0);
+        if is_dirty {
+            found.push((
+                at >> bitmap.granularity_bits(),
+                (at + len).div_ceil(bitmap.granularity()),
+            ));
+        }
+        at += len;
+    }
+    assert_eq!(at, bitmap.size());
+    found
+}
+
+#[test]
+fn ranges_are_marked_bit_by_bit() {
+    // The same operations on an array of bools.
+    let size = (FIRST * 64 * 5 + 100) << 9;
+    let bitmap = bitmap(9, size);
+    let bits = (size >> 9) as usize;
+    let mut model = vec![false; bits];
+    let mut random = 12345_u64;
+    let mut next = |below: u64| {
+        random = random
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        (random >> 33) % below
+    };
+    for _ in 0..2000 {
+        let at = next(size);
+        let order = 9 + next(16);
+        let len = next(1 << order).min(size - at);
+        bitmap.mark(at, len);
+        if len > 0 {
+            model[(at >> 9) as usize..=((at + len - 1) >> 9) as usize].fill(true);
+        }
+    }
+    let mut bytes = vec![0; bitmap.bytes() as usize];
+    bitmap.copy_to(0, &mut bytes);
+    let mut at = 0;
+    for (bit, &is_dirty) in model.iter().enumerate() {
+        assert_eq!(bytes[bit / 8] >> (bit % 8) & 1 != 0, is_dirty, "bit {bit}");
+        if (bit as u64) << 9 == at {
+            let (found, len) = bitmap.extent(at).unwrap();
+            let end = model[bit..].iter().position(|&b| b != is_dirty);
+            assert_eq!(
+                (found, len >> 9),
+                (is_dirty, end.unwrap_or(bits - bit) as u64)
+            );
+            at += len;
+        }
+    }
+    let count = model.iter().filter(|&&is_dirty| is_dirty).count() as u64;
+    assert_eq!(bitmap.dirty_bytes(), count << 9);
+    let copy = self::bitmap(9, size);
+    copy.merge_bytes(0, &bytes);
+    assert_eq!(dirty(&copy), dirty(&bitmap));
+}
+
+#[test]
+fn bits_stay_when_the_disk_grows() {
+    let bitmap = bitmap(16, 100 << 16);
+    bitmap.mark(99 << 16, 1 << 16);
+    // A write beyond the end of what is covered does nothing.
+    bitmap.mark(u64::MAX - 10, 10);
+    bitmap.mark(0, u64::MAX);
+    assert_eq!(dirty(&bitmap), [(0, 100)]);
+    let size = (FIRST * 64 * 10) << 16;
+    bitmap.grow(size).unwrap();
+    assert_eq!(dirty(&bitmap), [(0, 100)]);
+    bitmap.mark(size - 1, 1);
+    assert_eq!(dirty(&bitmap), [(0, 100), (FIRST * 640 - 1, FIRST * 640)]);
+    assert_eq!(bitmap.grow(u64::MAX >> 1), Err(TooLarge));
+    assert_eq!(bitmap.size(), size);
+}
+
+#[test]
+fn end_of_disk_within_a_bit() {
+    let bitmap = bitmap(31, (3 << 31) + 512);
+    bitmap.mark(3 << 31, 512);
+    assert_eq!(dirty(&bitmap), [(3, 4)]);
+    assert_eq!(bitmap.dirty_bytes(), 512);
+    let mut byte = [0xff];
+    bitmap.copy_to(0, &mut byte);
+    assert_eq!(byte, [8]);
+    bitmap.merge_bytes(0, &[0xff, 0xff]);
+    assert_eq!(dirty(&bitmap), [(0, 4)]);
+}
+
+#[test]
+fn threads_lose_no_bits() {
+    let bitmap = bitmap(9, 1 << 20);
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            let bitmap = &bitmap;
+            scope.spawn(move || {
+                for bit in (thread..2048).step_by(4) {
+                    bitmap.mark(bit << 9, 512);
+                }
+            });
+        }
+    });
+    assert_eq!(dirty(&bitmap), [(0, 2048)]);
+}

@@ -1,0 +1,253 @@
+//! Storing bitmaps when nothing writes to the image any more.
+//!
+//! While a bitmap is in use, its clusters may have any content, so they are written where they are. The order:
+//!
+//! 1. The bits, in clusters that are allocated where there are none. Flush: the refcounts of new clusters are durable.
+//! 2. The tables, which refer to these clusters. fdatasync.
+//! 3. The offset of each table that has become larger, and is therefore elsewhere. fdatasync. Then its length. fdatasync. An
+//!    entry of the directory may be in two sectors, and a table must never have a length that is not its own.
+//! 4. The flags, without "in use". fdatasync.
+//! 5. The clusters of the tables that were replaced are freed.
+//!
+//! A crash before the end of 4 leaves each bitmap {in use} or, if its flags were written, {stored}; and possibly leaked
+//! clusters. No table refers to a cluster that is not counted.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering::SeqCst;
+
+use block::is_no_space;
+
+use super::{IN_USE, OFFSET, StoredBitmap};
+use crate::bytes::{be32, put32, put64};
+use crate::qcow2::error::ImageError;
+use crate::qcow2::retry::MayBlock;
+use crate::qcow2::types::{HostCluster, HostOffset, Run};
+use crate::qcow2::{ImageState, Qcow2};
+
+/// EFBIG: the file has the maximum length of its file system.
+const FILE_TOO_LARGE: i32 = 27;
+
+/// What step 3 and 4 write of the entry of a bitmap.
+struct NewEntry {
+    number: usize,
+    at: usize,
+    table_at: HostOffset,
+    table_entries: u32,
+    old_table: Run,
+}
+
+impl Qcow2 {
+    /// Stores the bitmaps that are in use. No request is in flight. The next write marks them as in use again.
+    ///
+    /// # Errors
+    /// They could not be written, and stay in use. If space runs out for a bitmap, that is no error: the bitmap is
+    /// [lost](Self::on_bitmap_lost).
+    pub fn store_bitmaps(&self) -> Result<(), ImageError> {
+        if self.read_only || self.damage.get().is_some() {
+            return Ok(());
+        }
+        let entries = self.write_bits()?;
+        if entries.is_empty() {
+            return Ok(());
+        }
+        self.flush()?;
+        self.write_tables(&entries)?;
+        self.write_directory(&entries)?;
+        self.end_of_use(&entries)
+    }
+
+    /// Step 1.
+    fn write_bits(&self) -> Result<Vec<NewEntry>, ImageError> {
+        let bitmaps = self.lock().bitmaps.loaded.len();
+        let mut entries = Vec::new();
+        for number in 0..bitmaps {
+            let bits = {
+                let state = self.lock();
+                let bitmap = &state.bitmaps.loaded[number];
+                if !bitmap.is_in_use || bitmap.bits.is_inconsistent() {
+                    continue;
+                }
+                bitmap.bits.clone()
+            };
+            let mut new = Vec::new();
+            match self.write_bitmap(number, &mut new) {
+                Ok(entry) => entries.push(entry),
+                Err(error) => {
+                    self.free_new(number, &new)?;
+                    let errno = error.errno();
+                    if !is_no_space(errno) && errno != FILE_TOO_LARGE {
+                        return Err(error);
+                    }
+                    self.bitmap_lost(&bits, &error);
+                }
+            }
+        }
+        Ok(entries)
+    }
+
+    /// Writes the bits of a bitmap. Clusters that it allocates are added to `new`.
+    fn write_bitmap(
+        &self,
+        number: usize,
+        new: &mut Vec<HostCluster>,
+    ) -> Result<NewEntry, ImageError> {
+        let (bits, mut table, mut entry) = {
+            let state = self.lock();
+            let bitmap = &state.bitmaps.loaded[number];
+            let entry = NewEntry {
+                number,
+                at: bitmap.entry_at,
+                table_at: bitmap.table_at,
+                table_entries: bitmap.table_entries,
+                old_table: self.table_run(bitmap),
+            };
+            (bitmap.bits.clone(), bitmap.table.clone(), entry)
+        };
+        let cluster = self.g.cluster();
+        let clusters = self.g.clusters(bits.bytes());
+        table.resize(clusters as usize, 0);
+        let mut buffer = vec![0; cluster as usize];
+        for (index, word) in (0..).zip(&mut table) {
+            bits.copy_to(index * cluster, &mut buffer);
+            let mut at = HostOffset::new(*word & OFFSET);
+            if at == HostOffset::START && buffer.iter().any(|&byte| byte != 0) {
+                at = self.allocate_for_bitmap(1, new)?;
+            }
+            if at != HostOffset::START {
+                self.file.write_at("writing a bitmap", at, &buffer)?;
+            }
+            *word = at.bytes();
+        }
+        let table_clusters = self.g.clusters(clusters * 8);
+        if table_clusters > entry.old_table.clusters {
+            entry.table_at = self.allocate_for_bitmap(table_clusters, new)?;
+        }
+        entry.table_entries = clusters as u32;
+        self.lock().bitmaps.loaded[number].table = table;
+        Ok(entry)
+    }
+
+    fn table_run(&self, bitmap: &StoredBitmap) -> Run {
+        Run {
+            first: bitmap.table_at.cluster(&self.g),
+            clusters: self.g.clusters(u64::from(bitmap.table_entries) * 8),
+        }
+    }
+
+    fn allocate_for_bitmap(
+        &self,
+        clusters: u64,
+        new: &mut Vec<HostCluster>,
+    ) -> Result<HostOffset, ImageError> {
+        let run = self.change(|state| {
+            let ImageState {
+                refcounts,
+                metadata,
+                ..
+            } = state;
+            let run = if clusters == 1 {
+                refcounts
+                    .allocate(&self.file, metadata, 1, MayBlock::Yes)?
+                    .0
+            } else {
+                refcounts.allocate_contiguous(&self.file, metadata, clusters)?
+            };
+            run.each().for_each(|cluster| metadata.add_table(cluster));
+            Ok(run)
+        })?;
+        new.extend(run.each());
+        Ok(run.first.start(&self.g))
+    }
+
+    /// Frees clusters that were allocated for a bitmap that could not be written.
+    fn free_new(&self, number: usize, new: &[HostCluster]) -> Result<(), ImageError> {
+        let mut state = self.lock();
+        let state = &mut *state;
+        for &cluster in new {
+            state.refcounts.release(&self.file, cluster)?;
+            state.metadata.remove_table(cluster);
+        }
+        let table = &mut state.bitmaps.loaded[number].table;
+        let is_new = |word: u64| new.contains(&HostOffset::new(word & OFFSET).cluster(&self.g));
+        table
+            .iter_mut()
+            .filter(|word| is_new(**word))
+            .for_each(|word| *word = 0);
+        Ok(())
+    }
+
+    /// Step 2.
+    fn write_tables(&self, entries: &[NewEntry]) -> Result<(), ImageError> {
+        for entry in entries {
+            let table = self.lock().bitmaps.loaded[entry.number].table.clone();
+            let mut bytes: Vec<_> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
+            bytes.resize(bytes.len().next_multiple_of(self.g.cluster() as usize), 0);
+            let doing = "writing a bitmap table";
+            self.file.write_at(doing, entry.table_at, &bytes)?;
+        }
+        self.file.flush()
+    }
+
+    /// Steps 3 and 4.
+    fn write_directory(&self, entries: &[NewEntry]) -> Result<(), ImageError> {
+        let extension = self.lock().header.bitmaps;
+        let Some(extension) = extension else {
+            return Ok(());
+        };
+        // Whole pieces are written: the last cluster of the directory holds nothing else.
+        let len = extension.directory_bytes.next_multiple_of(self.g.piece());
+        let (at, mut bytes) = (extension.directory_at, vec![0; len as usize]);
+        let doing = "reading the bitmap directory";
+        self.file.read_at(doing, at, &mut bytes)?;
+        let write = |bytes: &[u8]| {
+            self.file
+                .write_at("writing the bitmap directory", at, bytes)?;
+            self.file.flush()
+        };
+        for change in [set_table_offset, set_table_length, clear_in_use] {
+            let before = bytes.clone();
+            entries.iter().for_each(|entry| change(&mut bytes, entry));
+            if bytes != before {
+                write(&bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Step 5.
+    fn end_of_use(&self, entries: &[NewEntry]) -> Result<(), ImageError> {
+        let flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        let state_ref = &mut *state;
+        // The next write marks them again.
+        self.has_begun_writing.store(false, SeqCst);
+        for entry in entries {
+            let bitmap = &mut state_ref.bitmaps.loaded[entry.number];
+            bitmap.is_in_use = false;
+            bitmap.table_entries = entry.table_entries;
+            if std::mem::replace(&mut bitmap.table_at, entry.table_at) == entry.table_at {
+                continue;
+            }
+            for cluster in entry.old_table.each() {
+                state_ref.refcounts.release(&self.file, cluster)?;
+                state_ref.metadata.remove_table(cluster);
+            }
+        }
+        drop(state);
+        drop(flushing);
+        self.flush()
+    }
+}
+
+fn set_table_offset(directory: &mut [u8], entry: &NewEntry) {
+    put64(directory, entry.at, entry.table_at.bytes());
+}
+
+fn set_table_length(directory: &mut [u8], entry: &NewEntry) {
+    put32(directory, entry.at + 8, entry.table_entries);
+}
+
+fn clear_in_use(directory: &mut [u8], entry: &NewEntry) {
+    let flags = be32(directory, entry.at + 12);
+    put32(directory, entry.at + 12, flags & !IN_USE);
+}
