@@ -127,7 +127,9 @@ pub fn run(
         return nothing(args, &plans, report, &means).map(Some);
     }
     for target in &plans.targets {
-        check_target(target, context)?;
+        if let Place::Device(path) = &target.scratch.place {
+            check_device(path, &disks_of_vms(context))?;
+        }
     }
     agree(args, context, &plans.targets, each, &means)?;
     let mut outcome = Outcome::new(plans.not_measured, means.accel, means.load);
@@ -165,7 +167,7 @@ fn means(args: &Args, stop: &Stop) -> Means {
     }
 }
 
-/// Derives a plan for each disk with findings. Equal plans become one.
+/// Derives a plan for each disk with findings. Equal plans become one. None uses a disk of a VM.
 fn plans(
     args: &Args,
     context: &Context<'_>,
@@ -221,7 +223,18 @@ fn plans(
     });
     plans.not_measured.sort_by_key(|one| one.finding);
     plans.not_measured.dedup_by_key(|one| one.finding);
+    let files = disks_of_vms(context);
+    for target in &plans.targets {
+        target.refuse_disks(&files)?;
+    }
     Ok(plans)
+}
+
+/// The files and devices of all disks of all VMs.
+fn disks_of_vms(context: &Context<'_>) -> Vec<String> {
+    let machines = context.inputs.iter().flat_map(|input| &input.vms);
+    let disks = machines.flat_map(|vm| &vm.disks);
+    disks.map(|disk| disk.file.clone()).collect()
 }
 
 fn label(vm: &Vm, disk: &Disk) -> String {
@@ -460,20 +473,6 @@ fn nothing(args: &Args, plans: &Plans, report: &Report, means: &Means) -> Result
         means.accel,
         means.load,
     ))
-}
-
-/// Refuses a plan that would use a disk of a VM.
-fn check_target(target: &Target, context: &Context<'_>) -> Result<(), String> {
-    let machines = context.inputs.iter().flat_map(|input| &input.vms);
-    let files: Vec<String> = machines
-        .flat_map(|vm| &vm.disks)
-        .map(|disk| disk.file.clone())
-        .collect();
-    target.refuse_disks(&files)?;
-    match &target.scratch.place {
-        Place::Device(path) => check_device(path, &files),
-        Place::Directory(_) | Place::Volume { .. } | Place::Rbd { .. } => Ok(()),
-    }
 }
 
 /// Asks before something is created or overwritten.

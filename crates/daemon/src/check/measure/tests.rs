@@ -321,21 +321,25 @@ fn the_place_of_a_scratch_disk_is_beside_the_disk_or_where_the_user_wants_it() {
 /// The user may name the VM's own disk by mistake.
 #[test]
 fn a_disk_of_the_vm_is_refused_as_a_scratch_disk() {
-    let command =
-        "qemu-system-x86_64 -accel kvm -drive file=rbd:vms/a,format=raw,if=virtio,cache=writeback";
-    let (_, plans) = plans_of(
-        command,
-        &Args {
-            scratch: Some("rbd:vms/a".into()),
-            ..Args::default()
-        },
-    )
-    .unwrap();
-    let refused = plans.targets[0]
-        .refuse_disks(&["vms/a".into()])
-        .unwrap_err();
-    assert!(refused.contains("is a disk of a VM"), "{refused}");
-    assert_eq!(plans.targets[0].refuse_disks(&["vms/b".into()]), Ok(()));
+    for (disk, other) in [("rbd:vms/a", "rbd:vms/b"), ("/dev/vg0/a", "/dev/vg0/b")] {
+        let command = format!(
+            "qemu-system-x86_64 -accel kvm -drive file={disk},format=raw,if=virtio,cache=writeback"
+        );
+        let plans_on = |scratch: &str| {
+            let scratch = Some(scratch.to_owned());
+            plans_of(
+                &command,
+                &Args {
+                    scratch,
+                    ..Args::default()
+                },
+            )
+        };
+        let refused = plans_on(disk).err().expect(disk);
+        assert!(refused.contains("is a disk of a VM"), "{refused}");
+        let (_, plans) = plans_on(other).unwrap();
+        assert!(!plans.targets.is_empty(), "{other}");
+    }
 }
 
 #[test]
