@@ -51,6 +51,10 @@ pub struct ChangedQueues {
 /// # Errors
 /// A disk has no block device, the device does not support a value, or another run has changed queues.
 pub fn set(wanted: &HostQueue, disks: &[PathBuf]) -> Result<Option<ChangedQueues>> {
+    // Disks that need not have a device: in memory, on network file systems, in a Ceph cluster.
+    if *wanted == HostQueue::default() {
+        return Ok(None);
+    }
     let mut changes: Vec<(String, &str, String)> = Vec::new();
     for top in devices(disks)? {
         if let Some(bytes) = wanted.read_ahead {
