@@ -10,13 +10,14 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use thiserror::Error;
 
 use crate::analysis::Analysis;
-use crate::guest::{Accel, Stop, accel};
+use crate::guest::{Accel, Stop};
 use crate::journal::Journal;
 use crate::plan::units::{time, time_text};
 use crate::plan::words::GuestKind;
 use crate::plan::{Filter, Plan, PlanError, RATES_MAX, changes};
 use crate::run::progress::Display;
 use crate::run::search::RUNS;
+use crate::run::trial::accel_of_guests;
 use crate::run::{self, Options, available};
 use crate::schedule::{Schedule, estimate};
 use crate::{compare, import, recipes, report};
@@ -214,7 +215,9 @@ fn checked(file: &Path, text: &str, options: &RunOptions) -> Result<(Plan, Optio
         ringdisk,
         accel: match plan.guest {
             GuestKind::None => Accel::Kvm,
-            _ => options.accel.unwrap_or_else(accel),
+            _ => options
+                .accel
+                .unwrap_or_else(|| accel_of_guests(&Stop::default()).0),
         },
         resume: options.resume,
         file: file.to_owned(),
