@@ -264,13 +264,16 @@ fn vcpu_that_waits_for_a_cpu() {
     let arguments = arguments.filter_map(|its| its.as_str().map(String::from));
     let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
     let guest = Vm::new(logs).disk(Disk::Printed(arguments.collect()));
+    // A computing process keeps the vCPU from sleeping while others have its CPU.
     let script = "echo ready
+        while :; do :; done &
+        computing=$!
         while :; do dd if=/dev/vda of=/dev/null bs=4k count=500 iflag=direct 2>/dev/null; done &
         reader=$!
         sleep 3
         echo busy
         sleep 20
-        kill $reader";
+        kill $reader $computing";
     let mut reply = None;
     let output = guest.run_watched(script, LIMIT, &mut |line, qemu| {
         if line != "busy" {

@@ -187,7 +187,9 @@ fn failed_replacement_leaves_the_disk_unchanged() {
         .ringdisk(&["replace", "nothing", "small.raw"])
         .assert_fails(1, &["nothing", "in no file"]);
     let mut after = ringdisk.disk("disk");
-    after["connected"] = before["connected"].clone();
+    for key in ["connected", "front-end-pid"] {
+        after[key] = before[key].clone();
+    }
     assert_eq!(after, before);
     let new = content(4711, 4096);
     assert_eq!(device.queues[0].write(16000, &new), 0);
