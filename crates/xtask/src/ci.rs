@@ -117,7 +117,8 @@ const BORDERS: &[(&str, &[&str])] = &[
     (
         "ringdisk",
         &[
-            "advisor", "block", "guest", "image", "engine", "rbd", "datapath", "control", "lab",
+            "advisor", "block", "guest", "image", "engine", "rbd", "datapath", "control",
+            "harness", "lab",
         ],
     ),
     ("testkit", &["block", "driver", "harness"]),
