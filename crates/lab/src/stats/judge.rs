@@ -41,9 +41,32 @@ impl fmt::Display for Verdict {
 #[derive(Clone, Debug, Default)]
 pub struct Contrast {
     pairs: Moments,
-    /// The smallest p values after any pair so far
-    difference_p: Option<f64>,
-    equivalence_p: Option<f64>,
+    difference: PValue,
+    equivalence: PValue,
+}
+
+/// The p value of a test that is repeated after each pair.
+#[derive(Clone, Copy, Debug)]
+struct PValue {
+    /// The smallest so far
+    least: f64,
+    /// With all pairs so far
+    now: f64,
+}
+
+impl Default for PValue {
+    fn default() -> Self {
+        Self {
+            least: 1.0,
+            now: 1.0,
+        }
+    }
+}
+
+impl PValue {
+    fn set(&mut self, p: f64) {
+        (self.least, self.now) = (self.least.min(p), p);
+    }
 }
 
 /// Decides on all comparisons of a plan together.
@@ -84,26 +107,23 @@ impl Judge {
         let difference = 2.0 * above(mean.abs() / error, freedom);
         // Two one-sided tests: the gain is below the margin, and above its negative.
         let equivalence = above((margin - mean.abs()) / error, freedom);
-        let least = |so_far: Option<f64>, p: f64| Some(so_far.map_or(p, |least| least.min(p)));
-        contrast.difference_p = least(contrast.difference_p, difference);
-        contrast.equivalence_p = least(contrast.equivalence_p, equivalence);
+        contrast.difference.set(difference);
+        contrast.equivalence.set(equivalence);
     }
 
     /// The verdicts on all comparisons, corrected for their number: of the decided ones, at most [`ERROR_RATE`] are wrong in
-    /// expectation (Benjamini and Hochberg 1995, with p values that are valid whenever the run stops).
+    /// expectation (Benjamini and Hochberg 1995, with p values that are valid whenever the run stops). A verdict that later
+    /// pairs no longer support is withdrawn.
     pub fn verdicts(&self) -> Vec<Verdict> {
-        let corrected = |p: Option<f64>, correct: &dyn Fn(f64) -> f64| p.map_or(1.0, correct);
-        let differ: Vec<f64> = self
-            .contrasts
-            .iter()
-            .map(|c| corrected(c.difference_p, &|p| self.sequential.two_sided(p)))
-            .collect();
-        let same: Vec<f64> = self
-            .contrasts
-            .iter()
-            .map(|c| corrected(c.equivalence_p, &|p| self.sequential.one_sided(p)))
-            .collect();
-        let (differ, same) = (discoveries(&differ), discoveries(&same));
+        let found = |test: fn(&Contrast) -> PValue, correct: &dyn Fn(f64) -> f64| -> Vec<bool> {
+            let tests: Vec<PValue> = self.contrasts.iter().map(test).collect();
+            let least: Vec<f64> = tests.iter().map(|p| correct(p.least)).collect();
+            let found = discoveries(&least).into_iter().zip(tests);
+            let stands = |(found, p): (bool, PValue)| found && correct(p.now) <= ERROR_RATE;
+            found.map(stands).collect()
+        };
+        let differ = found(|it| it.difference, &|p| self.sequential.two_sided(p));
+        let same = found(|it| it.equivalence, &|p| self.sequential.one_sided(p));
         let verdict = |(index, contrast): (usize, &Contrast)| match (same[index], differ[index]) {
             // A gain within the margin counts as none, even if it is certainly not zero.
             (true, _) => Verdict::Equivalent,
@@ -190,6 +210,22 @@ pub fn pairs_needed(effect: f64, noise: f64, contrasts: usize, pairs_max: usize)
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The mean of later pairs may have the other sign.
+    #[test]
+    fn a_verdict_is_withdrawn_when_later_pairs_contradict_it() {
+        let mut judge = Judge::new(1, 30, 0.03);
+        for pair in 0..6 {
+            judge.pair(0, 0.5_f64.ln() + f64::from(pair) * 1e-3);
+        }
+        assert_eq!(judge.verdicts(), [Verdict::Loss]);
+        for pair in 0..16 {
+            judge.pair(0, 1.5_f64.ln() + f64::from(pair) * 1e-3);
+        }
+        let interval = judge.interval(0).unwrap();
+        assert!(judge.gain(0).unwrap() > 0.0 && interval.low < 0.0);
+        assert_eq!(judge.verdicts(), [Verdict::Undecided]);
+    }
 
     #[test]
     fn clear_comparisons_are_decided_and_noisy_ones_are_not() {
