@@ -516,7 +516,7 @@ fn damaged_bitmaps_are_not_used() {
         disk.write(1 << 20, &[1; 4096]).unwrap();
         disk.chain.close().unwrap();
         drop(disk);
-        // Whoever made it must not take it for up to date.
+        // The program that made it must not treat it as up to date.
         let after = memory.bytes();
         let is_marked = after[entry + 15] & 1 != 0 || after[95] & 1 == 0;
         assert!(is_marked, "{at} {patch:?}");

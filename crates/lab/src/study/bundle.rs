@@ -10,7 +10,7 @@ use super::findings::Results;
 use super::{Run, Study};
 use crate::journal::{Journal, Record};
 
-/// The fact with a remark of whoever measured.
+/// The fact with the remark of the user who measured.
 pub const NOTE: &str = "note";
 
 /// The path of a run's journal below a folder of bundles.

@@ -37,7 +37,8 @@ impl From<ImageError> for Unusable {
     }
 }
 
-const DAMAGED: &str = "it is damaged: a table or cluster of it cannot be where it is said to be";
+const DAMAGED: &str =
+    "it is damaged: its entry or table refers to clusters that cannot belong to it";
 
 impl Qcow2 {
     /// Loads the bitmaps that are consistent, also those that do not track writes: they must follow the size of the disk.
