@@ -179,3 +179,14 @@ impl From<manual::ManualError> for Failure {
         Self { code, problem }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// clap checks a command at its first use, and panics if it is invalid.
+    #[test]
+    fn the_options_of_all_commands_agree() {
+        Cli::command().debug_assert();
+    }
+}

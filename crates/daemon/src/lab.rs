@@ -114,6 +114,9 @@ Nothing is decided with fewer than three files for each name.")]
 struct Run {
     /// A recipe's name, or a plan's file
     plan: String,
+    /// Find out what limits each configuration: record the threads from the guest to the storage while loads run
+    #[arg(long)]
+    profile: bool,
     #[command(flatten)]
     how: How,
 }
@@ -207,9 +210,6 @@ struct How {
     /// Replace a value of the plan, such as blocks=3 or fio.runtime=1s; commas separate the values of a list; repeatable
     #[arg(long, value_name = "[TABLE.]KEY=VALUE")]
     set: Vec<String>,
-    /// Find out what limits each configuration: record the threads from the guest to the storage while loads run
-    #[arg(long)]
-    profile: bool,
     /// Select cases or loads with this value, such as case=ringdisk,fio or iodepth=1; repeatable
     #[arg(long, value_name = "KEY=VALUE")]
     only: Vec<String>,
@@ -241,6 +241,15 @@ struct Compare {
     how: How,
 }
 
+impl From<&Run> for RunOptions {
+    fn from(run: &Run) -> Self {
+        Self {
+            profile: run.profile,
+            ..(&run.how).into()
+        }
+    }
+}
+
 impl From<&How> for RunOptions {
     fn from(how: &How) -> Self {
         Self {
@@ -257,7 +266,7 @@ impl From<&How> for RunOptions {
             baseline: how.baseline.clone(),
             set: how.set.clone(),
             only: how.only.clone(),
-            profile: how.profile,
+            profile: false,
             quiet: false,
         }
     }
@@ -265,7 +274,7 @@ impl From<&How> for RunOptions {
 
 pub fn run(args: &Args) -> Result<(), Failed> {
     match &args.command {
-        Command::Run(run) => commands::run(&run.plan, &(&run.how).into()),
+        Command::Run(run) => commands::run(&run.plan, &run.into()),
         Command::Recipes { name } => commands::recipes(name.as_deref()),
         Command::Study(args) => study(&args.into()),
         Command::Compare(compare) => {
