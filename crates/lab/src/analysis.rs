@@ -2,6 +2,7 @@
 //! configuration's index in the plan; one more is the twin of the first.
 
 pub mod claims;
+mod means;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -1,6 +1,7 @@
 use super::*;
 use crate::host::Facts;
 use crate::journal::{BootRecord, Cell, Header, Record};
+use harness::random::Rng;
 
 /// A result whose boots came to these settings.
 fn booted(plan: &str, boots: &[(&str, &[(&str, &str)])]) -> Journal {
@@ -125,6 +126,56 @@ fn a_claim_is_judged_by_the_mean_of_its_loads_in_its_own_direction() {
     assert_eq!(of(inverse, 0.9), (ClaimResult::NotReproduced, 111.0));
     assert_eq!(of(words, 0.9), (ClaimResult::DirectionOnly, -146.0));
     assert_eq!(of(words, 1.1), (ClaimResult::NotReproduced, 154.0));
+}
+
+/// Noise that the loads of a block do not share averages out, and noise that they share does not.
+#[test]
+fn the_mean_of_many_loads_is_as_certain_as_its_blocks_agree() {
+    let depths: Vec<String> = (1..=40).map(|depth| depth.to_string()).collect();
+    let plan = format!(
+        "[[case]]\nname = 'a'\n[[case]]\nname = 'b'\nqueues = 2\nvcpus = 2\n[fio]\niodepth = [{}]\n[[claim]]\n\
+         source = 's'\nfigure = 'f'\nfrom = 'a'\nto = 'b'\nsize = '+10 %'\n",
+        depths.join(", ")
+    );
+    let width = |noise: fn(&mut Rng, f64) -> f64, last_block: u32| {
+        let mut journal = booted(&plan, &[]);
+        let mut rng = Rng::new(7);
+        for block in 0..8 {
+            let shared = rng.normal();
+            for (case, gain) in [("a", 1.0), ("b", 1.1)] {
+                // Later blocks lack a load that was decided.
+                let skipped = usize::from(block >= last_block);
+                for depth in &depths[skipped..] {
+                    let ratio = if case == "b" {
+                        noise(&mut rng, shared)
+                    } else {
+                        0.0
+                    };
+                    let sample = Sample {
+                        iops: 1000.0 * gain * f64::exp(0.2 * ratio),
+                        ..Sample::default()
+                    };
+                    journal.cells.push(Cell {
+                        block,
+                        case: case.into(),
+                        workload: format!("randread 4k, depth {depth}"),
+                        sample: Some(sample),
+                        ..Cell::default()
+                    });
+                }
+            }
+        }
+        let found = Analysis::of(&journal).replications().remove(0);
+        let (low, high) = found.interval.unwrap();
+        assert!(low < 0.1 && 0.1 < high, "{low} {high}");
+        high - low
+    };
+    let independent = width(|rng, _| rng.normal(), 8);
+    let shared = width(|_, shared| shared, 8);
+    assert!(independent < 0.15 && shared > 0.3, "{independent} {shared}");
+    // Three complete blocks tell less than the loads' own intervals.
+    let incomplete = width(|rng, _| rng.normal(), 3);
+    assert!(incomplete > 0.3, "{incomplete}");
 }
 
 #[test]

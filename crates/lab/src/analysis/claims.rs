@@ -132,13 +132,9 @@ impl Analysis<'_> {
             equal: of(Verdict::Equivalent),
             all: about.len(),
         };
-        let intervals: Vec<(f64, f64)> = about.iter().filter_map(|it| it.interval).collect();
+        let measured = about.iter().filter(|it| it.interval.is_some()).count();
         let gains: Vec<f64> = about.iter().filter_map(|it| it.gain).collect();
-        // The deviation of a mean is at most the mean of the deviations, however the comparisons depend on each other.
-        let interval = (intervals.len() == about.len() && !about.is_empty()).then(|| {
-            let low = mean_log(intervals.iter().map(|it| it.0));
-            (low, mean_log(intervals.iter().map(|it| it.1)))
-        });
+        let interval = self.mean_interval(&about.iter().collect::<Vec<&Question>>());
         let margin = self.plan().margin.ln_1p();
         let outcome = match (claim.expect, claim.size, interval) {
             (_, _, None) => ClaimResult::Undecided,
@@ -150,7 +146,7 @@ impl Analysis<'_> {
             outcome,
             measured: (!gains.is_empty()).then(|| mean_log(gains.into_iter()).exp_m1()),
             interval: interval.map(|(low, high)| (low.exp_m1(), high.exp_m1())),
-            why: self.reason(&counts, intervals.len(), &about),
+            why: self.reason(&counts, measured, &about),
         }
     }
 

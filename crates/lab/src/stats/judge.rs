@@ -134,6 +134,11 @@ impl Judge {
         self.contrasts.iter().enumerate().map(verdict).collect()
     }
 
+    /// The p value of a single two-sided test after any pair at which it is wrong in the share `level` of the runs.
+    pub fn nominal(&self, level: f64) -> f64 {
+        self.sequential.nominal(level)
+    }
+
     /// The number of pairs so far.
     pub fn pairs(&self, contrast: usize) -> usize {
         self.contrasts[contrast].pairs.n
