@@ -1,6 +1,7 @@
 //! `ringdisk profile`: what limits a disk that is in use.
 
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,8 @@ use ::lab::profile::roles::{Program, Role};
 use ::lab::profile::sampler::{Process, Sampler, Targets};
 use ::lab::profile::{Profile, procfs, qemu, report};
 use harness::qmp::Qmp;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::{Value, json};
 use thiserror::Error;
 
@@ -117,6 +120,7 @@ pub fn run(args: &Args) -> Result<(), ProfileError> {
     };
     eprintln!("measuring {} for {} s", subject.title, args.seconds);
     let mut interval = subject.measure(Duration::from_secs(args.seconds), &stop)?;
+    interval.measurement.without_vm = subject.without_vm;
     if let Some(monitor) = &mut monitor {
         monitor.add_to(&mut interval);
     }
@@ -148,6 +152,8 @@ pub fn run(args: &Args) -> Result<(), ProfileError> {
 struct Subject {
     title: String,
     targets: Targets,
+    /// Whether no VM, and no other front-end, is connected to the disk.
+    without_vm: bool,
     notes: Vec<String>,
 }
 
@@ -166,6 +172,7 @@ impl Subject {
         })?;
         let mut notes = Vec::new();
         let mut processes = Vec::new();
+        let mut without_vm = false;
         let pid = |value: &Value| value.as_u64().and_then(|pid| u32::try_from(pid).ok());
         match pid(&reply["pid"]) {
             Some(pid) => processes.push(Process {
@@ -191,7 +198,7 @@ impl Subject {
                 "the front-end is in another PID namespace, so its threads are missing; run this command in that of the host"
                     .to_owned(),
             ),
-            None => notes.push("no VM is connected to the disk".to_owned()),
+            None => without_vm = true,
         }
         let file = PathBuf::from(disk["file"].as_str().unwrap_or_default());
         let device = procfs::device_of(&file);
@@ -210,6 +217,7 @@ impl Subject {
                 devices: device.into_iter().collect(),
                 ..Targets::default()
             },
+            without_vm,
             notes,
         })
     }
@@ -246,6 +254,7 @@ impl Subject {
                 devices,
                 ..Targets::default()
             },
+            without_vm: false,
             notes,
         })
     }
@@ -280,20 +289,26 @@ impl Subject {
     }
 
     fn measure(&mut self, time: Duration, stop: &Stop) -> Result<Interval, ProfileError> {
+        let watched = self.targets.processes.iter().filter_map(|process| {
+            let pid = Pid::from_raw(i32::try_from(process.pid).ok()?)?;
+            let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+            Some((process.pid, descriptor))
+        });
+        let watched: Vec<(u32, OwnedFd)> = watched.collect();
         let sampler = Sampler::start(self.targets.clone());
         let begun = Instant::now();
-        while begun.elapsed() < time && !stop.is_wanted() {
-            std::thread::sleep(Duration::from_millis(50).min(time - begun.elapsed().min(time)));
+        let mut ended = None;
+        while begun.elapsed() < time && !stop.is_wanted() && ended.is_none() {
+            let rest = time.saturating_sub(begun.elapsed());
+            ended = wait_for_end(&watched, rest.min(Duration::from_millis(50)));
         }
+        let ended_s = begun.elapsed().as_secs_f64();
         let readings = sampler.finish();
         self.notes.extend(readings.problems.iter().cloned());
-        for process in &self.targets.processes {
-            if !Path::new(&format!("/proc/{}", process.pid)).exists() {
-                self.notes.push(format!(
-                    "process {} ended during the measurement, so shares are too small",
-                    process.pid
-                ));
-            }
+        if let Some(pid) = ended {
+            self.notes.push(format!(
+                "process {pid} ended after {ended_s:.1} s, and the figures are of the time before"
+            ));
         }
         if readings.threads_left_out > 0 {
             self.notes.push(format!(
@@ -307,7 +322,11 @@ impl Subject {
             .iter()
             .map(|(_, name)| name.clone())
             .collect();
-        readings.all(&names).ok_or(ProfileError::Nothing)
+        let interval = match ended {
+            Some(pid) => readings.until_end_of(pid, &names),
+            None => readings.all(&names),
+        };
+        interval.ok_or(ProfileError::Nothing)
     }
 
     fn record(&self, seconds: u64, folder: &Path) -> Result<Recording, ProfileError> {
@@ -315,6 +334,18 @@ impl Subject {
         let recording = Recording::start(&pids, seconds as f64, folder);
         recording.map_err(|e| ProfileError::Flame(format!("{e:#}")))
     }
+}
+
+/// Waits until a process ends, and returns its id. One that nobody has waited for yet has ended too.
+fn wait_for_end(watched: &[(u32, OwnedFd)], time: Duration) -> Option<u32> {
+    let mut descriptors: Vec<PollFd<'_>> = watched
+        .iter()
+        .map(|(_, descriptor)| PollFd::new(descriptor, PollFlags::IN))
+        .collect();
+    // An interruption is seen by the caller.
+    let _ = poll(&mut descriptors, Timespec::try_from(time).ok().as_ref());
+    let ended = descriptors.iter().position(|its| !its.revents().is_empty());
+    ended.map(|at| watched[at].0)
 }
 
 /// QEMU's monitor.

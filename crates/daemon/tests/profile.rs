@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use harness::qmp::Qmp;
 use lab::journal::Journal;
 use lab::profile::measurement::Measurement;
 use lab::profile::roles::Role;
 use lab::profile::verdict::Stage;
 use rustix::process::{Pid, setpriority_process};
 use rustix::thread::{CpuSet, sched_setaffinity};
-use serde_json::Value;
+use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig};
 use testkit::load::{BlockContent, Load};
 use testkit::random::Random;
@@ -368,6 +369,119 @@ fn lab_names_what_limits_each_configuration() {
     let json: Value =
         serde_json::from_str(&fs::read_to_string(result.join("result.json")).unwrap()).unwrap();
     assert_eq!(json["cells"][0]["limits"]["stage"], "limit", "{json}");
+}
+
+/// A process that uses as much CPU time as it gets, without a name by which its role would be known.
+fn computing() -> Child {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "sh", "-c", "while :; do :; done"]);
+    command.stdin(Stdio::null()).spawn().unwrap()
+}
+
+#[test]
+fn busy_thread_of_unknown_role_is_named() {
+    let mut process = computing();
+    let reply = profile(&["--pid", &process.id().to_string(), "--seconds", "2"]);
+    process.kill().unwrap();
+    process.wait().unwrap();
+    let sentence = reply["profile"]["verdict"]["sentence"].as_str().unwrap();
+    assert!(
+        sentence.contains("thread 'sh'") && !sentence.contains("no thread"),
+        "{reply}"
+    );
+}
+
+/// The measurement ends with the process, even if nobody has waited for the process yet.
+#[test]
+fn process_that_ends() {
+    let mut process = computing();
+    let pid = process.id().to_string();
+    let killer = thread::spawn(move || {
+        thread::sleep(Duration::from_secs(2));
+        process.kill().unwrap();
+        process
+    });
+    let reply = profile(&["--pid", &pid, "--seconds", "60"]);
+    killer.join().unwrap().wait().unwrap();
+    let notes = reply["notes"].to_string();
+    assert!(
+        notes.contains(&format!("process {pid} ended after")),
+        "{reply}"
+    );
+    let thread = &reply["threads"][0];
+    let used = thread["on-cpu"].as_f64().unwrap() + thread["runnable"].as_f64().unwrap();
+    assert!(used > 0.5, "the time after its end does not count: {reply}");
+}
+
+#[test]
+fn disk_without_a_vm() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (_server, control) = serve(folder.path(), "null:64M", "");
+    let reply = profile(&["vm1", "--seconds", "1", "--control", &control]);
+    assert_eq!(stage(&reply), Stage::Undecided, "{reply}");
+    let sentence = reply["profile"]["verdict"]["sentence"].as_str().unwrap();
+    assert!(sentence.contains("no VM is connected"), "{sentence}");
+}
+
+/// QEMU's monitor tells the roles of threads without names, the requests of QEMU's own disks, and their limits.
+#[test]
+fn limit_of_a_disk_of_qemu() {
+    let test = "limit_of_a_disk_of_qemu";
+    if let Some(missing) = vm::missing(false) {
+        println!("skipped: {test}: {missing}");
+        return;
+    }
+    let files = tempfile::tempdir().unwrap();
+    let file = files.path().join("disk.raw");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let monitor = files.path().join("monitor.qmp");
+    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let guest = Vm::new(logs).qmp(&monitor).disk(Disk::Qemu {
+        file,
+        cache: "writeback",
+        aio: "threads",
+        queues: 1,
+        serial: "limited".into(),
+    });
+    let script = "echo ready
+        while :; do dd if=/dev/vda of=/dev/null bs=4k count=500 iflag=direct 2>/dev/null; done &
+        reader=$!
+        sleep 3
+        echo busy
+        sleep 20
+        kill $reader";
+    let limit = json!({ "device": "disk0", "iops": 50, "iops_rd": 0, "iops_wr": 0, "bps": 0, "bps_rd": 0, "bps_wr": 0 });
+    let mut reply = None;
+    let output = guest.run_watched(script, LIMIT, &mut |line, qemu| {
+        let set_limit = || {
+            let mut qmp = Qmp::connect(&monitor).unwrap();
+            qmp.execute("block_set_io_throttle", limit.clone()).unwrap();
+        };
+        match line {
+            "ready" => set_limit(),
+            "busy" => {
+                let monitor = monitor.display().to_string();
+                let pid = qemu.to_string();
+                reply = Some(profile(&[
+                    "--pid",
+                    &pid,
+                    "--qmp",
+                    &monitor,
+                    "--seconds",
+                    "4",
+                ]));
+            }
+            _ => {}
+        }
+    });
+    output.unwrap().checked().unwrap();
+    let reply = reply.expect("the guest printed 'busy'");
+    assert_eq!(stage(&reply), Stage::Limit, "{reply}");
+    let sentence = reply["profile"]["verdict"]["sentence"].as_str().unwrap();
+    assert!(sentence.contains("iops=50"), "{sentence}");
+    for role in ["vcpu", "io-thread", "main-loop"] {
+        assert!(!threads_of(&reply, role).is_empty(), "{role}: {reply}");
+    }
 }
 
 #[test]

@@ -93,6 +93,7 @@ impl Readings {
                 .zip(last.devices.iter().zip(&first.devices))
                 .map(used)
                 .collect(),
+            without_vm: false,
             pressure: pressure(first, last, seconds),
         };
         Some(Interval {
@@ -100,6 +101,20 @@ impl Readings {
             threads,
             stalled: after.map_or(0, |disk| disk.stalled()),
         })
+    }
+
+    /// The time until a thread of this process was last seen.
+    pub fn until_end_of(&self, pid: u32, devices: &[String]) -> Option<Interval> {
+        let is_of = |tid: &i32| {
+            self.threads
+                .get(tid)
+                .is_some_and(|thread| thread.pid == pid)
+        };
+        let last = self
+            .ticks
+            .iter()
+            .rfind(|tick| tick.threads.keys().any(is_of))?;
+        self.between(0, last.at_ms, devices)
     }
 
     /// The whole time.

@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::roles::Role;
 
+/// With fewer requests there is nothing to judge.
+pub const REQUESTS_MIN: f64 = 5.0;
+
 /// Where the time went in an interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -24,6 +27,9 @@ pub struct Measurement {
     /// The block devices below the disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<DeviceUse>,
+    /// Whether no VM, and no other front-end, was connected to the disk.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub without_vm: bool,
     /// The kernel's pressure stall information of the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pressure: Option<Pressure>,
@@ -157,6 +163,13 @@ impl Measurement {
         self.roles.iter().find(|its| its.role == role)
     }
 
+    /// Whether there were enough requests to judge them.
+    pub fn has_requests(&self) -> bool {
+        let of_server = self.requests.as_ref().map_or(0.0, |its| its.per_s);
+        let of_guest = self.guest.as_ref().map_or(0.0, |its| its.per_s);
+        of_server.max(of_guest) * self.seconds >= REQUESTS_MIN
+    }
+
     /// Whether all figures are possible. Code that draws them relies on it.
     pub fn is_sound(&self) -> bool {
         let is_possible = |value: &f64| (0.0..1e15).contains(value);
@@ -200,6 +213,10 @@ impl Measurement {
                 .chain(limit)
                 .all(|value| is_possible(&value))
     }
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 fn is_zero(value: &f64) -> bool {

@@ -5,10 +5,13 @@
 //! cause, which the threads tell: for example, a guest that sends nothing may have nothing to send, or its vCPU may wait for
 //! a CPU. The cause with the largest share limits.
 
+mod parts;
+
 use serde::{Deserialize, Serialize};
 
-use super::measurement::{DeviceUse, Measurement, RoleUse, ThreadShare};
+use super::measurement::{DeviceUse, Measurement, REQUESTS_MIN, RoleUse, ThreadShare};
 use super::roles::Role;
+use parts::{Part, parts};
 
 /// A thread that is on a CPU for this share of the time is busy all the time.
 const BUSY: f64 = 0.9;
@@ -22,8 +25,16 @@ const CLEAR: f64 = 0.65;
 const DEVICE_IDLE: f64 = 0.3;
 /// The share of a limit from which the limit is reached.
 const LIMIT_REACHED: f64 = 0.9;
-/// With fewer requests there is nothing to judge.
-const REQUESTS_MIN: f64 = 5.0;
+/// Threads between the guest and the storage.
+const PATH: [Role; 7] = [
+    Role::Messenger,
+    Role::Librbd,
+    Role::IoThread,
+    Role::Server,
+    Role::MainLoop,
+    Role::Blocking,
+    Role::KernelWorker,
+];
 
 /// What limits.
 #[derive(
@@ -51,6 +62,10 @@ pub enum Stage {
     Image,
     /// A messenger of Ceph is busy all the time.
     Messenger,
+    /// Another thread of librbd is busy all the time.
+    Librbd,
+    /// A thread for operations that would block is busy all the time.
+    Worker,
     /// A worker of the kernel is busy all the time.
     KernelWorker,
     /// The storage.
@@ -74,6 +89,8 @@ impl Stage {
             Stage::Limit => "limit",
             Stage::Image => "image",
             Stage::Messenger => "messenger",
+            Stage::Librbd => "librbd",
+            Stage::Worker => "worker",
             Stage::KernelWorker => "kernel-worker",
             Stage::Storage => "storage",
             Stage::Undecided => "undecided",
@@ -95,27 +112,6 @@ pub struct Verdict {
     pub sentence: String,
 }
 
-/// A part of the time of a request's place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
-    /// The guest has not sent the next request.
-    Unsent,
-    /// Between the guest and the server.
-    Transport,
-    /// Waiting for a limit.
-    Limit,
-    /// In tables and clusters of the image.
-    Image,
-    /// In the engine of the server, and the storage.
-    Engine,
-    /// From the completion to the guest's ring.
-    Back,
-    /// In QEMU, whose stages are not measured.
-    Qemu,
-    /// In the block device.
-    Device,
-}
-
 /// A cause of a part.
 struct Cause {
     stage: Stage,
@@ -133,6 +129,9 @@ impl Cause {
 
 /// Names the stage that limits.
 pub fn judge(measured: &Measurement) -> Verdict {
+    if measured.without_vm && !measured.has_requests() {
+        return undecided("no VM is connected to the disk, and it has no requests");
+    }
     let Some(parts) = parts(measured) else {
         return by_threads(measured);
     };
@@ -194,6 +193,8 @@ fn subject(stage: Stage) -> &'static str {
         Stage::Limit => "The limit of the disk holds requests back",
         Stage::Image => "The image's tables limit",
         Stage::Messenger => "Ceph's messenger limits",
+        Stage::Librbd => "librbd limits",
+        Stage::Worker => "A worker thread limits",
         Stage::KernelWorker => "A kernel worker limits",
         Stage::Storage => "The storage limits",
         Stage::Undecided => "Undecided",
@@ -205,60 +206,6 @@ fn undecided(because: impl AsRef<str>) -> Verdict {
         sentence: format!("Undecided, because {}.", because.as_ref()),
         ..Verdict::default()
     }
-}
-
-/// The parts of the time of a request's place, which add up to 1; `None` if no requests were measured.
-fn parts(measured: &Measurement) -> Option<Vec<(Part, f64)>> {
-    let (requests, guest) = (measured.requests.as_ref(), measured.guest.as_ref());
-    let per_s = requests
-        .map(|its| its.per_s)
-        .or(guest.map(|its| its.per_s))?;
-    if per_s * measured.seconds < REQUESTS_MIN {
-        return Some(vec![(Part::Unsent, 1.0)]);
-    }
-    let disks = requests
-        .map_or(0, |its| its.disks)
-        .max(guest.map_or(0, |its| its.disks));
-    let each_ns = 1e9 * f64::from(disks.max(1)) / per_s;
-    let of_server = requests.filter(|its| its.stages.is_some());
-    let in_server_ns = of_server.map_or(0.0, |its| its.mean_ns);
-    let latency_ns = match (guest, requests) {
-        (Some(guest), _) => guest.mean_ns.max(in_server_ns),
-        (None, Some(requests)) => requests.mean_ns,
-        (None, None) => return None,
-    };
-    let whole_ns = each_ns.max(latency_ns);
-    let mut parts = vec![(Part::Unsent, whole_ns - latency_ns)];
-    match of_server.and_then(|its| its.stages) {
-        Some(stages) => parts.extend([
-            (Part::Transport, latency_ns - in_server_ns),
-            (Part::Limit, stages.limit_ns),
-            (Part::Image, stages.image_ns),
-            (Part::Engine, stages.engine_ns),
-            (Part::Back, stages.back_ns),
-        ]),
-        None => {
-            // Requests that were merged, or that a cache answered, take no time in the device.
-            let device = measured
-                .devices
-                .iter()
-                .max_by(|a, b| a.busy.total_cmp(&b.busy));
-            let in_device = device.map_or(0.0, |its| its.mean_ns * (its.per_s / per_s).min(1.0));
-            let in_device = in_device.min(latency_ns);
-            parts.extend([
-                (Part::Device, in_device),
-                (Part::Qemu, latency_ns - in_device),
-            ]);
-        }
-    }
-    let share = |(part, ns): (Part, f64)| (part, (ns / whole_ns).max(0.0));
-    Some(
-        parts
-            .into_iter()
-            .map(share)
-            .filter(|(_, share)| *share > 0.0)
-            .collect(),
-    )
 }
 
 /// The causes of a part of the time, with their shares.
@@ -321,7 +268,10 @@ fn unsent(share: f64, measured: &Measurement) -> Cause {
             let share = percent(vcpus.busiest.share);
             format!("; its busiest vCPU is on CPU for {share}")
         }
-        (None, None) => String::new(),
+        (None, None) => match burdened(measured) {
+            Some((Role::Other, words)) => format!("; {words}; what it does is unknown"),
+            _ => String::new(),
+        },
     };
     Cause::new(Stage::Guest, format!("{idle}{vcpus}"))
 }
@@ -361,7 +311,10 @@ fn transport(share: f64, measured: &Measurement) -> Cause {
     }
     Cause::new(
         Stage::Undecided,
-        format!("{way}, in notifications and wake-ups, and no thread is busy or waits for a CPU"),
+        format!(
+            "{way}, in notifications and wake-ups, and {}",
+            others(measured)
+        ),
     )
 }
 
@@ -389,12 +342,17 @@ fn engine(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
         "requests spend {} of the time in the storage",
         percent(share)
     );
-    let roles = [Role::Messenger, Role::Server, Role::KernelWorker];
+    let roles = [
+        Role::Messenger,
+        Role::Librbd,
+        Role::Server,
+        Role::Blocking,
+        Role::KernelWorker,
+    ];
     if let Some(cause) = busy_thread(&below, measured, &roles) {
         return vec![(share, cause)];
     }
-    let on_path = [Role::Server, Role::Messenger].into_iter();
-    let delayed = on_path.filter_map(|role| delayed(measured, role));
+    let delayed = roles.into_iter().filter_map(|role| delayed(measured, role));
     let delayed = delayed.max_by(|a, b| a.share.total_cmp(&b.share));
     let lost = delayed.map_or(0.0, |thread| thread.share);
     let mut causes = vec![(share * (1.0 - lost), storage(below.clone(), measured))];
@@ -428,7 +386,7 @@ fn storage(below: String, measured: &Measurement) -> Cause {
             ),
         );
     }
-    let busiest = [Role::Server, Role::Messenger]
+    let busiest = [Role::Server, Role::Messenger, Role::Librbd]
         .into_iter()
         .filter_map(|role| {
             let share = percent(measured.role(role)?.busiest.share);
@@ -482,29 +440,16 @@ fn in_qemu(share: f64, measured: &Measurement) -> Cause {
             format!("{} of {} is used, and {inside}", percent(used), limit.text),
         );
     }
-    let roles = [
-        Role::Messenger,
-        Role::IoThread,
-        Role::Server,
-        Role::MainLoop,
-        Role::KernelWorker,
-    ];
-    if let Some(cause) = busy_thread(&inside, measured, &roles) {
+    if let Some(cause) = busy_thread(&inside, measured, &PATH) {
         return cause;
     }
-    let on_path = [
-        Role::IoThread,
-        Role::MainLoop,
-        Role::Messenger,
-        Role::Server,
-    ];
-    if let Some(cause) = starved(&inside, measured, &on_path) {
+    if let Some(cause) = starved(&inside, measured, &PATH) {
         return cause;
     }
     if let Some(thread) = busy(measured, Role::Vcpu) {
         return Cause::new(Stage::Guest, format!("{inside}, and {}", is_busy(thread)));
     }
-    if measured.role(Role::Messenger).is_some() {
+    if measured.role(Role::Messenger).is_some() && burdened(measured).is_none() {
         return Cause::new(
             Stage::Storage,
             format!(
@@ -515,7 +460,8 @@ fn in_qemu(share: f64, measured: &Measurement) -> Cause {
     Cause::new(
         Stage::Undecided,
         format!(
-            "{inside}, whose stages QEMU does not report, and no thread is busy or waits for a CPU"
+            "{inside}, whose stages QEMU does not report, and {}",
+            others(measured)
         ),
     )
 }
@@ -531,6 +477,8 @@ fn busy_thread(what: &str, measured: &Measurement, roles: &[Role]) -> Option<Cau
         [(role, thread)] => {
             let stage = match role {
                 Role::Messenger => Stage::Messenger,
+                Role::Librbd => Stage::Librbd,
+                Role::Blocking => Stage::Worker,
                 Role::IoThread => Stage::IoThread,
                 Role::MainLoop => Stage::MainLoop,
                 Role::KernelWorker => Stage::KernelWorker,
@@ -563,14 +511,7 @@ fn by_threads(measured: &Measurement) -> Verdict {
             subject(stage)
         ),
     };
-    let roles = [
-        Role::Messenger,
-        Role::IoThread,
-        Role::Server,
-        Role::MainLoop,
-        Role::KernelWorker,
-    ];
-    if let Some(cause) = busy_thread("it is on the path of the requests", measured, &roles) {
+    if let Some(cause) = busy_thread("it is on the path of the requests", measured, &PATH) {
         return match cause.stage {
             Stage::Undecided => undecided(cause.evidence),
             stage => decided(stage, cause.evidence),
@@ -579,20 +520,59 @@ fn by_threads(measured: &Measurement) -> Verdict {
     if let Some(thread) = delayed(measured, Role::Vcpu) {
         return decided(Stage::StarvedVcpu, is_delayed(thread));
     }
-    for role in roles {
+    for role in PATH {
         if let Some(thread) = delayed(measured, role) {
             return decided(Stage::StarvedThread, is_delayed(thread));
         }
+    }
+    if let Some(thread) = busy(measured, Role::Client) {
+        return decided(Stage::Client, is_busy(thread));
     }
     let busy_device = measured.devices.iter().find(|its| its.busy >= BUSY);
     if busy_device.is_some() {
         let words = device_words(measured);
         return decided(Stage::Storage, words.trim_start_matches("; ").to_owned());
     }
-    undecided(
-        "no thread is busy or waits for a CPU, and the times of requests are unknown; ringdisk measures them for its disks, \
-         and --qmp asks QEMU for those of other disks",
-    )
+    undecided(format!(
+        "{}, and the times of requests are unknown; ringdisk measures them for its disks, and --qmp asks QEMU for those of \
+         other disks",
+        others(measured)
+    ))
+}
+
+/// A thread that runs or waits for a CPU so long that a sentence must not say that none does, with its role.
+fn burdened(measured: &Measurement) -> Option<(Role, String)> {
+    let roles = Role::ALL.into_iter().filter(|role| *role != Role::Host);
+    let found = roles.filter_map(|role| {
+        let RoleUse {
+            busiest,
+            most_delayed,
+            ..
+        } = measured.role(role)?;
+        if most_delayed.share >= DELAYED {
+            let share = most_delayed.share + most_delayed.on_cpu;
+            return Some((share, (role, is_delayed(most_delayed))));
+        }
+        (busiest.share >= BUSY).then(|| (busiest.share, (role, is_busy(busiest))))
+    });
+    let most = found.max_by(|(a, _), (b, _)| a.total_cmp(b));
+    most.map(|(_, found)| found)
+}
+
+/// What the threads do that explain nothing, as the end of a sentence.
+fn others(measured: &Measurement) -> String {
+    match burdened(measured) {
+        Some((Role::Other, words)) => format!("{words}; what it does is unknown"),
+        Some((Role::Vcpu, words)) => {
+            format!("{words}; whether the guest's requests wait for it is unknown")
+        }
+        Some((role, words)) => format!("{words} ({}), which does not explain it", role.label()),
+        None => format!(
+            "no thread runs for {} of the time (polling aside) or waits for a CPU for {}",
+            percent(BUSY),
+            percent(DELAYED)
+        ),
+    }
 }
 
 /// The busiest thread of a role, if it is on a CPU nearly all the time. Polling does not count.

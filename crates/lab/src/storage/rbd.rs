@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
@@ -29,6 +30,8 @@ pub struct Image {
 /// Attempts to remove an image, and the pause between them: the cluster waits 30 s for a client that was killed.
 const REMOVALS: u32 = 8;
 const REMOVAL_PAUSE: Duration = Duration::from_secs(5);
+/// The time after which the user is told what is waited for.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 impl Image {
     /// The image of a configuration. Options and the keyring go into a copy of the configuration file in `folder`, which all
@@ -81,6 +84,16 @@ impl Image {
     /// # Errors
     /// A client keeps it open, or the cluster refuses.
     pub fn remove(&self) -> Result<()> {
+        let say = || {
+            eprintln!(
+                "ringdisk: waiting for the cluster to remove {self}: it does not answer, or a client has the image open; Ctrl-C \
+                 again leaves the image there"
+            );
+        };
+        saying_if_slow(PATIENCE, say, || self.try_to_remove())
+    }
+
+    fn try_to_remove(&self) -> Result<()> {
         let mut tries = 0;
         loop {
             let mut command = self.rbd();
@@ -203,6 +216,21 @@ fn added_section(ceph: &Ceph, user: &str) -> Option<String> {
     (!lines.is_empty()).then(|| format!("[client.{user}]\n{}", lines.concat()))
 }
 
+/// Runs a function, and another one if the first takes longer than this.
+fn saying_if_slow<T>(patience: Duration, say: impl FnOnce() + Send, run: impl FnOnce() -> T) -> T {
+    thread::scope(|scope| {
+        let (running, ended) = mpsc::channel::<()>();
+        scope.spawn(move || {
+            if ended.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+                say();
+            }
+        });
+        let result = run();
+        drop(running);
+        result
+    })
+}
+
 /// Runs a program and returns its output.
 ///
 /// # Errors
@@ -227,6 +255,20 @@ pub fn output(command: &mut Command) -> Result<String> {
 mod tests {
     use super::*;
     use crate::plan::ceph::options;
+
+    /// A program that waits for the cluster says so; one that is answered says nothing.
+    #[test]
+    fn a_silent_cluster_is_mentioned() {
+        let (said, hears) = mpsc::channel();
+        let answered = saying_if_slow(
+            Duration::from_millis(1),
+            || said.send(()).unwrap(),
+            || hears.recv(),
+        );
+        assert_eq!(answered, Ok(()));
+        let at_once = saying_if_slow(Duration::MAX, || panic!("it was not slow"), || 3);
+        assert_eq!(at_once, 3);
+    }
 
     #[test]
     fn configurations_have_files_of_their_own() {

@@ -314,7 +314,7 @@ fn time_between_guest_and_server() {
     expect(
         &view(calm()),
         Stage::Undecided,
-        &["notifications", "no thread is busy"],
+        &["notifications", "no thread runs for 90 %"],
     );
     let starved = vec![
         thread(Role::Vcpu, 0.5, 0.45),
@@ -427,6 +427,66 @@ fn threads_alone() {
     );
 }
 
+/// A thread that is busy, or waits for a CPU, is named whatever its role is.
+#[test]
+fn no_thread_is_passed_over() {
+    let with = |role, on_cpu, runnable| Measurement {
+        seconds: 10.0,
+        roles: vec![thread(role, on_cpu, runnable)],
+        ..Measurement::default()
+    };
+    let nobody = "no thread runs for 90 % of the time (polling aside) or waits for a CPU for 20 %";
+    for (role, stage) in [
+        (Role::Librbd, Stage::Librbd),
+        (Role::Blocking, Stage::Worker),
+        (Role::Client, Stage::Client),
+        (Role::Vcpu, Stage::Undecided),
+        (Role::Other, Stage::Undecided),
+    ] {
+        let name = format!("'{}-0'", role.label());
+        expect(&with(role, 0.99, 0.0), stage, &[&name, "99 %"]);
+        expect(&with(role, 0.8, 0.1), Stage::Undecided, &[nobody]);
+    }
+    for role in Role::ALL.into_iter().filter(|role| *role != Role::Host) {
+        let verdict = judge(&with(role, 0.22, 0.78));
+        let name = format!("'{}-0' is runnable but waits", role.label());
+        assert!(verdict.sentence.contains(&name), "{}", verdict.sentence);
+    }
+    // A thread that lacks CPU time less than half as long as it runs.
+    expect(
+        &with(Role::Other, 0.7, 0.29),
+        Stage::Undecided,
+        &["29 %", "is unknown"],
+    );
+    // What the host's own threads do says nothing about the disk.
+    expect(&with(Role::Host, 0.99, 0.0), Stage::Undecided, &[nobody]);
+    // Messengers that wait do not mean that the cluster is waited for, if another thread is busy.
+    let other = vec![
+        thread(Role::Messenger, 0.4, 0.0),
+        thread(Role::Other, 0.97, 0.0),
+    ];
+    expect(
+        &in_qemu(other, Vec::new()),
+        Stage::Undecided,
+        &["'other-0'", "97 %"],
+    );
+}
+
+#[test]
+fn disk_without_a_vm() {
+    let idle = Measurement {
+        without_vm: true,
+        ..served(0.0, [0.0; 4], calm())
+    };
+    expect(&idle, Stage::Undecided, &["no VM is connected"]);
+    // One that connected meanwhile has requests.
+    let busy = Measurement {
+        without_vm: true,
+        ..served(8_000.0, [0.0, 1.0, 950.0, 10.0], calm())
+    };
+    expect(&busy, Stage::Storage, &[]);
+}
+
 #[test]
 fn words_of_stages_are_those_in_json() {
     for stage in [
@@ -434,6 +494,8 @@ fn words_of_stages_are_those_in_json() {
         Stage::StarvedVcpu,
         Stage::IoThread,
         Stage::KernelWorker,
+        Stage::Librbd,
+        Stage::Worker,
         Stage::Undecided,
     ] {
         assert_eq!(serde_json::to_value(stage).unwrap(), stage.word());
@@ -457,6 +519,11 @@ proptest! {
         let verdict = judge(&measured);
         prop_assert!(verdict.sentence.ends_with('.') && !verdict.sentence.contains("NaN"));
         prop_assert_eq!(verdict.stage == Stage::Undecided, verdict.sentence.starts_with("Undecided, because "));
+        let is_burdened = |role: Role| {
+            let its = measured.role(role).filter(|its| its.role != Role::Host);
+            its.is_some_and(|its| its.busiest.share >= BUSY || its.most_delayed.share >= DELAYED)
+        };
+        prop_assert!(!verdict.sentence.contains("no thread runs") || !Role::ALL.into_iter().any(is_burdened));
         if let Some(parts) = parts(&measured) {
             let sum: f64 = parts.iter().map(|(_, share)| share).sum();
             prop_assert!((sum - 1.0).abs() < 1e-6, "{:?}", parts);
