@@ -21,6 +21,9 @@ pub fn fill(vm: &mut Vm) {
     vm.table.default_to("vm.cpu-x2apic", "on", "KVM");
     vm.table.default_to("vm.cpu-pv-eoi", "on", "KVM");
     vm.table.default_to("vm.vcpus", 1u64, "QEMU");
+    if matches!(vm.table.word("vm.machine"), Some("pc" | "q35")) {
+        vm.table.default_to("vm.cpu-model", "qemu64", "QEMU");
+    }
     match vm.table.word("vm.accel") {
         _ if vm.table.get("vm.host").is_some() => {}
         Some("kvm" | "xen") => vm.table.derive("vm.host", "linux", "from the accelerator"),

@@ -277,10 +277,15 @@ fn shared_cells(node: Node<'_, '_>) -> bool {
 }
 
 fn cpu(node: Node<'_, '_>, vm: &mut Vm) {
-    for feature in child(node, "cpu")
-        .into_iter()
-        .flat_map(|cpu| cpu.children())
-    {
+    let cpu = child(node, "cpu");
+    let model = match attribute(cpu, "mode") {
+        Some(mode @ ("host-passthrough" | "host-model" | "maximum", _)) => Some(mode),
+        _ => cpu.and_then(|cpu| child(cpu, "model")).map(text),
+    };
+    if let Some((model, at)) = model {
+        vm.table.give("vm.cpu-model", model.to_owned(), at);
+    }
+    for feature in cpu.into_iter().flat_map(|cpu| cpu.children()) {
         if feature.attribute("name") == Some("x2apic")
             && let Some((policy @ ("disable" | "forbid"), at)) = attribute(Some(feature), "policy")
         {
@@ -297,16 +302,15 @@ fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
     let ids = child(node, "iothreadids");
     for thread in ids.into_iter().flat_map(|ids| ids.children()) {
         if let Some((id, at)) = attribute(Some(thread), "id") {
+            let poll = child(thread, "poll");
+            let max = poll.and_then(|poll| poll.attribute("max"));
             vm.threads.push(Thread {
                 id: id.to_owned(),
                 span: at,
+                poll_max_ns: max.and_then(|max| max.parse().ok()),
             });
-            if let Some(poll) = child(thread, "poll") {
-                let setting = if poll.attribute("max") == Some("0") {
-                    "off"
-                } else {
-                    "set"
-                };
+            if let Some(poll) = poll {
+                let setting = if max == Some("0") { "off" } else { "set" };
                 vm.table.give("vm.thread-poll", setting, span(poll));
             }
         }
@@ -323,7 +327,11 @@ fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
             while (vm.threads.len() as u64) < number {
                 let id = next.to_string();
                 if known.insert(id.clone()) {
-                    vm.threads.push(Thread { id, span: at });
+                    vm.threads.push(Thread {
+                        id,
+                        span: at,
+                        poll_max_ns: None,
+                    });
                 }
                 next += 1;
             }
@@ -433,6 +441,10 @@ fn disk(
     if child(node, "shareable").is_some() && child(node, "readonly").is_none() {
         disk.table
             .default_to("disk.cache", "none", "libvirt for shareable disks");
+    }
+    let encryption = child(node, "encryption").or_else(|| at(node, &["source", "encryption"]));
+    if let Some(encryption) = encryption {
+        disk.table.give("disk.encrypted", true, span(encryption));
     }
     carried(node, &mut disk);
     if vhost_user {
@@ -611,8 +623,13 @@ fn driver(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) 
     if let Some((format, at)) = attribute(driver, "type") {
         disk.table.give("disk.format", format.to_owned(), at);
     }
-    if let Some((ioeventfd, at)) = attribute(driver, "ioeventfd") {
-        disk.table.give("disk.ioeventfd", ioeventfd == "on", at);
+    for (name, property) in [
+        ("ioeventfd", "disk.ioeventfd"),
+        ("copy_on_read", "disk.copy-on-read"),
+    ] {
+        if let Some((value, at)) = attribute(driver, name) {
+            disk.table.give(property, value == "on", at);
+        }
     }
     if let Some(size) = driver.and_then(|node| at(node, &["metadata_cache", "max_size"])) {
         let (amount, span) = text(size);
@@ -623,7 +640,7 @@ fn driver(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) 
     driver_queues(driver, disk, reading);
 }
 
-/// Reads the queues and I/O threads of a virtio-blk disk or a virtio-scsi controller.
+/// Reads the queues, their layout and the I/O threads of a virtio-blk disk or a virtio-scsi controller.
 fn driver_queues(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) {
     for (name, property) in [("queues", "disk.queues"), ("queue_size", "disk.queue-size")] {
         if let Some((text, at)) = attribute(driver, name) {
@@ -635,6 +652,9 @@ fn driver_queues(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Re
                 ),
             }
         }
+    }
+    if let Some((packed, at)) = attribute(driver, "packed") {
+        disk.table.give("disk.packed", packed == "on", at);
     }
     if let Some((id, span)) = attribute(driver, "iothread") {
         disk.threads.push(ThreadUse {

@@ -273,6 +273,8 @@ pub struct CephAccess {
 pub struct Thread {
     pub id: String,
     pub span: Span,
+    /// The longest time that it polls, in nanoseconds; none is QEMU's default.
+    pub poll_max_ns: Option<u64>,
 }
 
 /// The reference of a disk, or of its controller, to an I/O thread.

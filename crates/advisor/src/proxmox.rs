@@ -278,6 +278,7 @@ pub fn read(
         None => table.default_to("vm.vcpus", sockets.max(1), "Proxmox: one core"),
     }
     memory(&lines, table, reading);
+    cpu_model(&lines, table);
     match get("ostype") {
         Some(line) => {
             let system = match line.value {
@@ -320,6 +321,18 @@ pub fn read(
     }
     reading.vms.push(vm);
     Ok(())
+}
+
+/// Reads the model of the virtual CPUs.
+fn cpu_model(lines: &[Line<'_>], table: &mut Table) {
+    let found = lines.iter().rev().find(|line| line.key == "cpu");
+    let Some(line) = found else {
+        return table.default_to("vm.cpu-model", "kvm64", "Proxmox");
+    };
+    let mut parts = parts(line).into_iter();
+    let model = parts.find(|part| matches!(part.key, "" | "cputype"));
+    let model = model.map_or("kvm64", |part| part.value);
+    table.give("vm.cpu-model", model.to_owned(), line.value_span);
 }
 
 /// Reads the memory and its backing.
@@ -442,6 +455,7 @@ fn disk(
             threads.push(Thread {
                 id: id.clone(),
                 span: part.span,
+                poll_max_ns: None,
             });
             disk.threads.push(ThreadUse {
                 id,

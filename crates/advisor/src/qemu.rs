@@ -54,9 +54,12 @@ pub fn has_command(text: &str) -> bool {
     !words::commands(text, 0).commands.is_empty()
 }
 
-/// The machine type without its version, and the version: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `virt-9.0`, `q35`.
+/// The machine type without its version, and the version: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `pc-q35-focal`, `q35`.
 pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
     let machine = machine.split('+').next().unwrap_or(machine);
+    // Ubuntu's variants for guests with much memory or many CPUs.
+    let machine = machine.strip_suffix("-maxcpus").unwrap_or(machine);
+    let machine = machine.strip_suffix("-hpb").unwrap_or(machine);
     let name = |name: &str| match name {
         "pc-q35" => "q35",
         "pc-i440fx" => "pc",
@@ -73,13 +76,13 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
             short => (short, qemu),
         };
     }
-    match version.parse::<Version>() {
-        Ok(version) => match name(before) {
+    match version.parse().ok().or_else(|| ubuntu_machine(version)) {
+        Some(version) => match name(before) {
             "" => (before, Some(version)),
             short => (short, Some(version)),
         },
-        // A distribution's machine type, such as `pc-q35-jammy`.
-        Err(()) => match machine {
+        // Another distribution's machine type.
+        None => match machine {
             _ if machine.starts_with("pc-q35-") => ("q35", None),
             _ if machine.starts_with("pc-i440fx-") => ("pc", None),
             _ if machine.starts_with("pseries-") => ("pseries", None),
@@ -106,6 +109,33 @@ fn rhel_machine(rhel: Version) -> Version {
         // 9.6, 10.0 and later.
         _ => Version(9, 1, 0),
     }
+}
+
+/// The upstream machine type of an Ubuntu release: that of its QEMU (Ubuntu's `define-ubuntu-machine-types.patch`).
+fn ubuntu_machine(release: &str) -> Option<Version> {
+    Some(match release {
+        "xenial" => Version(2, 5, 0),
+        "yakkety" => Version(2, 6, 0),
+        "zesty" => Version(2, 8, 0),
+        "artful" => Version(2, 10, 0),
+        "bionic" => Version(2, 11, 0),
+        "cosmic" => Version(2, 12, 0),
+        "disco" => Version(3, 1, 0),
+        "eoan" => Version(4, 0, 0),
+        "focal" => Version(4, 2, 0),
+        "groovy" => Version(5, 0, 0),
+        "hirsute" => Version(5, 2, 0),
+        "impish" => Version(6, 0, 0),
+        "jammy" => Version(6, 2, 0),
+        "kinetic" => Version(7, 0, 0),
+        "lunar" => Version(7, 2, 0),
+        "mantic" => Version(8, 0, 0),
+        "noble" => Version(8, 2, 0),
+        "oracular" => Version(9, 0, 0),
+        "plucky" => Version(9, 2, 0),
+        "questing" => Version(10, 1, 0),
+        _ => return None,
+    })
 }
 
 /// Reads every command of a text that starts QEMU.
@@ -193,6 +223,10 @@ fn add_line(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     vcpus(line, vm, reading);
     memory(line, vm, reading);
     if let Some(model) = line.group("cpu").next_back() {
+        if let Some(pair) = model.get("model") {
+            vm.table
+                .give("vm.cpu-model", pair.value.clone(), pair.value_span);
+        }
         for pair in &model.pairs {
             let off = pair.value == "off" || pair.key.starts_with('-');
             let name = pair.key.trim_start_matches(['-', '+']).replace('_', "-");
@@ -212,6 +246,7 @@ fn add_line(line: &Line, vm: &mut Vm, reading: &mut Reading) {
             vm.threads.push(Thread {
                 id: id.value.clone(),
                 span: id.value_span,
+                poll_max_ns: object.number("poll-max-ns"),
             });
         }
         if let Some(poll) = object.get("poll-max-ns") {
@@ -283,6 +318,7 @@ fn hide(line: &Line, vm: &mut Vm) {
             "accel" if is_unknown("accel") => hide("vm.accel"),
             "numa" if is_unknown("memdev") => hide("vm.memory-shared"),
             "cpu" if any => {
+                hide("vm.cpu-model");
                 hide("vm.cpu-x2apic");
                 hide("vm.cpu-pv-eoi");
             }
@@ -494,4 +530,31 @@ fn environment(command: &Command, vm: &mut Vm) {
 /// The bytes of a size in QEMU's syntax, such as `4M`.
 pub fn size_of(text: &str) -> Option<u64> {
     size(text, 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn machine_types_of_distributions_have_the_defaults_of_an_upstream_version() {
+        for (machine, expected) in [
+            ("pc-q35-8.2", ("q35", Some(Version(8, 2, 0)))),
+            ("pc-i440fx-rhel7.6.0", ("pc", Some(Version(2, 12, 0)))),
+            ("pc-i440fx-xenial", ("pc", Some(Version(2, 5, 0)))),
+            ("pc-i440fx-bionic-hpb", ("pc", Some(Version(2, 11, 0)))),
+            ("pc-q35-focal", ("q35", Some(Version(4, 2, 0)))),
+            ("pc-q35-jammy-hpb-maxcpus", ("q35", Some(Version(6, 2, 0)))),
+            ("pc-q35-noble", ("q35", Some(Version(8, 2, 0)))),
+            ("pseries-focal", ("pseries", Some(Version(4, 2, 0)))),
+            (
+                "s390-ccw-virtio-jammy",
+                ("s390-ccw-virtio", Some(Version(6, 2, 0))),
+            ),
+            ("pc-q35-another", ("q35", None)),
+            ("q35", ("q35", None)),
+        ] {
+            assert_eq!(machine_version(machine), expected, "{machine}");
+        }
+    }
 }

@@ -140,6 +140,9 @@ pub const PROPERTIES: &[Property] = &[
         "the QEMU option that describes it",
     ),
     p("disk.throttled", YES_NO, "whether it has I/O limits"),
+    p("disk.encrypted", YES_NO, "whether QEMU encrypts it"),
+    p("disk.copy-on-read", YES_NO, "whether reads fill the image"),
+    p("disk.packed", YES_NO, "whether it has packed virtqueues"),
     p(
         "disk.reconnect",
         YES_NO,
@@ -416,6 +419,7 @@ pub const PROPERTIES: &[Property] = &[
         Kind::Word(&["linux", "windows", "other"]),
         "the guest's operating system",
     ),
+    p("vm.cpu-model", ANY, "model of the virtual CPUs"),
     p("vm.cpu-x2apic", Kind::Word(&["on", "off"]), "x2APIC"),
     p(
         "vm.cpu-pv-eoi",

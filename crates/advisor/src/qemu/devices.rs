@@ -138,6 +138,7 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
         }
     };
     flag("ioeventfd", "disk.ioeventfd");
+    flag("packed", "disk.packed");
     if let Some(pair) = carrier.get("x-data-plane") {
         table.give("disk.data-plane", true, pair.span);
     }

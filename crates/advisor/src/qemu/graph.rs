@@ -190,6 +190,10 @@ impl<'a> Graph<'a> {
         }
         policies(drive, disk);
         cache_size(drive, "", disk);
+        encryption(drive, "", disk);
+        if let Some(pair) = drive.get("copy-on-read").filter(|pair| pair.value == "on") {
+            disk.table.give("disk.copy-on-read", true, pair.span);
+        }
         let format = drive.get("format").or(drive.get("driver"));
         let format = format.map(|pair| (pair.value.clone(), pair.span));
         let file = drive.get("file").or(drive.get("file.filename"));
@@ -283,6 +287,7 @@ impl<'a> Graph<'a> {
                 }
             }
             cache_size(option, &prefix, disk);
+            encryption(option, &prefix, disk);
             if let Some(protocol) = protocol(&driver.value) {
                 storage(option, &prefix, driver, protocol, disk);
                 if protocol == "rbd" {
@@ -297,9 +302,10 @@ impl<'a> Graph<'a> {
                         self.group(group, disk);
                     }
                 }
+                "copy-on-read" => disk.table.give("disk.copy-on-read", true, driver.span),
                 // Filters that do not change the format.
-                "copy-on-read" | "compress" | "preallocate" | "blkdebug" | "blkverify"
-                | "blklogwrites" | "snapshot-access" => {}
+                "compress" | "preallocate" | "blkdebug" | "blkverify" | "blklogwrites"
+                | "snapshot-access" => {}
                 // The first format is that of the guest's disk; those below belong to that image.
                 format if disk.table.get("disk.format").is_none() => {
                     disk.table
@@ -354,6 +360,10 @@ fn storage(option: &Opt, prefix: &str, driver: &Pair, protocol: &'static str, di
         .unwrap_or_default()
         .to_owned();
     if let (Some(pool), "rbd") = (option.value(&key("pool")), protocol) {
+        let namespace = option
+            .value(&key("namespace"))
+            .filter(|its| !its.is_empty());
+        let pool = namespace.map_or(pool.to_owned(), |its| format!("{pool}/{its}"));
         disk.file = format!("{pool}/{}", disk.file);
         let text = |name: &str| option.value(&key(name)).map(str::to_owned);
         (disk.ceph.conf, disk.ceph.user) = (text("conf"), text("user"));
@@ -373,6 +383,18 @@ fn storage(option: &Opt, prefix: &str, driver: &Pair, protocol: &'static str, di
 }
 
 const AIO: &[&str] = &["threads", "native", "io_uring"];
+
+/// Whether QEMU encrypts the image with a key of its own: qcow2 and RBD can. The driver `luks` is a format.
+fn encryption(option: &Opt, prefix: &str, disk: &mut Disk) {
+    let start = format!("{prefix}encrypt.");
+    if let Some(pair) = option
+        .pairs
+        .iter()
+        .find(|pair| pair.key.starts_with(&start))
+    {
+        disk.table.give("disk.encrypted", true, pair.span);
+    }
+}
 
 fn limit(name: &str, dialect: Dialect, pair: &Pair, disk: &mut Disk) {
     if is_limit(name, dialect, &pair.value) {
