@@ -326,7 +326,7 @@ fn accelerator_of(plan: &Plan, settings: &Settings, of_guests: &str) -> String {
 }
 
 /// The names of the libraries to preload, as in `tcmalloc`, with colons between them.
-fn library(settings: &Settings) -> String {
+pub fn library(settings: &Settings) -> String {
     let Some(paths) = settings.preload.as_deref().and_then(Path::to_str) else {
         return "default".into();
     };

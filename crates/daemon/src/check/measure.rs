@@ -12,6 +12,7 @@ mod text;
 
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use ::lab::analysis::Analysis;
@@ -296,7 +297,10 @@ fn of_disk(
     if asked.is_empty() {
         return Plans::default();
     }
-    let prepared = Configuration::of(vm, disk).and_then(|now| {
+    // A plan is for the VM's host, which has the CPUs that the VM needs.
+    let cpus = available_parallelism().map_or(1, usize::from) as u64;
+    let cpus = args.plan.is_none().then_some(cpus);
+    let prepared = Configuration::of(vm, disk, cpus).and_then(|now| {
         let scratch = Scratch::of(&label.replace(' ', "-"), disk, args.scratch.as_deref())?;
         let scratch = scratch.with_size(disk, &now.settings)?;
         Ok((now, scratch))
@@ -436,6 +440,9 @@ fn write_plan(file: &Path, plans: &Plans, report: &Report, budget: Duration) -> 
             ));
         }
     };
+    for line in &target.left_out {
+        eprintln!("ringdisk: not in the plan: {line}");
+    }
     let text = target.text(budget, boot_time(Load::Guests, Accel::Kvm));
     if file == Path::new("-") {
         super::print(&text);

@@ -1,16 +1,23 @@
 //! A VM's disk as a configuration of the lab.
 
 use std::collections::BTreeSet;
-use std::thread::available_parallelism;
 
 use ::lab::plan::Settings;
 use ::lab::plan::settings::KEYS;
 use ::lab::plan::units::size_text;
-use advisor::model::{Disk, Vm};
+use advisor::model::carried::Dialect;
+use advisor::model::{Disk, Thread, Vm};
+use advisor::text::printable;
+
+use super::loads::library;
 
 /// The limits of a guest's memory in bytes. The loads bypass the guest's page cache, so more memory changes nothing.
 const MEMORY_MIN: u64 = 512 << 20;
 const MEMORY_MAX: u64 = 2 << 30;
+/// The lab's maximum.
+const VCPUS_MAX: u64 = 256;
+/// The time for which QEMU's IOThreads poll by default (`IOTHREAD_POLL_MAX_NS_DEFAULT`).
+const POLL_DEFAULT_NS: u64 = 32_768;
 
 /// The lab's configuration of a disk.
 #[derive(Clone, Debug)]
@@ -18,27 +25,44 @@ pub struct Configuration {
     pub settings: Settings,
     /// The keys whose values are the disk's own.
     known: BTreeSet<&'static str>,
-    /// How the lab's guest differs from the VM.
+    /// How the lab's disk differs from the VM's.
     pub notes: Vec<String>,
+    /// How the lab's guest differs from the VM.
+    pub guest_notes: Vec<String>,
+    /// That the lab's guest has fewer vCPUs than the VM, and why.
+    fewer_vcpus: Option<String>,
 }
 
 impl Configuration {
-    /// Translates the effective settings of a disk and its VM.
+    /// Translates the effective settings of a disk and its VM. `cpus` is the number of CPUs of the host on which the guest
+    /// runs, if it is known.
     ///
     /// # Errors
     /// The lab has no such disk.
-    pub fn of(vm: &Vm, disk: &Disk) -> Result<Self, String> {
+    pub fn of(vm: &Vm, disk: &Disk, cpus: Option<u64>) -> Result<Self, String> {
         let mut configuration = Self {
             settings: Settings::default(),
             known: BTreeSet::new(),
             notes: Vec::new(),
+            guest_notes: Vec::new(),
+            fewer_vcpus: None,
         };
         configuration.device(disk)?;
         configuration.image(disk)?;
-        configuration.machine(vm);
+        configuration.machine(vm, cpus);
         configuration.disk(vm, disk);
-        configuration.ceph(disk);
+        configuration.polling(vm, disk);
+        configuration.limits(disk);
+        configuration.ceph(vm, disk);
         Ok(configuration)
+    }
+
+    /// Why the lab refuses this configuration, with what the user cannot see in the plan.
+    pub fn explained(&self, why: String) -> String {
+        match &self.fewer_vcpus {
+            Some(fewer) if why.contains("vcpus") => format!("{why}; {fewer}"),
+            _ => why,
+        }
     }
 
     pub fn value(&self, key: &str) -> String {
@@ -74,13 +98,10 @@ impl Configuration {
             Some(bus @ ("virtio-blk" | "virtio-scsi" | "ide" | "vhost-user-blk")) => {
                 self.set("device", bus)
             }
-            // A finding about the bus says what stands for it.
-            Some(bus @ ("sata" | "scsi-emulated" | "usb" | "sd" | "nvme")) => {
-                self.set_unknown("device", "ide")?;
-                self.notes.push(format!("device=ide stands for {bus}"));
-                Ok(())
-            }
-            Some(bus) => Err(format!("the lab has no disks of the kind '{bus}'")),
+            // None of the lab's devices may stand for it: an IDE disk has one request in flight, and a SATA disk 32.
+            Some(bus) => Err(format!(
+                "the lab has no disks of the kind '{bus}', and a figure of another device would not be about this one"
+            )),
             None => Err("its bus is unknown".into()),
         }?;
         if self.value("device") == "ide" {
@@ -94,6 +115,9 @@ impl Configuration {
     }
 
     fn image(&mut self, disk: &Disk) -> Result<(), String> {
+        if disk.table.is_yes("disk.encrypted") {
+            return Err("QEMU encrypts it, and the lab's images are not encrypted".into());
+        }
         match disk.table.word("disk.format") {
             Some(format @ ("raw" | "qcow2")) => self.set("format", format)?,
             Some(format) => return Err(format!("the lab has raw and qcow2 images, not {format}")),
@@ -119,23 +143,29 @@ impl Configuration {
         Ok(())
     }
 
-    fn machine(&mut self, vm: &Vm) {
+    fn machine(&mut self, vm: &Vm, cpus: Option<u64>) {
         let table = &vm.table;
         match table.word("vm.machine") {
             _ if self.is_known("machine") => {}
             Some(name) if name.contains("q35") => self.take("machine", "q35"),
             Some(name) if name.starts_with("pc") => self.take("machine", "pc"),
-            Some(name) => self.notes.push(format!("machine=q35 stands for {name}")),
+            Some(name) => {
+                let note = format!("machine=q35 stands for {name}");
+                self.guest_notes.push(note);
+            }
             None => {}
         }
-        let cpus = available_parallelism().map_or(1, usize::from) as u64;
         if let Some(vcpus) = table.number("vm.vcpus") {
-            let bounded = vcpus.clamp(1, cpus);
+            let bounded = vcpus.clamp(1, cpus.unwrap_or(VCPUS_MAX).min(VCPUS_MAX));
             self.take("vcpus", &bounded.to_string());
             if bounded < vcpus {
-                self.notes.push(format!(
-                    "vcpus={bounded} instead of {vcpus}: this host has {cpus} CPUs"
-                ));
+                let why = match cpus {
+                    Some(cpus) if cpus < VCPUS_MAX => format!("this host has {cpus} CPUs"),
+                    _ => "the lab's guests have no more".into(),
+                };
+                let note = format!("vcpus={bounded} instead of {vcpus}: {why}");
+                self.guest_notes.push(note.clone());
+                self.fewer_vcpus = Some(note);
             }
         }
         if let Some(bytes) = table.number("vm.memory") {
@@ -157,19 +187,28 @@ impl Configuration {
         if !flags.is_empty() {
             self.take("cpu", &format!("host,{}", flags.join(",")));
         }
+        let hosts = ["host", "host-passthrough", "host-model", "max", "maximum"];
+        if let Some(model) = table
+            .word("vm.cpu-model")
+            .filter(|model| !hosts.contains(model))
+        {
+            self.guest_notes.push(format!(
+                "the lab's guest has the host's CPU model; this VM has {}",
+                printable(model)
+            ));
+        }
         if let Some(os @ ("windows" | "other")) = table.word("vm.os") {
             let os = if os == "other" {
                 "another system"
             } else {
                 "Windows"
             };
-            self.notes
-                .push(format!("the lab's guest runs Linux; this VM runs {os}"));
+            let note = format!("the lab's guest runs Linux; this VM runs {os}");
+            self.guest_notes.push(note);
         }
         if let Some(accel @ ("tcg" | "xen" | "hvf" | "other")) = table.word("vm.accel") {
-            self.notes.push(format!(
-                "the lab's guest runs under KVM; this VM under {accel}"
-            ));
+            let note = format!("the lab's guest runs under KVM; this VM under {accel}");
+            self.guest_notes.push(note);
         }
     }
 
@@ -209,9 +248,92 @@ impl Configuration {
         if table.is_yes("disk.fixed-buffers") {
             self.take("fixed-buffers", "on");
         }
+        for (property, note) in [
+            (
+                "disk.packed",
+                "the lab's disk has split virtqueues; this one has packed ones",
+            ),
+            (
+                "disk.copy-on-read",
+                "the lab's disk does not copy what is read from a backing file; this one does",
+            ),
+        ] {
+            if table.is_yes(property) {
+                self.notes.push(note.into());
+            }
+        }
     }
 
-    fn ceph(&mut self, disk: &Disk) {
+    /// How long the disk's I/O threads poll.
+    fn polling(&mut self, vm: &Vm, disk: &Disk) {
+        if !self.settings.has_iothreads() {
+            return;
+        }
+        let is_own = |thread: &&Thread| disk.threads.iter().any(|used| used.id == thread.id);
+        let own = vm.threads.iter().filter(is_own);
+        let mut times: Vec<u64> = own
+            .map(|thread| thread.poll_max_ns.unwrap_or(POLL_DEFAULT_NS))
+            .collect();
+        times.sort_unstable();
+        times.dedup();
+        match times[..] {
+            [] => {}
+            [POLL_DEFAULT_NS] => self.take("poll-max-us", "default"),
+            [ns] => {
+                let us = if ns == 0 { 0 } else { (ns / 1000).max(1) };
+                self.take("poll-max-us", &us.to_string());
+                if us * 1000 != ns {
+                    self.notes.push(format!("poll-max-us={us} instead of {ns} ns"));
+                }
+            }
+            _ => self.notes.push(
+                "the lab's I/O threads poll as long as QEMU's default; this disk's for different times".into(),
+            ),
+        }
+    }
+
+    /// The limits of the disk, which the lab has only for disks of ringdisk.
+    fn limits(&mut self, disk: &Disk) {
+        let limits = disk.carried.limits.iter();
+        let limits = limits.map(|(limit, value)| (limit.name(Dialect::Ringdisk), value));
+        let limits: Vec<String> = limits
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        let group = disk.carried.group.as_deref().map(printable);
+        match (&limits[..], &group) {
+            ([one], None) if self.value("device") == "vhost-user-blk" => {
+                if let Some(iops) = one.strip_prefix("iops=") {
+                    return self.take("iops", iops);
+                }
+            }
+            _ => {}
+        }
+        if limits.is_empty() && group.is_none() && !disk.table.is_yes("disk.throttled") {
+            return;
+        }
+        let mut words = limits;
+        words.extend(group.map(|group| format!("group={group}")));
+        let words = match &words[..] {
+            [] => String::new(),
+            words => format!(" ({})", words.join(", ")),
+        };
+        self.notes.push(format!(
+            "without the limits of the VM's disk{words}, so it may not reach the measured speeds"
+        ));
+    }
+
+    fn ceph(&mut self, vm: &Vm, disk: &Disk) {
+        let is_librbd = disk.table.word("disk.protocol") == Some("rbd");
+        match vm.table.word("vm.malloc").filter(|_| is_librbd) {
+            None => {}
+            Some("glibc") => self.take("preload", "default"),
+            Some(name) => match library("librbd", name) {
+                Ok(file) => self.take("preload", &file),
+                Err(why) => self
+                    .notes
+                    .push(format!("with the C library's allocator: {why}")),
+            },
+        }
         let access = &disk.ceph;
         for (key, value) in [
             ("ceph-conf", &access.conf),

@@ -5,7 +5,7 @@ use ::lab::plan::settings::OF_GUESTS;
 use advisor::rules::{Allocation, Contrast, Measurement};
 
 use super::configuration::Configuration;
-use super::loads::{LOADS, load_of};
+use super::loads::{LOADS, PRELOAD, library, load_of};
 use super::scratch::Scratch;
 use super::target::{Asked, Load, Target};
 
@@ -39,10 +39,10 @@ pub fn targets(subject: &Subject, asked: &[Asked]) -> (Vec<Target>, Vec<NotMeasu
         };
         match &one.rule.measurement {
             Measurement::None(why) => not_measured.push(refused(why.clone())),
-            Measurement::By(contrast) => match unsuitable(contrast, subject.load) {
-                Some(why) => not_measured.push(refused(why)),
-                None if contrast.allocation == Allocation::Thin => thin.push((one, contrast)),
-                None => full.push((one, contrast)),
+            Measurement::By(contrast) => match comparable(contrast, subject.load) {
+                Err(why) => not_measured.push(refused(why)),
+                Ok(its) if its.allocation == Allocation::Thin => thin.push((one, its)),
+                Ok(its) => full.push((one, its)),
             },
         }
     }
@@ -57,17 +57,29 @@ pub fn targets(subject: &Subject, asked: &[Asked]) -> (Vec<Target>, Vec<NotMeasu
     (targets, not_measured)
 }
 
-/// Why a comparison cannot be made beside a disk.
-fn unsuitable(contrast: &Contrast, load: Load) -> Option<String> {
+/// A rule's comparison in the words of a plan, in which a library is a file.
+///
+/// # Errors
+/// It cannot be made beside a disk.
+fn comparable(contrast: &Contrast, load: Load) -> Result<Contrast, String> {
     if contrast.axis == "backing" {
-        return Some(format!(
+        return Err(format!(
             "it compares two kinds of storage; name both in a plan of your own: ringdisk lab recipes {}",
             contrast.recipe
         ));
     }
     let without_guest = contrast.accelerators().split('|').any(|one| one == "none");
-    (load == Load::Servers && !without_guest)
-        .then(|| "it needs a guest, and KVM does not work here".to_owned())
+    if load == Load::Servers && !without_guest {
+        return Err("it needs a guest, and KVM does not work here".into());
+    }
+    let mut contrast = contrast.clone();
+    if contrast.axis == PRELOAD {
+        for names in [&mut contrast.from, &mut contrast.to] {
+            let files = names.split('|').map(|name| library(&contrast.recipe, name));
+            *names = files.collect::<Result<Vec<_>, _>>()?.join("|");
+        }
+    }
+    Ok(contrast)
 }
 
 struct Builder<'a> {
@@ -97,17 +109,19 @@ impl<'a> Builder<'a> {
     /// Completes the disk's configuration with what its findings imply: the values from which their comparisons start.
     fn prepare(
         &mut self,
-        asked: &[(&'a Asked<'a>, &'a Contrast)],
+        asked: &'a [(&'a Asked<'a>, Contrast)],
         not_measured: &mut Vec<NotMeasured>,
     ) {
-        for &(one, contrast) in asked {
+        for (one, contrast) in asked {
             let wanted = std::iter::once((&contrast.axis, &contrast.from)).chain(&contrast.with);
             let mut now = self.now.clone();
-            let mut implied = wanted.filter(|(key, _)| !self.now.is_known(key));
+            // Libraries that the disk does not have are on both sides of a comparison, not in its own configuration.
+            let is_implied = |key: &str| key != PRELOAD && !self.now.is_known(key);
+            let mut implied = wanted.filter(|(key, _)| is_implied(key));
             match implied.try_for_each(|(key, values)| imply(&mut now, key, values)) {
                 Ok(()) => {
                     self.now = now;
-                    self.comparisons.push((one, contrast));
+                    self.comparisons.push((*one, contrast));
                 }
                 Err(why) => not_measured.push(NotMeasured {
                     finding: one.finding,
@@ -154,7 +168,7 @@ impl<'a> Builder<'a> {
             if let Err(why) = added {
                 not_measured.push(NotMeasured {
                     finding: one.finding,
-                    why,
+                    why: self.now.explained(why),
                 });
             }
         }
@@ -207,7 +221,7 @@ fn without_guest(of: Configuration) -> Configuration {
     for (key, value) in reset {
         let _ = now.settings.set(key, &value);
     }
-    now.notes = vec![format!(
+    now.guest_notes = vec![format!(
         "without a guest: the load runs at the socket of {server}, because KVM does not work here"
     )];
     now
@@ -220,11 +234,8 @@ fn without_guest(of: Configuration) -> Configuration {
 pub fn add_finding(target: &mut Target, asked: &Asked) -> Result<(), String> {
     let contrast = match &asked.rule.measurement {
         Measurement::None(why) => return Err(why.clone()),
-        Measurement::By(contrast) => contrast,
+        Measurement::By(contrast) => &comparable(contrast, target.load)?,
     };
-    if let Some(why) = unsuitable(contrast, target.load) {
-        return Err(why);
-    }
     let mut now = target.now.clone();
     let wanted = std::iter::once((&contrast.axis, &contrast.from));
     for (key, values) in wanted.filter(|(key, _)| !target.now.is_known(key)) {

@@ -22,6 +22,9 @@ pub const LOADS: [[&str; 3]; 8] = [
     ["randread", "128k", "8"],
 ];
 
+/// The key for libraries to preload.
+pub const PRELOAD: &str = "preload";
+
 /// A load from the values of [`LOAD_KEYS`].
 pub fn load_of(values: &[&str; 3]) -> Workload {
     let mut load = Workload::default();
@@ -47,10 +50,25 @@ pub fn pattern_keys(load: &Workload) -> BTreeMap<String, String> {
         .collect()
 }
 
+/// The file of a library that a recipe preloads, as the value of a plan. Rules name libraries, as in `tcmalloc`.
+///
+/// # Errors
+/// The recipe names none.
+pub fn library(recipe: &str, name: &str) -> Result<String, String> {
+    let plan = plan_of(recipe).into_iter();
+    let mut settings = plan.flat_map(|plan| plan.cases).map(|case| case.settings);
+    let found = settings.find(|settings| ::lab::measured::library(settings) == name);
+    found
+        .map(|settings| settings.value(PRELOAD))
+        .ok_or_else(|| format!("the recipe '{recipe}' names no file of the library '{name}'"))
+}
+
 /// Loads that a rule may be about: usual ones, then those of its recipe.
 pub fn candidates(recipe: &str) -> Vec<Workload> {
-    let of_recipe = recipes::text(recipe)
-        .and_then(|text| Plan::parse(Path::new("recipe.toml"), text).ok())
-        .map_or_else(Vec::new, |plan| plan.workloads);
+    let of_recipe = plan_of(recipe).map_or_else(Vec::new, |plan| plan.workloads);
     LOADS.iter().map(load_of).chain(of_recipe).collect()
+}
+
+fn plan_of(recipe: &str) -> Option<Plan> {
+    Plan::parse(Path::new("recipe.toml"), recipes::text(recipe)?).ok()
 }

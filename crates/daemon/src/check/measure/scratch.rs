@@ -1,6 +1,7 @@
 //! Where the measured disk is created: beside the VM's disk, and never on it.
 
 use std::fs::{self, File, OpenOptions};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,8 +22,11 @@ const SHARE: u64 = 10;
 const PREFIX: &str = "ringdisk-measure-";
 /// The maximum number of layers of device-mapper.
 const LAYERS_MAX: u32 = 8;
-/// The longest name, which is also a name of LVM.
-const NAME_MAX: usize = 80;
+/// The longest part of a name that tells the disk: the plan's name, `check-` and `-thin` around it, has at most 64
+/// characters.
+const LABEL_MAX: usize = 53;
+/// The end of a longer label that is kept: it names the disk.
+const LABEL_END: usize = 16;
 
 /// Where a scratch disk is created.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,26 +49,51 @@ pub struct Scratch {
     pub name: String,
     /// In bytes.
     pub size: u64,
-    /// What could not be found out here.
-    pub note: Option<String>,
+    /// What could not be found out here, and how it differs from the VM's storage.
+    pub notes: Vec<String>,
+}
+
+impl Place {
+    /// How its storage is accessed: a word of the property `disk.protocol`.
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Directory(_) => "file",
+            Self::Volume { .. } | Self::Device(_) => "block",
+            Self::Rbd { .. } => "rbd",
+        }
+    }
 }
 
 impl Scratch {
     /// The scratch disk for a disk: beside it, or where the user wants it.
     ///
     /// # Errors
-    /// There is no place, or not enough space; the message says how to name another.
+    /// There is no place, or it is of another kind than the disk; the message says how to name another.
     pub fn of(label: &str, disk: &Disk, wanted: Option<&str>) -> Result<Self, String> {
         let name = name(label);
+        let mut notes = Vec::new();
         let place = match wanted {
-            Some(text) => named(text, &name)?,
+            Some(text) => {
+                let place = named(text, &name)?;
+                check_kind(&place, disk, text)?;
+                if !is_beside(&place, disk) {
+                    notes.push(format!(
+                        "{text} is not where the VM's disk is, whose storage may be slower or faster"
+                    ));
+                }
+                place
+            }
             None => beside(disk, &name)?,
         };
+        let is_thin = matches!(disk.table.word("backing.lvm"), Some("thin" | "snapshot"));
+        if matches!(place, Place::Volume { .. }) && is_thin {
+            notes.push("a thick volume stands for a thin one".into());
+        }
         Ok(Self {
             place,
             name,
             size: 0,
-            note: None,
+            notes,
         })
     }
 
@@ -77,7 +106,8 @@ impl Scratch {
         let free = match self.free(settings) {
             Ok(free) => free,
             Err(problem) => {
-                self.note = Some(format!("the free space is unknown: {problem}"));
+                self.notes
+                    .push(format!("the free space is unknown: {problem}"));
                 None
             }
         };
@@ -98,7 +128,7 @@ impl Scratch {
         if share < SIZE_MIN {
             return Err(format!(
                 "{} has {} MiB free; a scratch disk takes at most a tenth of that, and at least {}: free {} MiB, or \
-                 name another place with --scratch DIRECTORY",
+                 name another place with --scratch",
                 self.place_text(),
                 free.unwrap_or(0) >> 20,
                 size_text(SIZE_MIN),
@@ -180,6 +210,8 @@ impl Scratch {
             }
             Place::Volume { group, .. } => {
                 let mut command = Command::new("vgs");
+                // It would write about descriptors of whoever started ringdisk.
+                command.env("LVM_SUPPRESS_FD_WARNINGS", "1");
                 command.args(["--noheadings", "--units", "b", "--nosuffix"]);
                 command.args(["-o", "vg_free", group]);
                 let text = output(&mut command).map_err(|e| format!("{e:#}"))?;
@@ -220,22 +252,84 @@ fn name(label: &str) -> String {
             '-'
         }
     };
-    let mut name: String = format!("{PREFIX}{label}").chars().map(plain).collect();
-    name.truncate(NAME_MAX);
-    name
+    let whole: String = label.chars().map(plain).collect();
+    if whole.len() <= LABEL_MAX {
+        return format!("{PREFIX}{whole}");
+    }
+    // Long names of two VMs may begin, and their disks be named, alike.
+    let mut hasher = DefaultHasher::new();
+    label.hash(&mut hasher);
+    let middle = format!("-{:08x}-", hasher.finish() as u32);
+    let begin = LABEL_MAX - LABEL_END - middle.len();
+    let end = whole.len() - LABEL_END;
+    format!("{PREFIX}{}{middle}{}", &whole[..begin], &whole[end..])
+}
+
+/// How the storage of a disk is accessed. QEMU's driver for files can also open a block device.
+fn kind_of(disk: &Disk) -> &str {
+    match disk.table.word("disk.protocol") {
+        Some("file") if disk.table.is_yes("disk.block-as-file") => "block",
+        kind => kind.unwrap_or("unknown"),
+    }
+}
+
+/// What `--scratch` may name for a disk of this kind; nothing if the lab has no such storage.
+fn allowed(kind: &str) -> Option<&'static str> {
+    Some(match kind {
+        "file" => "a directory",
+        "block" => "/dev/GROUP/VOLUME, or a device that may be overwritten",
+        "rbd" => "rbd:POOL/IMAGE",
+        _ => return None,
+    })
+}
+
+/// Refuses a place of another kind than the disk: its figures would not be about the disk.
+fn check_kind(place: &Place, disk: &Disk, wanted: &str) -> Result<(), String> {
+    let words = |kind: &str| match kind {
+        "file" => "a file".to_owned(),
+        "block" => "a block device".to_owned(),
+        "rbd" => "an RBD image".to_owned(),
+        kind => format!("storage of the kind '{kind}'"),
+    };
+    let kind = kind_of(disk);
+    if kind == place.kind() {
+        return Ok(());
+    }
+    let next = match allowed(kind) {
+        Some(allowed) => format!("name {allowed} with --scratch"),
+        None => "the lab has no such storage".into(),
+    };
+    Err(format!(
+        "the VM's disk is {}, and --scratch {wanted} is {}, whose figures would not be about the disk; {next}",
+        words(kind),
+        words(place.kind())
+    ))
+}
+
+/// Whether a place that the user names is on the storage of the VM's disk, as far as it is known here.
+fn is_beside(place: &Place, disk: &Disk) -> bool {
+    match place {
+        Place::Directory(path) => {
+            let number = |path: &Path| fs::metadata(path).map(|found| found.dev()).ok();
+            let own = number(Path::new(&disk.file));
+            own.is_some() && own == number(path)
+        }
+        Place::Volume { group, .. } => volume(disk).as_ref() == Some(group),
+        Place::Rbd { pool, .. } => disk.file.split('/').next() == Some(pool),
+        Place::Device(_) => false,
+    }
 }
 
 /// The place beside a disk.
 fn beside(disk: &Disk, name: &str) -> Result<Place, String> {
-    let table = &disk.table;
-    let protocol = table.word("disk.protocol").unwrap_or("unknown");
+    let kind = kind_of(disk);
     let refuse = |what: &str| {
-        Err(format!(
-            "{what}; name a place for a scratch disk with --scratch DIRECTORY, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a \
-             device that may be overwritten"
-        ))
+        let next = allowed(kind).map_or_else(String::new, |allowed| {
+            format!("; for a scratch disk, name {allowed} with --scratch")
+        });
+        Err(format!("{what}{next}"))
     };
-    match protocol {
+    match kind {
         "file" => match Path::new(&disk.file).parent() {
             Some(parent) if parent.is_absolute() && is_plain(&disk.file) => {
                 Ok(Place::Directory(parent.to_owned()))
@@ -265,6 +359,10 @@ fn beside(disk: &Disk, name: &str) -> Result<Place, String> {
                 pool: pool.to_owned(),
                 name: name.to_owned(),
             }),
+            [_, namespace, _] => refuse(&format!(
+                "its image is in the namespace '{}', and the lab creates images outside of namespaces only",
+                advisor::text::printable(namespace)
+            )),
             _ => refuse(&format!(
                 "the pool of '{}' is unknown",
                 advisor::text::printable(&disk.file)

@@ -9,7 +9,7 @@ use ::lab::plan::{Backing, Settings};
 use advisor::rules::{Contrast, Rule, Severity};
 
 use super::configuration::Configuration;
-use super::loads::{LOADS, candidates, load_of, pattern_keys};
+use super::loads::{LOADS, PRELOAD, candidates, load_of, pattern_keys};
 use super::scratch::Scratch;
 
 /// The maximum number of loads in a plan: each costs its time in every configuration.
@@ -195,7 +195,9 @@ impl Target {
     fn base(&mut self, contrast: &Contrast) -> Result<Option<usize>, String> {
         let mut settings = self.now.settings.clone();
         let mut differs = Vec::new();
-        for (key, values) in &contrast.with {
+        // The step from some libraries to more: both sides have the former.
+        let libraries = (contrast.axis == PRELOAD).then_some((&contrast.axis, &contrast.from));
+        for (key, values) in contrast.with.iter().chain(libraries) {
             let value = settings.value(key);
             if !values.split('|').any(|one| one == value) {
                 let first = values.split('|').next().unwrap_or_default();
@@ -348,6 +350,8 @@ impl Target {
             ("server", "ringdisk"),
             ("aio", "default"),
             ("iothread", "off"),
+            // What the VM has is about QEMU's threads.
+            ("poll-max-us", "default"),
         ] {
             let _ = settings.set(key, value);
         }
@@ -398,7 +402,8 @@ impl Target {
 
     /// How the lab's configuration differs from the disk.
     pub fn notes(&self) -> impl Iterator<Item = &String> {
-        self.now.notes.iter().chain(&self.scratch.note)
+        let of_disk = self.now.notes.iter().chain(&self.now.guest_notes);
+        of_disk.chain(&self.scratch.notes)
     }
 
     /// What must be equal so that one measurement holds for two disks.

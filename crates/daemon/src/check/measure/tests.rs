@@ -178,6 +178,13 @@ fn plans_of(text: &str, args: &Args) -> Result<(Report, Plans), String> {
     Ok((report, plans))
 }
 
+fn with_scratch(place: &str) -> Args {
+    Args {
+        scratch: Some(place.into()),
+        ..Args::default()
+    }
+}
+
 /// virt-install's defaults: the page cache, and no I/O thread. The latter is measured without the former, and both are also
 /// measured together.
 #[test]
@@ -291,31 +298,177 @@ fn the_place_of_a_scratch_disk_is_beside_the_disk_or_where_the_user_wants_it() {
         place("block", "/dev/mapper/vg--0-a", Some("thin"), None),
         volume
     );
-    for (kind, file, lvm) in [
-        ("block", "/dev/vg0/a", None),
-        ("block", "/dev/sdb", Some("no")),
-        ("nbd", "export", None),
-        ("rbd", "vms/namespace/a", None),
-        ("file", "$DISK", None),
+    for (kind, file, lvm, words) in [
+        ("block", "/dev/vg0/a", None, "with --scratch"),
+        ("block", "/dev/sdb", Some("no"), "name /dev/GROUP/VOLUME"),
+        ("nbd", "export", None, "cannot create a disk"),
+        ("rbd", "vms/lab/a", None, "namespace 'lab'"),
+        ("file", "$DISK", None, "name a directory with --scratch"),
     ] {
         let error = place(kind, file, lvm, None).unwrap_err();
-        assert!(error.contains("--scratch"), "{file}: {error}");
+        assert!(error.contains(words), "{file}: {error}");
     }
     let directory = tempfile::tempdir().unwrap();
     let wanted = directory.path().to_str();
     let text = format!("{}/{name}/", directory.path().display());
-    assert_eq!(place("block", "/dev/sdb", None, wanted), Ok(text));
+    assert_eq!(place("file", "$DISK", None, wanted), Ok(text));
     assert_eq!(
-        place("nbd", "x", None, Some("rbd:p/i")),
+        place("rbd", "vms/lab/a", None, Some("rbd:p/i")),
         Ok("rbd:p/i".into())
     );
     for wrong in ["rbd:p", "rbd:p/i@s", "rbd:-p/i", "/nonexistent/x"] {
-        assert!(place("nbd", "x", None, Some(wrong)).is_err(), "{wrong}");
+        assert!(place("rbd", "x/y", None, Some(wrong)).is_err(), "{wrong}");
     }
     let file = directory.path().join("a.raw");
     fs::write(&file, "mine").unwrap();
-    let error = place("nbd", "x", None, file.to_str()).unwrap_err();
+    let error = place("file", "x", None, file.to_str()).unwrap_err();
     assert!(error.contains("is a file"), "{error}");
+}
+
+/// A figure of a local file says nothing about a finding on an image in a cluster.
+#[test]
+fn storage_of_another_kind_is_refused_for_each_finding() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path().display().to_string();
+    for (disk, scratch, words) in [
+        (
+            "rbd:vms/a",
+            directory.as_str(),
+            "the VM's disk is an RBD image",
+        ),
+        ("nbd://host/a", &directory, "storage of the kind 'nbd'"),
+        ("/dev/vg0/a", &directory, "the VM's disk is a block device"),
+        ("/vms/a.raw", "rbd:vms/b", "the VM's disk is a file"),
+        ("/vms/a.raw", "/dev/vg0/b", "is a block device"),
+    ] {
+        let command = format!(
+            "qemu-system-x86_64 -accel kvm -drive file={disk},format=raw,if=virtio,cache=writeback"
+        );
+        let (report, plans) = plans_of(&command, &with_scratch(scratch)).unwrap();
+        assert!(plans.targets.is_empty(), "{disk}: {:?}", plans.targets);
+        let refused: Vec<_> = plans
+            .not_measured
+            .iter()
+            .filter(|one| one.why.contains(words))
+            .collect();
+        assert!(!refused.is_empty(), "{disk}: {:?}", plans.not_measured);
+        let has_reason = |index| plans.not_measured.iter().any(|one| one.finding == index);
+        for (index, finding) in report.findings.iter().enumerate() {
+            let is_asked = finding.severity != Severity::Info;
+            assert_eq!(has_reason(index), is_asked, "{disk}: {finding:?}");
+        }
+    }
+}
+
+/// What the lab's disk does not have is refused if the figures would be about another disk, and noted otherwise.
+#[test]
+fn the_plan_starts_from_what_the_disk_has_or_says_what_it_lacks() {
+    let thread = "-object iothread,id=io0,poll-max-ns=0 -smp 4 -cpu qemu64";
+    let command = |options: &str, device: &str| {
+        format!(
+            "qemu-system-x86_64 -accel kvm -M q35 {thread} -drive id=a,if=none,file=/vms/a.raw,format=raw,\
+             cache=writeback{options} -device {device},drive=a"
+        )
+    };
+    let virtio = "virtio-blk-pci,iothread=io0,packed=on";
+    let limited = command(",copy-on-read=on,throttling.iops-total=500", virtio);
+    let args = Args {
+        plan: Some("-".into()),
+        ..Args::default()
+    };
+    let (_, plans) = plans_of(&limited, &args).unwrap();
+    let text = plans.targets[0].text(Duration::from_secs(600), Duration::from_secs(3));
+    for words in [
+        "poll-max-us = \"0\"",
+        "vcpus = \"4\"",
+        "this VM has qemu64",
+        "without the limits of the VM's disk (iops=500)",
+        "this one has packed ones",
+        "does not copy what is read",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    for (options, device, words) in [
+        (",encrypt.key-secret=k", virtio, "QEMU encrypts it"),
+        ("", "ide-hd", "no disks of the kind 'sata'"),
+    ] {
+        let (_, plans) = plans_of(&command(options, device), &args).unwrap();
+        let is_said = |one: &NotMeasured| one.why.contains(words);
+        assert!(
+            plans.targets.is_empty() && plans.not_measured.iter().any(is_said),
+            "{words}"
+        );
+    }
+    let luks =
+        domain(&[("raw", "/vms/a.raw")]).replace("<target", "<encryption format='luks'/><target");
+    let (_, plans) = plans_of(&luks, &args).unwrap();
+    assert!(plans.targets.is_empty(), "{:?}", plans.targets);
+}
+
+/// A rule names libraries, and a plan their files.
+#[test]
+fn libraries_are_those_of_the_recipe() {
+    let command =
+        "qemu-system-x86_64 -accel kvm -drive file=rbd:vms/a,format=raw,if=virtio,cache=none";
+    let facts = r#"{ "format": "ringdisk-facts-1", "name": "h", "host": { "librbd": "15.2.1" } }"#;
+    let (facts, _) = Facts::parse("facts.json", facts).unwrap();
+    let input = read(Source::new("vm1.sh", command), Surroundings::default()).unwrap();
+    let (_, report, plans) = planned(input, Some(&facts), &Args::default(), Load::Guests);
+    let text = plans.targets[0].text(Duration::from_secs(600), Duration::from_secs(3));
+    let of_rule = |rule: &str| {
+        let found = plans.targets[0].comparisons().find(|one| {
+            let mut rules = one
+                .findings
+                .iter()
+                .map(|at| report.findings[*at].rule.as_str());
+            rules.any(|name| name == rule)
+        });
+        let found = found.unwrap_or_else(|| panic!("{rule}: {:?}", plans.not_measured));
+        (found.from.to_owned(), found.change.unwrap().to_string())
+    };
+    let tcmalloc = "/usr/lib/x86_64-linux-gnu/libtcmalloc.so.4";
+    assert_eq!(
+        of_rule("rbd-malloc"),
+        ("now".into(), format!("preload default → {tcmalloc}"))
+    );
+    let (from, change) = of_rule("rbd-old-librbd");
+    assert_eq!(
+        change,
+        format!("preload {tcmalloc} → {tcmalloc}:/usr/local/lib/librbd.so.1")
+    );
+    assert_eq!(from, "rbd-malloc");
+    assert!(
+        text.contains(&format!("preload = \"{tcmalloc}\"")),
+        "{text}"
+    );
+}
+
+/// libvirt's and Proxmox' names may be long, and those of two disks differ only at the end.
+#[test]
+fn disks_of_vms_with_long_names_have_names_of_their_own() {
+    let long = "n".repeat(80);
+    let mut named = Vec::new();
+    for (file, wanted) in [("/vms/a", "vda"), ("/vms/b", "vdb")] {
+        let text = domain(&[("raw", "/vms/a"), ("qcow2", file)]).replace("vm1", &long);
+        let args = Args {
+            disk: vec![wanted.into()],
+            ..Args::default()
+        };
+        let (_, plans) = plans_of(&text, &args).unwrap();
+        let target = plans
+            .targets
+            .first()
+            .unwrap_or_else(|| panic!("{:?}", plans.not_measured));
+        target.parse().unwrap();
+        assert!(target.name().ends_with(wanted), "{}", target.name());
+        named.push(target.name());
+    }
+    let other = domain(&[("raw", "/vms/a")]).replace("vm1", &format!("{long}2"));
+    let (_, plans) = plans_of(&other, &Args::default()).unwrap();
+    named.push(plans.targets[0].name());
+    named.sort();
+    named.dedup();
+    assert_eq!(named.len(), 3, "{named:?}");
 }
 
 /// The user may name the VM's own disk by mistake.
@@ -325,16 +478,7 @@ fn a_disk_of_the_vm_is_refused_as_a_scratch_disk() {
         let command = format!(
             "qemu-system-x86_64 -accel kvm -drive file={disk},format=raw,if=virtio,cache=writeback"
         );
-        let plans_on = |scratch: &str| {
-            let scratch = Some(scratch.to_owned());
-            plans_of(
-                &command,
-                &Args {
-                    scratch,
-                    ..Args::default()
-                },
-            )
-        };
+        let plans_on = |scratch: &str| plans_of(&command, &with_scratch(scratch));
         let refused = plans_on(disk).err().expect(disk);
         assert!(refused.contains("is a disk of a VM"), "{refused}");
         let (_, plans) = plans_on(other).unwrap();
