@@ -21,6 +21,8 @@ use crate::plan::{Settings, Workload};
 use crate::vhost::{DESCRIPTORS, Device, Queue, Shape};
 use harness::cpu;
 
+/// How long no request completes until the server's process is looked at.
+const SILENCE: Duration = Duration::from_secs(1);
 /// How long a server may take to reply to a new connection, or to complete a request.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The interval at which a wait checks whether the user stops the run.
@@ -39,6 +41,8 @@ pub struct Times {
     pub interval: Duration,
     /// The CPUs of the load's threads; an empty list leaves them to the scheduler.
     pub cpus: Vec<usize>,
+    /// The server's process, if the lab started it. The load fails soon after it has ended.
+    pub server: Option<u32>,
 }
 
 /// Drives all of these disks at the same time, with a thread for each queue that has requests.
@@ -147,6 +151,32 @@ fn connect(socket: &Path, shape: Shape, fill: Vec<u8>) -> Result<(Device, Vec<Qu
     })
 }
 
+/// Succeeds while requests may still complete, of which none has since then.
+///
+/// # Errors
+/// The server has ended, or has not completed a request for too long.
+fn check(times: &Times, since: Instant) -> Result<()> {
+    let silence = since.elapsed();
+    ensure!(
+        silence < PATIENCE,
+        "no request has completed for {} s",
+        PATIENCE.as_secs()
+    );
+    let has_ended = silence > SILENCE && times.server.is_some_and(has_ended);
+    ensure!(!has_ended, "the server has ended");
+    Ok(())
+}
+
+/// Whether a process has ended, also if its parent has not been told yet.
+fn has_ended(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name before it may contain parentheses.
+    let state = stat
+        .rsplit_once(") ")
+        .and_then(|(_, rest)| rest.chars().next());
+    state.is_none_or(|state| "ZX".contains(state))
+}
+
 /// The queue of one thread.
 struct Lane {
     queue: Queue,
@@ -211,11 +241,7 @@ impl Lane {
                 current = place;
             }
             match done.is_empty() {
-                true => ensure!(
-                    heard.elapsed() < PATIENCE,
-                    "no request has completed for {} s",
-                    PATIENCE.as_secs()
-                ),
+                true => check(times, heard)?,
                 false => heard = now,
             }
             for slot in done.drain(..) {
@@ -227,7 +253,7 @@ impl Lane {
         if let Some(histogram) = current.and_then(|place| series.get_mut(place)) {
             bins.move_to(histogram);
         }
-        self.drain(stop)?;
+        self.drain(times, stop)?;
         let length_ms = times.interval.as_millis() as u64;
         let interval = |(place, latencies): (usize, Histogram)| Interval {
             end_ms: start_ms + (place as u64 + 1) * length_ms,
@@ -264,20 +290,50 @@ impl Lane {
     }
 
     /// Waits for the requests that are still in flight.
-    fn drain(&mut self, stop: &Stop) -> Result<()> {
+    fn drain(&mut self, times: &Times, stop: &Stop) -> Result<()> {
         let since = Instant::now();
         let mut done = Vec::new();
         while self.in_flight > 0 {
             ensure!(!stop.is_wanted(), "stopped");
-            ensure!(
-                since.elapsed() < PATIENCE,
-                "{} requests never completed",
-                self.in_flight
-            );
+            check(times, since)?;
             done.clear();
             self.queue.reap(1, Some(TICK), &mut done)?;
             self.in_flight -= done.len();
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_has_ended_is_not_waited_for() {
+        let mut server = std::process::Command::new("sleep")
+            .arg("600")
+            .spawn()
+            .unwrap();
+        let times = Times {
+            ramp: Duration::ZERO,
+            runtime: Duration::from_secs(1),
+            interval: Duration::from_secs(1),
+            cpus: Vec::new(),
+            server: Some(server.id()),
+        };
+        let silent = Instant::now() - 2 * SILENCE;
+        assert!(check(&times, silent).is_ok());
+        server.kill().unwrap();
+        // Not waited for, it stays as a zombie.
+        while !has_ended(server.id()) {
+            thread::yield_now();
+        }
+        let error = check(&times, silent).unwrap_err();
+        assert!(error.to_string().contains("has ended"), "{error}");
+        assert!(
+            check(&times, Instant::now()).is_ok(),
+            "requests are in time"
+        );
+        server.wait().unwrap();
     }
 }

@@ -394,6 +394,7 @@ impl Testbed<'_> {
                     runtime: self.plan.runtime,
                     interval: interval(self.plan.runtime),
                     cpus: cpus.load,
+                    server: served.pid(),
                 };
                 vec![drive(&served.sockets, settings, workload, &times, stop)]
             }
