@@ -43,9 +43,9 @@ enum Command {
 
 Runs nothing. Writes report.html, result.json, cells.csv and measured.json, also for a run that was killed.")]
     Report {
-        /// A result's folder
+        /// A result's folder, or a journal
         result: PathBuf,
-        /// The folder for the files; default: the result's folder
+        /// The folder for the files; default: the result's folder. A bundle has none, and needs this
         #[arg(long, value_name = "DIR")]
         output: Option<PathBuf>,
     },
@@ -207,7 +207,8 @@ struct How {
     /// Another build of ringdisk, measured in the same blocks with the settings of the last case
     #[arg(long, value_name = "PATH")]
     baseline: Option<PathBuf>,
-    /// Replace a value of the plan, such as blocks=3 or fio.runtime=1s; commas separate the values of a list; repeatable
+    /// Replace a value of the plan, such as blocks=3 or fio.runtime=1s; commas separate the values of a list;
+    /// a value with commas is one of a list in TOML, as in 'config.cpu=["host,x2apic=off"]'; repeatable
     #[arg(long, value_name = "[TABLE.]KEY=VALUE")]
     set: Vec<String>,
     /// Select cases or loads with this value, such as case=ringdisk,fio or iodepth=1; repeatable

@@ -11,9 +11,8 @@ use thiserror::Error;
 
 use crate::analysis::Analysis;
 use crate::guest::{Accel, Stop};
-use crate::journal::Journal;
+use crate::journal::{JOURNAL, Journal};
 use crate::plan::units::{time, time_text};
-use crate::plan::words::GuestKind;
 use crate::plan::{Filter, Plan, PlanError, RATES_MAX, changes};
 use crate::run::progress::Display;
 use crate::run::search::RUNS;
@@ -110,10 +109,15 @@ pub fn run(plan: &str, options: &RunOptions) -> Result<(), Failed> {
         return run_text(&PathBuf::from(format!("{plan}.toml")), text, options);
     }
     let path = PathBuf::from(plan);
-    let text = fs::read_to_string(&path).map_err(|e| {
+    let text = fs::read(&path).map_err(|e| {
         let names: Vec<_> = recipes::RECIPES.iter().map(|recipe| recipe.0).collect();
         let words = crate::plan::words::not_one_of(plan, &names);
         Failed::usage(format!("{plan}: {e}; and as a recipe: {words}"))
+    })?;
+    let text = String::from_utf8(text).map_err(|e| {
+        let valid = &e.as_bytes()[..e.utf8_error().valid_up_to()];
+        let line = 1 + valid.iter().filter(|byte| **byte == b'\n').count();
+        Failed::usage(format!("{plan}, line {line}: this is not UTF-8"))
     })?;
     run_text(&path, &text, options)
 }
@@ -213,11 +217,11 @@ fn checked(file: &Path, text: &str, options: &RunOptions) -> Result<(Plan, Optio
     let options = Options {
         folder: output.unwrap_or_else(|| format!("lab-{}", plan.name).into()),
         ringdisk,
-        accel: match plan.guest {
-            GuestKind::None => Accel::Kvm,
-            _ => options
-                .accel
-                .unwrap_or_else(|| accel_of_guests(&Stop::default()).0),
+        accel: if plan.has_guests() {
+            let trial = || accel_of_guests(&Stop::default()).0;
+            options.accel.unwrap_or_else(trial)
+        } else {
+            Accel::Kvm
         },
         resume: options.resume,
         file: file.to_owned(),
@@ -270,10 +274,10 @@ fn write_report(analysis: &Analysis, folder: &Path, quiet: bool) -> Result<(), F
 /// Prints what a plan measures, and how long it takes.
 fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     // A guest boots in 3 s under KVM, and in 20 s under TCG.
-    let boot = match (plan.guest, accel) {
-        (GuestKind::None, _) => Duration::from_millis(100),
-        (_, Accel::Kvm) => Duration::from_secs(3),
-        (_, Accel::Tcg) => Duration::from_secs(20),
+    let boot = match accel {
+        _ if !plan.has_guests() => Duration::from_millis(100),
+        Accel::Kvm => Duration::from_secs(3),
+        Accel::Tcg => Duration::from_secs(20),
     };
     let most: Vec<u32> = (1..=RATES_MAX as u32).collect();
     let searching: Vec<&str> = plan
@@ -311,6 +315,12 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     }
     for case in &plan.cases {
         outln!("  {}: {}", case.name, case.settings.label());
+    }
+    for case in plan.unmeasured() {
+        outln!(
+            "  not measured: {}: no comparison is about it; 'compare = \"first\"' compares all with the first",
+            case.name
+        );
     }
     for left_out in &whole.left_out {
         outln!("  left out: {left_out}");
@@ -422,7 +432,15 @@ pub fn report(result: &Path, output: Option<&Path>) -> Result<(), Failed> {
     let folder = match output {
         Some(folder) => folder.to_owned(),
         None if result.is_dir() => result.to_owned(),
-        None => result.parent().map_or_else(PathBuf::new, Path::to_owned),
+        None if result.file_name() == Some(JOURNAL.as_ref()) => {
+            result.parent().map_or_else(PathBuf::new, Path::to_owned)
+        }
+        None => {
+            return Err(Failed::usage(format!(
+                "{} is a journal without a folder of its own; --output DIR says where its report goes",
+                result.display()
+            )));
+        }
     };
     write_report(&analysis, &folder, false)?;
     Ok(())
@@ -473,6 +491,68 @@ pub fn import(files: &[String], output: &Path) -> Result<(), Failed> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
+    use crate::journal::{Cell, Header, JOURNAL, Record, Sample};
+
+    #[test]
+    fn a_bundle_has_its_report_elsewhere_and_is_not_stored() {
+        let folder = tempfile::tempdir().unwrap();
+        let bundle = folder.path().join("servers.jsonl");
+        let header = Header {
+            version: 1,
+            file: "p.toml".into(),
+            plan:
+                "guest = \"none\"\n[config]\ndevice = \"host\"\naio = [\"native\", \"threads\"]\n"
+                    .into(),
+            jobs: Default::default(),
+            seed: 1,
+            started_ms: 7,
+            facts: Default::default(),
+            only: Vec::new(),
+            left_out: Default::default(),
+        };
+        let cell = |block, case: &str| {
+            Record::Cell(Cell {
+                block,
+                case: case.into(),
+                workload: "randread 4k, depth 1".into(),
+                sample: Some(Sample {
+                    iops: 100.0,
+                    ..Sample::default()
+                }),
+                ..Cell::default()
+            })
+        };
+        let blocks =
+            (0..4).flat_map(|block| [cell(block, "aio=native"), cell(block, "aio=threads")]);
+        let lines: Vec<String> = std::iter::once(Record::Plan(header))
+            .chain(blocks)
+            .map(|record| serde_json::to_string(&record).unwrap() + "\n")
+            .collect();
+        fs::write(&bundle, lines.concat()).unwrap();
+        let refused = super::report(&bundle, None).unwrap_err();
+        assert!(refused.problem.contains("--output"), "{}", refused.problem);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        let journal = crate::journal::Journal::read(&bundle).unwrap();
+        let analysis = crate::analysis::Analysis::of(&journal);
+        let stored = crate::measured::write(&analysis, folder.path()).unwrap();
+        assert_eq!(stored, None, "of another host, perhaps");
+        // A result's own journal has its report beside it.
+        fs::rename(&bundle, folder.path().join(JOURNAL)).unwrap();
+        super::report(&folder.path().join(JOURNAL), None).unwrap();
+        assert!(folder.path().join(crate::report::HTML).exists());
+    }
+
+    #[test]
+    fn a_plan_that_is_not_utf8_has_a_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let plan = folder.path().join("p.toml");
+        fs::write(&plan, b"title = \"x\"\nname = \"\xff\"\n").unwrap();
+        let failed = super::run(plan.to_str().unwrap(), &super::RunOptions::default()).unwrap_err();
+        assert!(failed.problem.contains("line 2: "), "{}", failed.problem);
+    }
+
     #[test]
     fn titles_of_recipes_are_aligned() {
         let list = super::recipe_list().unwrap();

@@ -16,7 +16,8 @@ use crate::client::footprint::Footprint;
 use crate::host::Facts;
 use crate::plan::{Filter, Plan, RATES_MAX};
 use crate::profile::Profile;
-use crate::storage::{Fill, Polling};
+use crate::storage::named::Log;
+use crate::storage::{Fill, OwnDisk, Polling};
 use crate::window::Point;
 
 /// The journal's name in a result's folder.
@@ -44,6 +45,10 @@ pub enum Record {
     Rates(Rates),
     /// A disk was filled.
     Fill(Fill),
+    /// A disk that the plan names is about to be created.
+    Created(OwnDisk),
+    /// Such a disk was removed, or could not be created.
+    Removed(OwnDisk),
 }
 
 impl Record {
@@ -51,7 +56,7 @@ impl Record {
     fn is_sound(&self) -> bool {
         let is_possible = |value: f64| (0.0..1e15).contains(&value);
         match self {
-            Record::Plan(_) => true,
+            Record::Plan(_) | Record::Created(_) | Record::Removed(_) => true,
             Record::Boot(boot) => is_possible(boot.boot_s),
             Record::Cell(cell) => {
                 is_possible(cell.took_s) && cell.sample.as_ref().is_none_or(Sample::is_sound)
@@ -255,6 +260,8 @@ pub struct Journal {
     pub ceilings: Vec<Ceiling>,
     /// Disks that were filled.
     pub fills: Vec<Fill>,
+    /// Disks that the run created and has not removed: it still runs, or it was killed.
+    pub left: Vec<OwnDisk>,
     /// Seconds that searches for rates took.
     pub searched_s: f64,
     /// Whether the last line is truncated: the lab was killed while it wrote the line.
@@ -303,6 +310,7 @@ impl Journal {
             cells: Vec::new(),
             ceilings: Vec::new(),
             fills: Vec::new(),
+            left: Vec::new(),
             searched_s: 0.0,
             truncated: false,
         };
@@ -315,6 +323,8 @@ impl Journal {
                 Ok(Record::Cell(cell)) => journal.cells.push(cell),
                 Ok(Record::Ceiling(ceiling)) => journal.ceilings.push(ceiling),
                 Ok(Record::Fill(fill)) => journal.fills.push(fill),
+                Ok(Record::Created(disk)) => journal.left.push(disk),
+                Ok(Record::Removed(disk)) => journal.left.retain(|it| *it != disk),
                 Ok(Record::Rates(found)) => {
                     journal.plan = journal.plan.with_rates(&found.workload, &found.rates);
                     journal.searched_s += found.took_s;
@@ -323,7 +333,7 @@ impl Journal {
                 Err(_) if !text.ends_with('\n') && text.lines().count() == number + 1 => {
                     journal.truncated = true
                 }
-                Err(e) => bail!("line {}: {e}", number + 1),
+                Err(e) => bail!("line {}: {}", number + 1, printable(&e.to_string())),
             }
         }
         let left_out: Vec<_> = journal.header.left_out.keys().cloned().collect();
@@ -389,6 +399,17 @@ impl Writer {
         Ok((Writer { file, path }, journal))
     }
 
+    /// Another writer of the same file, under the same lock.
+    ///
+    /// # Errors
+    /// There are too many open files.
+    pub fn another(&self) -> Result<Writer> {
+        let file = self.file.try_clone();
+        let file = file.with_context(|| format!("opening {} again", self.path.display()))?;
+        let path = self.path.clone();
+        Ok(Writer { file, path })
+    }
+
     /// Writes a line, and waits until it is durable.
     ///
     /// # Errors
@@ -407,6 +428,21 @@ impl Writer {
             )
         })
     }
+}
+
+impl Log for Writer {
+    fn created(&mut self, disk: &OwnDisk) -> Result<()> {
+        self.write(&Record::Created(disk.clone()))
+    }
+
+    fn removed(&mut self, disk: &OwnDisk) -> Result<()> {
+        self.write(&Record::Removed(disk.clone()))
+    }
+}
+
+/// The text without control characters, which a damaged file may have.
+fn printable(text: &str) -> String {
+    text.replace(char::is_control, "?")
 }
 
 /// Keeps other runs from writing the journal, until this process ends.
@@ -500,6 +536,8 @@ mod tests {
         assert!(error("").contains("line 1"));
         assert!(error(&first.replace("\"version\":1", "\"version\":9")).contains("version 9"));
         let cell = serde_json::to_string(&cell("load")).unwrap();
+        let escape = format!("{first}\n{{\"what\":\"\\u001b[31mred\"}}\n");
+        assert!(!error(&escape).contains('\x1b') && error(&escape).contains("line 2"));
         let impossible = cell.replace("\"took_s\":0.0", "\"took_s\":-1.0");
         assert!(error(&format!("{first}\n{impossible}\n")).contains("line 2: impossible"));
         let rates = "{\"what\":\"rates\",\"workload\":\"x\",\"rates\":[2,1],\"took_s\":1}";

@@ -55,7 +55,8 @@ pub fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Writes the measurements into the result's folder and, unless there are none, into the first of [`folders`]. Returns the
-/// path there. Figures of guests under TCG say nothing about this host, and stay in the result's folder.
+/// path there. Figures of guests under TCG say nothing about this host, nor do those of a bundle,
+/// which does not name its host: these stay in the result's folder.
 ///
 /// # Errors
 /// The result's folder cannot be written. A missing second folder is no error: some users have no home directory.
@@ -69,9 +70,10 @@ pub fn write(analysis: &Analysis, folder: &Path) -> Result<Option<PathBuf>> {
         results.retain(|result| result["accelerator"] != "tcg");
         empty = results.is_empty();
     }
+    let header = &analysis.journal.header;
+    empty |= !header.facts.contains_key("fingerprint");
     let folder = folders().into_iter().next().filter(|_| !empty);
     let text = text(&value)?;
-    let header = &analysis.journal.header;
     let name = format!("{}-{}.json", analysis.plan().name, header.started_ms);
     Ok(folder.and_then(|folder| {
         fs::create_dir_all(&folder).ok()?;

@@ -30,7 +30,7 @@ pub use settings::{IoThread, Server, Settings};
 pub use workload::Workload;
 
 use cpus::Cpus;
-use words::{Against, GuestKind, Interleave, Metric, Until};
+use words::{Against, Device, GuestKind, Interleave, Metric, Until};
 
 /// The maximum number of configurations: more are probably an error in a list.
 pub const CASES_MAX: usize = 256;
@@ -279,10 +279,32 @@ impl Plan {
 
     /// Whether a comparison of the plan is the claim's.
     pub fn tests(&self, claim: &Claim) -> bool {
-        self.contrasts.iter().any(|&(from, to)| {
+        self.contrasts_of(claim).next().is_some()
+    }
+
+    /// The comparisons that the claim is about.
+    pub fn contrasts_of(&self, claim: &Claim) -> impl Iterator<Item = (usize, usize)> {
+        self.contrasts.iter().copied().filter(|&(from, to)| {
             let mut loads = self.workloads.iter();
             loads.any(|load| claim.is_about_either(&self.cases[from], &self.cases[to], load))
         })
+    }
+
+    /// Whether any load runs in a guest.
+    pub fn has_guests(&self) -> bool {
+        let in_guest = |case: &Case| case.settings.device != Device::Host;
+        self.guest != GuestKind::None && self.cases.iter().any(in_guest)
+    }
+
+    /// The configurations, other than the first, that no comparison is about: they are never measured.
+    pub fn unmeasured(&self) -> Vec<&Case> {
+        let is_in = |index: usize| {
+            let mut pairs = self.contrasts.iter();
+            pairs.any(|&(from, to)| from == index || to == index)
+        };
+        let cases = self.cases.iter().enumerate().skip(1);
+        let cases = cases.filter(|(index, _)| !is_in(*index));
+        cases.map(|(_, case)| case).collect()
     }
 
     /// The plan with a load at each of these rates, in place of the load whose rates were searched for.

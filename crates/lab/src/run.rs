@@ -79,8 +79,10 @@ pub fn run(
         .clone()
         .unwrap_or_else(|| options.folder.clone());
     fs::create_dir_all(&disks).with_context(|| format!("making {}", disks.display()))?;
-    let facts = all_facts(&plan, options, accel, &disks);
-    let (mut journal, writer) = begin(text, &plan, options, &facts)?;
+    let left_out = left_out(&plan, &options.ringdisk, accel);
+    let names: Vec<String> = left_out.keys().cloned().collect();
+    let facts = all_facts(&plan.without(&names), options, accel, &disks);
+    let (mut journal, writer) = begin(text, &plan, options, &facts, left_out)?;
     journal.plan.budget = plan.budget;
     for (case, why) in &journal.header.left_out {
         progress.say(&format!("left out: {case}: {why}"));
@@ -99,9 +101,13 @@ pub fn run(
         }
         GuestKind::None | GuestKind::Ssh => None,
     };
+    let named = Named::new(plan.create, plan.size, runtime.path().to_owned());
+    let mut named = named.recorded_in(Box::new(writer.another()?));
     let mut recorder = Recorder::new(journal, writer, progress);
     let plan = recorder.journal.plan.clone();
-    let named = Named::new(plan.create, plan.size, runtime.path().to_owned());
+    for said in named.remove_left(&plan, &std::mem::take(&mut recorder.journal.left))? {
+        recorder.progress.say(&said);
+    }
     let mut files = Files::new(disks, plan.size, named);
     if let Err(error) = recorder.fill(&mut files, &plan, stop)
         && !stop.is_wanted()
@@ -142,7 +148,13 @@ pub fn run(
 }
 
 /// The journal of a new result, or of one that is resumed.
-fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(Journal, Writer)> {
+fn begin(
+    text: &str,
+    plan: &Plan,
+    options: &Options,
+    facts: &Facts,
+    left_out: BTreeMap<String, String>,
+) -> Result<(Journal, Writer)> {
     if options.resume {
         let (writer, journal) = Writer::resume(&options.folder)?;
         ensure!(
@@ -155,7 +167,6 @@ fn begin(text: &str, plan: &Plan, options: &Options, facts: &Facts) -> Result<(J
         return Ok((journal, writer));
     }
     let seed = plan.seed.unwrap_or_else(|| now_ms() % 1_000_000);
-    let left_out = left_out(plan, &options.ringdisk, options.accel);
     ensure!(
         left_out.len() < plan.cases.len(),
         "no configuration of this plan can be measured here:\n{}",
@@ -221,6 +232,8 @@ fn all_facts(plan: &Plan, options: &Options, accel: Accel, disks: &Path) -> Fact
     add("ringdisk", version(&options.ringdisk));
     if plan.guest != GuestKind::None {
         add("qemu", version(Path::new("qemu-system-x86_64")));
+    }
+    if plan.has_guests() {
         add("accelerator", accel.word().into());
         if let Ok(kernel) = Kernel::find() {
             add("guest kernel", kernel.release);

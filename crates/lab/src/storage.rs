@@ -26,7 +26,7 @@ use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Device, Format};
 use crate::plan::{Backing, IoThread, Plan, Server, Settings};
 use disk::fill;
-pub use disk::{Disk, Fill};
+pub use disk::{Disk, Fill, OwnDisk};
 use harness::cpu;
 use named::{Named, Told};
 use zram::Zram;

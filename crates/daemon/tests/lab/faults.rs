@@ -237,6 +237,32 @@ fn killed_run_resumes() {
 }
 
 #[test]
+fn killed_run_removes_the_disks_that_it_created_when_it_is_resumed() {
+    let name = "killed_run_removes_the_disks_that_it_created_when_it_is_resumed";
+    if !are_installed(name, &["fio"]) {
+        return;
+    }
+    let bench = PlanFolder::new("");
+    let disk = bench.path("created");
+    let own = format!("create = true\n[config]\nbacking = '{}'\n", disk.display());
+    let plan = ON_HOST.replace("[config]\n", &own);
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let lab = spawn(bench.run().arg("--overwrite"));
+    wait_for("a cell", || bench.lines("cell") >= 1);
+    kill(lab.id(), Signal::KILL);
+    assert!(!lab.wait_with_output().unwrap().status.success());
+    assert!(disk.exists(), "it was killed");
+    assert_eq!(bench.journal().left[0].disk, disk.display().to_string());
+
+    let said = succeed(bench.run().args(["--resume", "--overwrite"]));
+    assert!(said.contains("this run left when it was killed"), "{said}");
+    let journal = bench.journal();
+    assert_eq!(errors(&journal.cells), Vec::<String>::new());
+    assert_eq!((journal.cells.len(), journal.left.len()), (6, 0));
+    assert!(!disk.exists());
+}
+
+#[test]
 fn interrupted_run_writes_a_report() {
     if !are_installed("interrupted_run_writes_a_report", &["fio"]) {
         return;

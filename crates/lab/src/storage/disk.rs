@@ -49,6 +49,18 @@ pub struct Fill {
     pub took_s: f64,
 }
 
+/// A disk that the lab creates for a run, and removes at its end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnDisk {
+    /// Its name in the plan.
+    pub disk: String,
+    /// The configuration file of its cluster; empty for a path.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub cluster: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
 /// Fills a part of a file with random data, which no storage can compress.
 ///
 /// # Errors

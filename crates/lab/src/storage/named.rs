@@ -11,11 +11,11 @@ use anyhow::{Context, Result, bail, ensure};
 use harness::paths::{find_program, is_block_device};
 use harness::process::Stop;
 
-use super::disk::{Disk, Fill, fill};
+use super::disk::{Disk, Fill, OwnDisk, fill};
 use super::rbd::{Image, output};
-use crate::plan::Settings;
 use crate::plan::backing::Name;
 use crate::plan::words::Format;
+use crate::plan::{Backing, Plan, Settings};
 
 /// The bytes that are written between two checks whether the user stops the run.
 const CHUNK: u64 = 256 << 20;
@@ -30,13 +30,35 @@ pub struct Named {
     /// The folder for copies of Ceph's configuration file
     folder: PathBuf,
     /// The disks by cluster and name
-    states: BTreeMap<(PathBuf, Name), State>,
+    states: BTreeMap<Key, State>,
+    /// Where disks are recorded before they are created
+    log: Option<Box<dyn Log>>,
 }
+
+/// A durable record of the disks that the lab creates.
+pub trait Log: std::fmt::Debug {
+    /// A disk is about to be created.
+    ///
+    /// # Errors
+    /// The record cannot be written.
+    fn created(&mut self, disk: &OwnDisk) -> Result<()>;
+
+    /// A disk was removed, or could not be created.
+    ///
+    /// # Errors
+    /// The record cannot be written.
+    fn removed(&mut self, disk: &OwnDisk) -> Result<()>;
+}
+
+/// The cluster's configuration file, or nothing, and the name in the plan.
+type Key = (PathBuf, Name);
 
 /// The state of a disk.
 #[derive(Debug, Default)]
 struct State {
     created: bool,
+    /// Whether the journal says that the lab creates it
+    recorded: bool,
     filled: bool,
     /// Whether a configuration has used it, and may have written to it
     used: bool,
@@ -57,7 +79,77 @@ impl Named {
             size,
             folder,
             states: BTreeMap::new(),
+            log: None,
         }
+    }
+
+    /// Records the disks that are created.
+    #[must_use]
+    pub fn recorded_in(mut self, log: Box<dyn Log>) -> Named {
+        self.log = Some(log);
+        self
+    }
+
+    /// Removes the disks that an earlier part of the run created and left, because it was killed. Returns what to tell the
+    /// user.
+    ///
+    /// # Errors
+    /// A disk has another size than the one that was created, or cannot be removed.
+    pub fn remove_left(&mut self, plan: &Plan, left: &[OwnDisk]) -> Result<Vec<String>> {
+        let mut left = left.to_vec();
+        let mut said = Vec::new();
+        if left.is_empty() {
+            return Ok(said);
+        }
+        let settings = plan.cases.iter().map(|case| &case.settings);
+        for settings in settings.filter(|settings| settings.opens_disks()) {
+            let Backing::Named(names) = &settings.backing else {
+                continue;
+            };
+            let volumes = settings.volumes + u16::from(settings.neighbour.is_some());
+            let volumes_of = |guest| (0..volumes).map(move |volume| (guest, volume));
+            for (guest, volume) in (0..settings.guests).flat_map(volumes_of) {
+                let name = names.of(guest, volume, settings.volumes);
+                let key = key(settings, &name);
+                let Some(at) = left
+                    .iter()
+                    .position(|own| *own == own_disk(&key, own.bytes))
+                else {
+                    continue;
+                };
+                let own = left.swap_remove(at);
+                let disk = self.opened(settings, &name)?;
+                if let Disk::Rbd(image) = &disk {
+                    image.unmap_left();
+                }
+                if let Some(bytes) = size(&disk)? {
+                    ensure!(
+                        bytes == own.bytes
+                            || matches!(&disk, Disk::Path(path) if logical_volume(path).is_some()),
+                        "{name} has {bytes} bytes, and the one that this run created and left had {}: it is another; \
+                         rename or remove it",
+                        own.bytes
+                    );
+                    remove(&disk).with_context(|| format!("removing {name}"))?;
+                    said.push(format!(
+                        "removed {name}, which this run left when it was killed"
+                    ));
+                }
+                log_removed(&mut self.log, &own)?;
+            }
+        }
+        Ok(said)
+    }
+
+    /// A disk as programs open it, unless the kernel's client maps it.
+    fn opened(&self, settings: &Settings, name: &Name) -> Result<Disk> {
+        Ok(match name {
+            Name::Path(path) => Disk::Path(path.clone()),
+            Name::Rbd { pool, image } => {
+                let (pool, image) = (pool.clone(), image.clone());
+                Disk::Rbd(Image::new(&settings.ceph, pool, image, &self.folder)?)
+            }
+        })
     }
 
     /// The disk with this name as a configuration opens it, filled or empty.
@@ -71,30 +163,36 @@ impl Named {
         stop: &Stop,
         told: Told,
     ) -> Result<(Disk, Option<Fill>)> {
-        let disk = match name {
-            Name::Path(path) => Disk::Path(path.clone()),
-            Name::Rbd { pool, image } => {
-                let (pool, image) = (pool.clone(), image.clone());
-                Disk::Rbd(Image::new(&settings.ceph, pool, image, &self.folder)?)
-            }
-        };
-        let cluster = match name {
-            Name::Rbd { .. } => settings.ceph.conf(),
-            Name::Path(_) => PathBuf::new(),
-        };
-        let state = self.states.entry((cluster, name.clone())).or_default();
+        let disk = self.opened(settings, name)?;
+        let key = key(settings, name);
+        let own = own_disk(&key, self.size);
+        let state = self.states.entry(key).or_default();
         if self.create && state.created && !settings.prefill && (state.filled || state.used) {
             state.unmap()?;
             remove(&disk)?;
-            *state = State::default();
+            *state = State {
+                recorded: state.recorded,
+                ..State::default()
+            };
         }
         if self.create && !state.created {
-            create(&disk, self.size).with_context(|| {
-                format!(
-                    "creating {name}; 'create' makes new disks only: if a run that was killed left this one, remove it; \
-                     otherwise choose another name"
-                )
-            })?;
+            if !state.recorded {
+                ensure!(
+                    size(&disk)?.is_none(),
+                    "{name} exists, and 'create' makes new disks only: choose another name. If a run that was killed \
+                     left it, '--resume' with the folder of that run removes it"
+                );
+                // A run that is killed from here on removes it when it is resumed.
+                if let Some(log) = &mut self.log {
+                    log.created(&own)?;
+                }
+                state.recorded = true;
+            }
+            if let Err(error) = create(&disk, self.size) {
+                state.recorded = false;
+                log_removed(&mut self.log, &own)?;
+                return Err(error.context(format!("creating {name}")));
+            }
             state.created = true;
             if let Disk::Rbd(image) = &disk {
                 state.image = Some(image.clone());
@@ -149,7 +247,8 @@ impl State {
 
 impl Drop for Named {
     fn drop(&mut self) {
-        for ((_, name), state) in &mut self.states {
+        for (key, state) in &mut self.states {
+            let name = &key.1;
             let unmapped = state.unmap();
             let removed = match (state.created, name, &state.image) {
                 (false, ..) => Ok(()),
@@ -157,10 +256,55 @@ impl Drop for Named {
                 (true, Name::Rbd { .. }, Some(image)) => remove(&Disk::Rbd(image.clone())),
                 (true, Name::Rbd { .. }, None) => Ok(()),
             };
-            if let Err(error) = unmapped.and(removed) {
+            let mut done = unmapped.and(removed);
+            if state.created && done.is_ok() {
+                let own = own_disk(key, self.size);
+                done = log_removed(&mut self.log, &own);
+            }
+            if let Err(error) = done {
                 eprintln!("{name} was created for this run and could not be removed: {error:#}");
             }
         }
+    }
+}
+
+fn key(settings: &Settings, name: &Name) -> Key {
+    let cluster = match name {
+        Name::Rbd { .. } => settings.ceph.conf(),
+        Name::Path(_) => PathBuf::new(),
+    };
+    (cluster, name.clone())
+}
+
+fn own_disk((cluster, name): &Key, bytes: u64) -> OwnDisk {
+    OwnDisk {
+        disk: name.to_string(),
+        cluster: cluster.display().to_string(),
+        bytes,
+    }
+}
+
+fn log_removed(log: &mut Option<Box<dyn Log>>, disk: &OwnDisk) -> Result<()> {
+    log.as_mut().map_or(Ok(()), |log| log.removed(disk))
+}
+
+/// The size of a disk in bytes; `None` if it does not exist.
+fn size(disk: &Disk) -> Result<Option<u64>> {
+    let path = match disk {
+        Disk::Null | Disk::Chain(_) => return Ok(None),
+        Disk::Rbd(image) => return image.size(),
+        Disk::Path(path) => path,
+    };
+    let what = || format!("looking at {}", path.display());
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_file() => Ok(Some(metadata.len())),
+        Ok(_) => {
+            let mut file = File::open(path).with_context(what)?;
+            let end = std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0));
+            end.map(Some).with_context(what)
+        }
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e).with_context(what),
     }
 }
 
@@ -290,7 +434,30 @@ fn fill_disk(disk: &Disk, stop: &Stop, told: Told) -> Result<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
     use super::*;
+
+    /// The disks that are there.
+    #[derive(Debug, Default, Clone)]
+    struct Memory(Rc<RefCell<Vec<OwnDisk>>>);
+
+    impl Log for Memory {
+        fn created(&mut self, disk: &OwnDisk) -> Result<()> {
+            ensure!(
+                !Path::new(&disk.disk).exists(),
+                "it is recorded before it is created"
+            );
+            self.0.borrow_mut().push(disk.clone());
+            Ok(())
+        }
+
+        fn removed(&mut self, disk: &OwnDisk) -> Result<()> {
+            self.0.borrow_mut().retain(|it| it != disk);
+            Ok(())
+        }
+    }
 
     fn settings(prefill: bool) -> Settings {
         Settings {
@@ -376,6 +543,50 @@ mod tests {
         assert!(format!("{:#}", found.unwrap_err()).contains("exists"));
         drop(named);
         assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+    }
+
+    #[test]
+    fn a_run_that_was_killed_has_recorded_what_it_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        let text = format!(
+            "guest = \"none\"\n[storage]\ncreate = true\nsize = \"16M\"\n[config]\ndevice = \"host\"\n\
+             backing = \"{}\"\ncache = [\"none\", \"writeback\"]\n",
+            path.display()
+        );
+        let plan = Plan::parse(Path::new("p.toml"), &text).unwrap();
+        let log = Memory::default();
+        let named = || {
+            let named = Named::new(true, 16 << 20, folder.path().to_owned());
+            named.recorded_in(Box::new(log.clone()))
+        };
+        let left = || log.0.borrow().clone();
+        // A disk of the user's is not recorded, so that it is never removed.
+        fs::write(&path, "mine").unwrap();
+        let mut first = named();
+        let name = Name::Path(path.clone());
+        let mut told = |_: &str, _: u64, _: u64| {};
+        let refused = first.disk(&settings(true), &name, &Stop::default(), &mut told);
+        assert!(format!("{:#}", refused.unwrap_err()).contains("exists"));
+        assert_eq!(left(), []);
+        fs::remove_file(&path).unwrap();
+        disk(&mut first, &settings(true), &path);
+        assert_eq!(left()[0].disk, path.display().to_string());
+        // As after SIGKILL, nothing is removed.
+        std::mem::forget(first);
+        let mut second = named();
+        fs::write(&path, "another").unwrap();
+        let refused = second.remove_left(&plan, &left());
+        assert!(format!("{:#}", refused.unwrap_err()).contains("another"));
+        File::create(&path).unwrap().set_len(16 << 20).unwrap();
+        let said = second.remove_left(&plan, &left()).unwrap();
+        assert!(said.len() == 1 && !path.exists(), "{said:?}");
+        assert_eq!(left(), []);
+        disk(&mut second, &settings(false), &path);
+        disk(&mut second, &settings(false), &path);
+        assert_eq!(left().len(), 1);
+        drop(second);
+        assert!(left().is_empty() && !path.exists());
     }
 
     #[test]

@@ -69,6 +69,26 @@ impl Image {
         format!("{}/{}", self.pool, self.name)
     }
 
+    /// Its size; `None` if there is no such image.
+    ///
+    /// # Errors
+    /// The cluster does not answer.
+    pub fn size(&self) -> Result<Option<u64>> {
+        let mut command = self.rbd();
+        command.args(["info", "--format", "json", &self.path()]);
+        match output(&mut command) {
+            Ok(text) => {
+                let json: Value = serde_json::from_str(&text).context("what 'rbd info' printed")?;
+                json["size"]
+                    .as_u64()
+                    .map(Some)
+                    .context("'rbd info' printed no size")
+            }
+            Err(error) if error.to_string().contains("No such file or directory") => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Creates the image.
     ///
     /// # Errors
@@ -172,6 +192,15 @@ impl Image {
         let mut command = self.rbd();
         command.args(["device", "unmap"]).arg(device);
         output(&mut command).map(drop)
+    }
+
+    /// Removes the block device that a run which was killed has left, if there is one.
+    pub fn unmap_left(&self) {
+        if Path::new("/sys/bus/rbd").exists() {
+            let mut command = self.rbd();
+            command.args(["device", "unmap", &self.path()]);
+            let _ = output(&mut command);
+        }
     }
 
     /// QEMU's `-blockdev` for it.

@@ -91,6 +91,7 @@ fn trimmed(text: &str, note: Option<&str>) -> Result<String> {
                 round(&mut cell.took_s);
             }
             Record::Ceiling(_) | Record::Rates(_) | Record::Fill(_) => {}
+            Record::Created(_) | Record::Removed(_) => continue,
         }
         small += &serde_json::to_string(&record)?;
         small.push('\n');
