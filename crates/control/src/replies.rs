@@ -47,8 +47,6 @@ words! {
     ExportKind {
         /// vhost-user, with a virtio-blk device.
         VhostUserBlk = "vhost-user-blk",
-        /// NBD.
-        Nbd = "nbd",
     }
 }
 

@@ -19,7 +19,6 @@ mod libvirt;
 mod matrix;
 mod migration;
 mod model;
-mod nbd;
 mod packed;
 mod profile;
 mod qcow2;

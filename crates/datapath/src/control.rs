@@ -34,7 +34,7 @@ impl<E: Engine> Worker<E> {
     /// Replies are ignored by sessions that have ended.
     fn handle_command(&mut self, command: Command) {
         match command {
-            Command::Start(start) => self.start_or_wait(start),
+            Command::Start { disk, queue, reply } => self.start_or_wait((disk, queue, reply)),
             Command::Stop { queue, reply } => self.stop(StopRequest {
                 queue,
                 since: now_ns(),
@@ -66,9 +66,8 @@ impl<E: Engine> Worker<E> {
                 replaced,
                 reply,
             } => {
-                for start in self.unpause(&disk, replaced) {
-                    let reply = start.reply.clone();
-                    let _ = reply.send(self.start(start));
+                for (disk, queue, reply) in self.unpause(&disk, replaced) {
+                    let _ = reply.send(self.start(disk, queue));
                 }
                 let _ = reply.send(Ok(()));
             }

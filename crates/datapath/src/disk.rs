@@ -1,6 +1,5 @@
 //! A disk, as all threads that serve it share it.
 
-mod allocation;
 pub(crate) mod flush_coalescer;
 pub(crate) mod outage;
 pub(crate) mod source;
@@ -24,8 +23,6 @@ use outage::Outage;
 use source::{Source, Storage};
 
 use crate::report::{IoEvent, LogLimiter};
-pub use allocation::AllocatedExtent;
-
 use crate::stats::{DiskStats, Statistics};
 use crate::throttle::ThrottleGroup;
 
@@ -53,7 +50,7 @@ pub struct Disk {
     image_errors: LogLimiter,
     /// A front-end of the disk has blocked an I/O thread.
     blocks_threads: AtomicBool,
-    pub(crate) admission: Arc<Admission>,
+    pub(crate) admission: Admission,
     pub(crate) statistics: Statistics,
     pub(crate) outage: Outage,
     failures: LogLimiter,
@@ -196,7 +193,7 @@ impl Disk {
             guest_errors: LogLimiter::default(),
             image_errors: LogLimiter::default(),
             blocks_threads: AtomicBool::new(false),
-            admission: Arc::default(),
+            admission: Admission::default(),
             statistics: Statistics::default(),
             outage: Outage::default(),
             failures: LogLimiter::default(),

@@ -1,6 +1,5 @@
 //! All tests of this crate that use it from outside, as one program: linked once.
 
-mod clients;
 mod durable;
 mod error_policy;
 mod faults;

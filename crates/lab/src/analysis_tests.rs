@@ -185,13 +185,15 @@ fn all_reports_show_published_and_measured_sizes() {
     let analysis = Analysis::of(&journal);
     let text = crate::report::text(&analysis);
     assert!(
-        text.contains("reproduced: published +10.0 %, measured +10 % [+10 %, +10 %] (1 comparison"),
+        text.contains("reproduced: published +10 %, measured +10 % [+10 %, +10 %] (1 comparison"),
         "{text}"
     );
     let [(_, page), _, (_, json)] = crate::report::files(&analysis).unwrap();
-    assert!(page.contains(
-        "<td>+10.0 %</td><td>+10 % [+10 %, +10 %]</td><td class=\"good\">reproduced</td>"
-    ));
+    assert!(
+        page.contains(
+            "<td>+10 %</td><td>+10 % [+10 %, +10 %]</td><td class=\"good\">reproduced</td>"
+        )
+    );
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     let claim = &json["claims"][0];
     assert!(

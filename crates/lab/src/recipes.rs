@@ -7,11 +7,15 @@ use crate::plan::words::not_one_of;
 use crate::plan::workload::Profile;
 
 /// The name and the text of each recipe.
-pub const RECIPES: [(&str, &str); 45] = [
+pub const RECIPES: [(&str, &str); 46] = [
     ("ladder", include_str!("../recipes/ladder.toml")),
     ("aio-iothread", include_str!("../recipes/aio-iothread.toml")),
     ("backends", include_str!("../recipes/backends.toml")),
     ("desktop", include_str!("../recipes/desktop.toml")),
+    (
+        "desktop-changes",
+        include_str!("../recipes/desktop-changes.toml"),
+    ),
     ("rbd-scaling", include_str!("../recipes/rbd-scaling.toml")),
     (
         "wire-encryption",
@@ -229,10 +233,10 @@ mod tests {
                     let start = format!("published ({}): {}: ", claim.source, claim.figure);
                     let line = text.lines().find_map(|line| line.strip_prefix(&start));
                     let line = line.unwrap_or_else(|| panic!("{name}: {start} in {text}"));
-                    let is_on = |storage: crate::plan::words::StorageKind| {
-                        plan.cases.iter().all(|case| storage.is_of(&case.settings))
-                    };
-                    let is_testable = claim.untestable.is_none() && claim.storage.is_none_or(is_on);
+                    let is_side = |case: &&crate::plan::Case| case.matches(&claim.to);
+                    let mut sides = plan.cases.iter().filter(is_side);
+                    let is_on = sides.all(|case| claim.is_on(&case.settings));
+                    let is_testable = claim.untestable.is_none() && is_on;
                     let wanted = match is_testable && !all_left_out {
                         true => "undecided",
                         false => "cannot run here",

@@ -53,7 +53,8 @@ pub fn files(analysis: &Analysis) -> Result<[(&'static str, String); 3]> {
 
 /// The published and the measured size of a claim.
 fn sizes(claim: &Claim, found: &Replication) -> String {
-    let published = claim.size.map(|size| format!("published {size}"));
+    let has_number = claim.size.is_some() || claim.won.is_some();
+    let published = has_number.then(|| format!("published {}", claim.published()));
     let measured = measured_size(found).map(|it| format!("measured {it}"));
     let both: Vec<String> = published.into_iter().chain(measured).collect();
     match both.is_empty() {

@@ -171,7 +171,16 @@ impl Run {
         let Ok(plan) = plan.and_then(|plan| plan.selected_by(&filters(only)?)) else {
             return Vec::new();
         };
-        let settings = || plan.cases.iter().map(|case| &case.settings);
+        let mut sides: Vec<usize> = plan
+            .contrasts_of(claim)
+            .flat_map(|(from, to)| [from, to])
+            .collect();
+        if sides.is_empty() {
+            sides = (0..plan.cases.len()).collect();
+        }
+        sides.sort_unstable();
+        sides.dedup();
+        let settings = || sides.iter().map(|side| &plan.cases[*side].settings);
         let mut needs = Vec::new();
         if plan.guest != GuestKind::None && settings().any(|it| it.device != Device::Host) {
             let most = |of: &dyn Fn(&Settings) -> u16| settings().map(of).max().unwrap_or(1);
@@ -182,10 +191,17 @@ impl Run {
                 (guests, vcpus) => format!("{guests} guests of {vcpus} vCPUs"),
             });
         }
-        needs.extend(claim.storage.map(|storage| match storage {
-            StorageKind::Rbd => "a Ceph cluster (`--pool`)".to_owned(),
-            StorageKind::Device => "block devices (`--backing`)".to_owned(),
-        }));
+        let named: Vec<String> = settings()
+            .filter(|settings| !settings.backing.is_rbd())
+            .filter_map(|settings| Some(settings.backing.first()?.to_string()))
+            .collect();
+        match claim.storage[..] {
+            [StorageKind::Rbd] => needs.push("a Ceph cluster (`--pool`)".to_owned()),
+            [StorageKind::Device] if named.is_empty() => {
+                needs.push("block devices (`--backing`)".to_owned());
+            }
+            _ => needs.extend(named.into_iter().map(|path| format!("the volume {path}"))),
+        }
         if settings().any(|it| it.krbd) {
             needs.push("the kernel's RBD client".into());
         }
@@ -308,6 +324,55 @@ mod tests {
                 assert!(run.plan(&Storage::pool("bench")).is_ok(), "{what}");
             }
         }
+    }
+
+    #[test]
+    fn a_claim_needs_what_its_two_sides_need() {
+        let needs = |study: &str, run: &str, only: &[&str], place: &str| {
+            let study = Study::named(study).unwrap();
+            let run = study.runs.iter().find(|it| it.name == run).unwrap();
+            let only: Vec<String> = only.iter().map(|it| (*it).to_owned()).collect();
+            let plan = run.plan(&Storage::default()).unwrap();
+            let source = format!("{}, {place}", study.source);
+            let claim = plan.claims.iter().find(|it| it.source == source).unwrap();
+            run.needs(&only, claim)
+        };
+        let cluster = "a Ceph cluster (`--pool`)";
+        assert_eq!(
+            needs("004", "rbd-cache", &[], "sequential writes"),
+            [cluster]
+        );
+        assert_eq!(
+            needs("000", "rbd-clients", &["volumes=1"], "baseline"),
+            [cluster, "the kernel's RBD client"]
+        );
+        assert_eq!(
+            needs("003", "thin-chunk", &[], "thin pool"),
+            [
+                "the volume /dev/lab/thin-64k",
+                "the volume /dev/lab/thin-4m"
+            ]
+        );
+        let of_guest = needs("000", "ladder", &[], "step 3");
+        assert_eq!(of_guest, ["KVM", "a guest of 2 vCPUs", cluster]);
+    }
+
+    #[test]
+    fn the_same_configurations_on_a_pool_have_no_verdict() {
+        let study = Study::named("002").unwrap();
+        let run = study.runs.iter().find(|it| it.name == "backends").unwrap();
+        let plan = run.plan(&Storage::pool("bench")).unwrap();
+        for &(from, to) in &plan.contrasts {
+            let (from, to) = (&plan.cases[from], &plan.cases[to]);
+            let differences = from.settings.differences(&to.settings);
+            assert!(!differences.is_empty(), "{} and {}", from.name, to.name);
+        }
+        let native = plan
+            .claims
+            .iter()
+            .find(|it| it.source.ends_with("I/O model"));
+        let why = native.unwrap().untestable.as_deref().unwrap();
+        assert!(why.contains("native: is the same as raw"), "{why}");
     }
 
     #[test]

@@ -110,7 +110,6 @@ const BORDERS: &[(&str, &[&str])] = &[
     ("engine", &["block"]),
     ("rbd", &["block"]),
     ("control", &["block"]),
-    ("nbd", &[]),
     ("driver", &[]),
     ("harness", &[]),
     ("lab", &["driver", "harness"]),
@@ -119,7 +118,7 @@ const BORDERS: &[(&str, &[&str])] = &[
         "ringdisk",
         &[
             "advisor", "block", "guest", "image", "engine", "rbd", "datapath", "control",
-            "harness", "lab", "nbd",
+            "harness", "lab",
         ],
     ),
     ("testkit", &["block", "driver", "harness"]),

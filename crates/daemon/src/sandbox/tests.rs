@@ -52,7 +52,8 @@ fn inside() {
     let spec: DiskSpec = format!("file={},socket={}/s", disk.display(), mine.path().display())
         .parse()
         .unwrap();
-    let sandbox = match Sandbox::enter(&options, None, &[spec], &[], &[], &[]) {
+    let config = Config::default();
+    let sandbox = match Sandbox::enter(&options, &config, None, &[spec], None, &[], &[]) {
         Err(e @ SandboxError::Missing(..)) => return println!("skipped: {e}"),
         entered => entered.unwrap(),
     };

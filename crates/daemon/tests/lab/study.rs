@@ -33,8 +33,7 @@ fn a_study_ends_with_verdicts_and_a_bundle_and_is_resumed() {
         .unwrap();
     assert!(output.status.success(), "{}", output_text(&output));
     let claims: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    let of_servers =
-        |it: &&serde_json::Value| it["run"] == "servers" && it["published"] == "+15.0 %";
+    let of_servers = |it: &&serde_json::Value| it["run"] == "servers" && it["published"] == "+15 %";
     let sized: Vec<_> = claims
         .as_array()
         .unwrap()

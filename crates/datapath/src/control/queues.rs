@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use block::{Engine, Segment};
-use guest::StoppedRing;
+use guest::{NewQueue, StoppedRing};
 use tracing::{info, warn};
 
 use crate::clock::now_ns;
 use crate::command::{QueueId, QueueStart};
+use crate::disk::Disk;
 use crate::path::notify;
 use crate::queue::token::kick_token;
 use crate::queue::{Queue, QueueState, requests_max};
@@ -20,22 +21,16 @@ impl<E: Engine> Worker<E> {
     /// Starts a queue, or has it wait until the file of its disk has been replaced.
     pub fn start_or_wait(&mut self, start: QueueStart) {
         let mut pauses = self.control.pauses.iter_mut();
-        match pauses.find(|pause| Arc::ptr_eq(&pause.disk, &start.disk)) {
+        match pauses.find(|pause| Arc::ptr_eq(&pause.disk, &start.0)) {
             Some(pause) => pause.waiting.push(start),
             None => {
-                let reply = start.reply.clone();
-                drop(reply.send(self.start(start)));
+                let (disk, queue, reply) = start;
+                drop(reply.send(self.start(disk, queue)));
             }
         }
     }
 
-    pub fn start(&mut self, start: QueueStart) -> io::Result<QueueId> {
-        let QueueStart {
-            disk,
-            queue: new,
-            client,
-            ..
-        } = start;
+    pub fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
         if disk.is_abandoned() {
             return Err(io::Error::other(
                 "its storage has not answered requests of an earlier connection; it can be served \
@@ -47,7 +42,7 @@ impl<E: Engine> Worker<E> {
         let kick = new.kick.clone();
         let number = self
             .queues
-            .add(Queue::new(disk, new, client, index, self.disks.get(index)));
+            .add(Queue::new(disk, new, index, self.disks.get(index)));
         if let Err(e) = self.engine.watch(kick.as_fd(), kick_token(number)) {
             self.remove(number);
             return Err(e);
@@ -164,8 +159,7 @@ impl<E: Engine> Worker<E> {
     /// Makes the guest's memory known to the engine, if that is wanted and has not been done.
     pub fn register_memory(&mut self, number: usize) {
         let queue = self.queues.get(number);
-        // A client's queue gives memory back, and then has other pages at the same addresses.
-        let wanted = queue.file.is_some() && queue.disk.options.fixed_buffers && !queue.is_client;
+        let wanted = queue.file.is_some() && queue.disk.options.fixed_buffers;
         if !wanted || !queue.registered.is_empty() {
             return;
         }

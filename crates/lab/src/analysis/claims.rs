@@ -1,7 +1,9 @@
 //! Verdicts on published figures.
 
+use std::collections::BTreeMap;
+
 use super::{Analysis, Question};
-use crate::plan::claims::{Claim, Size};
+use crate::plan::claims::{Claim, Size, Won};
 use crate::plan::words::{Device, Expect, GuestKind};
 use crate::stats::Verdict;
 
@@ -57,9 +59,19 @@ pub fn judge_size(size: Size, interval: (f64, f64), margin: f64) -> ClaimResult 
         Expect::Gain | Expect::Equal => (interval, (size.low, size.high)),
     };
     let (band_low, band_high) = (from / BAND, to * BAND);
+    if from <= 0.0 {
+        // "Up to", which no effect at all fulfils too.
+        return if -margin < low && high <= band_high {
+            ClaimResult::Reproduced
+        } else if high <= -margin || low > band_high {
+            ClaimResult::NotReproduced
+        } else {
+            ClaimResult::Undecided
+        };
+    }
     let is_inside = band_low <= low && high <= band_high;
     // An interval that is wider than the band would contain almost any size.
-    let is_around = low <= to && from <= high && high - low <= band_high - band_low;
+    let is_around = low <= from && to <= high && high - low <= band_high - band_low;
     let is_none = -margin < low && high < margin && from >= margin;
     let is_positive = low > 0.0;
     if is_positive && (is_inside || is_around) {
@@ -85,6 +97,34 @@ fn judge_direction(expect: Expect, interval: (f64, f64), margin: f64) -> ClaimRe
         ClaimResult::DirectionOnly
     } else {
         ClaimResult::Undecided
+    }
+}
+
+/// With how many values of a key the configuration is certainly ahead or behind.
+struct Wins {
+    won: usize,
+    lost: usize,
+    /// Ahead by the mean alone, certainly or not
+    ahead: usize,
+    all: usize,
+}
+
+impl Wins {
+    /// Judges a published number of wins.
+    fn judge(&self, published: &Won) -> ClaimResult {
+        let most = self.all - self.lost;
+        if self.won * 2 > self.all {
+            let is_possible = (self.won..=most).contains(&published.count);
+            if published.of == self.all && is_possible {
+                ClaimResult::Reproduced
+            } else {
+                ClaimResult::DirectionOnly
+            }
+        } else if most * 2 <= self.all {
+            ClaimResult::NotReproduced
+        } else {
+            ClaimResult::Undecided
+        }
     }
 }
 
@@ -115,7 +155,8 @@ impl Analysis<'_> {
         claims.map(|claim| self.replicate(claim)).collect()
     }
 
-    fn replicate(&self, claim: &Claim) -> Replication {
+    /// Compares a published figure with the result.
+    pub fn replicate(&self, claim: &Claim) -> Replication {
         let about = self.about(claim);
         if let Some(why) = self.missing(claim, &about) {
             return Replication {
@@ -136,17 +177,56 @@ impl Analysis<'_> {
         let gains: Vec<f64> = about.iter().filter_map(|it| it.gain).collect();
         let interval = self.mean_interval(&about.iter().collect::<Vec<&Question>>());
         let margin = self.plan().margin.ln_1p();
+        let won = claim.won.as_ref();
+        let wins = won.map(|published| (published, self.wins(&published.key, &about)));
         let outcome = match (claim.expect, claim.size, interval) {
             (_, _, None) => ClaimResult::Undecided,
             (Expect::Equal, ..) => counts.judge_equal(),
             (_, Some(size), Some(interval)) => judge_size(size, interval, margin),
-            (expect, None, Some(interval)) => judge_direction(expect, interval, margin),
+            (expect, None, Some(interval)) => match &wins {
+                Some((published, wins)) => wins.judge(published),
+                None => judge_direction(expect, interval, margin),
+            },
         };
+        let mut why = self.reason(&counts, measured, &about);
+        if let Some((published, wins)) = wins {
+            let Wins {
+                won,
+                lost,
+                ahead,
+                all,
+            } = wins;
+            why = format!(
+                "ahead with {ahead} of {all} values of {}, of which {won} surely, and surely behind with {lost}; {why}",
+                published.key
+            );
+        }
         Replication {
             outcome,
             measured: (!gains.is_empty()).then(|| mean_log(gains.into_iter()).exp_m1()),
             interval: interval.map(|(low, high)| (low.exp_m1(), high.exp_m1())),
-            why: self.reason(&counts, measured, &about),
+            why,
+        }
+    }
+
+    /// The wins of the claim's comparisons, each value of a key of the loads by its mean.
+    fn wins(&self, key: &str, about: &[Question]) -> Wins {
+        let mut values: BTreeMap<String, Vec<&Question>> = BTreeMap::new();
+        for question in about {
+            let value = self.plan().workloads[question.workload].get(key);
+            values.entry(value).or_default().push(question);
+        }
+        let ends = |of: &Vec<&Question>| self.mean_interval(of).unwrap_or((-1.0, 1.0));
+        let is_ahead = |of: &&Vec<&Question>| {
+            let gains: Option<Vec<f64>> = of.iter().map(|it| it.gain).collect();
+            gains.is_some_and(|gains| mean_log(gains.into_iter()) > 0.0)
+        };
+        let values = values.values();
+        Wins {
+            won: values.clone().filter(|of| ends(of).0 > 0.0).count(),
+            lost: values.clone().filter(|of| ends(of).1 < 0.0).count(),
+            ahead: values.clone().filter(is_ahead).count(),
+            all: values.count(),
         }
     }
 
@@ -194,10 +274,12 @@ impl Analysis<'_> {
             });
         }
         let arms = || about.iter().flat_map(|it| [it.from, it.to]);
-        if let Some(storage) = claim.storage
-            && arms().any(|arm| !storage.is_of(&self.case(arm).settings))
+        // The other side may have storage of its own, such as a file in place of a device.
+        if about
+            .iter()
+            .any(|it| !claim.is_on(&self.case(it.to).settings))
         {
-            return Some(storage.needs().into());
+            return Some(claim.needs_storage());
         }
         let facts = &self.journal.header.facts;
         let is_emulated = facts.get("accelerator").is_some_and(|it| it == "tcg");
@@ -296,10 +378,44 @@ mod tests {
         use ClaimResult::*;
         assert_eq!(judge("+2 % to +5 %", 1.5, 4.0), Reproduced);
         assert_eq!(judge("+2 % to +5 %", 9.0, 12.0), DirectionOnly);
+        assert_eq!(judge("+2 % to +5 %", 3.0, 8.0), DirectionOnly);
+        assert_eq!(judge("+2 % to +5 %", 1.5, 7.5), Reproduced);
+    }
+
+    #[test]
+    fn a_range_from_nothing_is_an_upper_bound() {
+        use ClaimResult::*;
         assert_eq!(judge("0 % to +10 %", 0.5, 6.0), Reproduced);
-        assert_eq!(judge("0 % to +10 %", -1.0, 6.0), Undecided);
-        assert_eq!(judge("0 % to +10 %", 20.0, 26.0), DirectionOnly);
-        assert_eq!(judge("0 % to +10 %", -4.0, -1.0), NotReproduced);
+        assert_eq!(judge("0 % to +10 %", -0.5, 0.5), Reproduced);
+        assert_eq!(judge("0 % to +10 %", -1.0, -0.5), Reproduced);
+        assert_eq!(judge("0 % to +10 %", 5.0, 20.0), Undecided);
+        assert_eq!(judge("0 % to +10 %", -5.0, 6.0), Undecided);
+        assert_eq!(judge("0 % to +10 %", 20.0, 26.0), NotReproduced);
+        assert_eq!(judge("0 % to +10 %", -9.0, -4.0), NotReproduced);
+        assert_eq!(judge("-10 % to 0 %", -9.0, 1.0), Reproduced);
+        assert_eq!(judge("-10 % to 0 %", -40.0, -30.0), NotReproduced);
+    }
+
+    #[test]
+    fn wins_are_counted_and_not_averaged() {
+        use ClaimResult::*;
+        let published: Won = "5 of 8 iodepth".parse().unwrap();
+        let judge = |won, lost, all| {
+            let ahead = won;
+            Wins {
+                won,
+                lost,
+                ahead,
+                all,
+            }
+            .judge(&published)
+        };
+        assert_eq!(judge(5, 3, 8), Reproduced);
+        assert_eq!(judge(5, 0, 8), Reproduced);
+        assert_eq!(judge(7, 1, 8), DirectionOnly);
+        assert_eq!(judge(3, 1, 4), DirectionOnly);
+        assert_eq!(judge(1, 4, 8), NotReproduced);
+        assert_eq!(judge(4, 2, 8), Undecided);
     }
 
     #[test]

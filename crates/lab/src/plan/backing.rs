@@ -16,6 +16,8 @@ const WORDS: [&str; 7] = [
     "/PATH",
     "rbd:POOL/IMAGE",
 ];
+/// The maximum number of disks of a configuration: as many as 256 guests with 200 volumes each have.
+const DISKS_MAX: usize = 256 * 200;
 /// The longest name of a disk in Ceph or the kernel.
 const NAME_MAX: usize = 1024;
 
@@ -104,6 +106,11 @@ impl Names {
     /// Volumes share disks; the message says what to write instead.
     pub fn check(&self, guests: u16, volumes: u16) -> Result<(), String> {
         let wanted = usize::from(guests) * usize::from(volumes);
+        if wanted > DISKS_MAX {
+            return Err(format!(
+                "{guests} guests with {volumes} volumes each need {wanted} disks, and a configuration has at most {DISKS_MAX}"
+            ));
+        }
         let mut names = self.all(guests, volumes);
         names.sort();
         names.dedup();
@@ -269,6 +276,7 @@ mod tests {
             ("/dev/vm{guest}{volume}", 12, 12, "need disks of their own"),
             ("/dev/sdb,/dev/sdb", 2, 1, "need disks of their own"),
             ("/dev/sdb,/dev/sdc", 1, 3, "need 3"),
+            ("/dev/{guest}-{volume}", 256, 4096, "at most 51200"),
         ] {
             let problem = names(text).check(guests, volumes).unwrap_err();
             assert!(problem.contains(word), "{text}: {problem}");

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-/// Returns the text with the values of `KEY=VALUE` or `TABLE.KEY=VALUE`. Commas separate the values of a list. A value of
-/// `[config]` also replaces that of each case.
+/// Returns the text with the values of `KEY=VALUE` or `TABLE.KEY=VALUE`. Commas separate the values of a list; a value with
+/// commas of its own is a string in TOML's list, `["host,x2apic=off"]`. A value of `[config]` also replaces that of each case.
 ///
 /// # Errors
 /// The text is not TOML, or a change has no key.
@@ -16,6 +16,7 @@ pub fn set(text: &str, changes: &[String]) -> Result<String, String> {
             .split_once('=')
             .ok_or_else(|| format!("'{change}' is not KEY=VALUE or TABLE.KEY=VALUE"))?;
         let value = match values.split(',').collect::<Vec<_>>()[..] {
+            _ if values.starts_with('[') => list(values).map_err(|e| format!("{change}: {e}"))?,
             [value] => Value::from(value),
             ref values => Value::from(values.to_vec()),
         };
@@ -41,6 +42,17 @@ pub fn set(text: &str, changes: &[String]) -> Result<String, String> {
     }
     make_claims_optional(&mut plan);
     toml::to_string(&plan).map_err(|e| format!("{e}"))
+}
+
+/// A list in TOML.
+fn list(text: &str) -> Result<Value, String> {
+    let table: Table = format!("list = {text}")
+        .parse()
+        .map_err(|e: toml::de::Error| e.message().trim().to_owned())?;
+    match table.get("list") {
+        Some(list) if table.len() == 1 => Ok(list.clone()),
+        _ => Err("a list in TOML, such as [\"a\", \"b\"], is one value".into()),
+    }
 }
 
 /// A change may remove what a claim compares.
@@ -77,6 +89,15 @@ pub fn with_baseline(text: &str, build: &Path) -> Result<String, String> {
     toml::to_string(&plan).map_err(|e| format!("{e}"))
 }
 
+/// The disks of a plan each of whose cases names its own: [`with_backing`] leaves them. `None` for other plans.
+pub fn own_disks(text: &str) -> Option<Vec<String>> {
+    let plan: Table = text.parse().ok()?;
+    let cases = plan.get("case").and_then(Value::as_array)?;
+    let own = |case: &Value| Some(case.get("backing")?.as_str()?.to_owned());
+    let disks: Option<Vec<String>> = cases.iter().map(own).collect();
+    disks.filter(|disks| !disks.is_empty())
+}
+
 /// Returns the text with this storage for all configurations that do not name their own; with `create`, the lab creates and
 /// removes it. Configurations that this storage cannot hold are left out, and their claims say so.
 ///
@@ -90,15 +111,15 @@ pub fn with_backing(text: &str, backing: &str, create: bool) -> Result<String, S
     if common.is_some_and(|common| is_rbd(&common)) && !is_rbd(backing) {
         return Err("needs a Ceph cluster: --pool POOL".into());
     }
+    if own_disks(text).is_some() {
+        return Ok(text.into());
+    }
     let cases = plan.get("case").and_then(Value::as_array);
     let cases: Vec<&Table> = cases
         .into_iter()
         .flatten()
         .filter_map(Value::as_table)
         .collect();
-    if !cases.is_empty() && cases.iter().all(|case| own(case).is_some()) {
-        return Ok(text.into());
-    }
     let is_impossible = |case: &Table| {
         let format = case.get("format").and_then(Value::as_str);
         format == Some("qcow2") && own(case).is_none() && !backing.ends_with('/')
@@ -167,6 +188,15 @@ mod tests {
         assert_eq!(ringdisk.cases[0].settings.get("server"), "ringdisk");
         assert_eq!((plan.blocks_max, plan.workloads.len()), (4, 2));
         assert_eq!(plan.runtime.as_millis(), 500);
+        let cpu = set(
+            "",
+            &["config.cpu=[\"host,kvm-pv-eoi=off\", \"host\"]".into()],
+        )
+        .unwrap();
+        let cpus = parse(&cpu).cases;
+        assert_eq!(cpus[0].settings.get("cpu"), "host,kvm-pv-eoi=off");
+        assert_eq!(cpus[1].settings.get("cpu"), "host");
+        assert!(set("", &["config.cpu=[\"host".into()]).is_err());
         assert!(
             set(PLAN, &["blocks".into()])
                 .unwrap_err()
@@ -185,6 +215,12 @@ mod tests {
         assert_eq!(parse(plan).claims[0].untestable, None);
         let changed = parse(&set(plan, &["config.queues=2,4".into()]).unwrap());
         assert!(changed.claims[0].untestable.is_some());
+        // The case that differed is now the same.
+        let cases = "[config]\nqueues = 1\n[[case]]\nname = \"a\"\n[[case]]\nname = \"b\"\nqueues = 2\n\
+            [[claim]]\nfrom = \"a\"\nto = \"b\"\nexpect = \"gain\"\n";
+        assert_eq!(parse(cases).claims[0].untestable, None);
+        let changed = parse(&set(cases, &["config.queues=2".into()]).unwrap());
+        assert!(changed.claims[0].untestable.is_some());
         let typing_error = plan.replace("from = \"queues=1\"", "from = \"queues=3\"");
         assert!(Plan::parse(Path::new("plan.toml"), &typing_error).is_err());
     }
@@ -201,6 +237,24 @@ mod tests {
         assert_eq!(cases[2].0, "b");
         assert_eq!(plan.contrasts, [(0, 2), (1, 2)]);
         assert!(with_baseline("guest = \"none\"\n", Path::new("/old")).is_err());
+    }
+
+    #[test]
+    fn configurations_that_storage_makes_the_same_are_not_compared() {
+        let plan = "compare = \"previous\"\n[config]\ncache = \"none\"\naio = \"threads\"\n[[case]]\nname = \"raw\"\n\
+            [[case]]\nname = \"native\"\naio = \"native\"\n[[case]]\nname = \"raw again\"\n\
+            [[case]]\nname = \"scsi\"\ndevice = \"virtio-scsi\"\n\
+            [[claim]]\nfrom = \"raw\"\nto = \"native\"\nexpect = \"gain\"\n";
+        assert_eq!(parse(plan).cases.len(), 4);
+        let pool = parse(&with_backing(plan, "rbd:bench/x", true).unwrap());
+        let names: Vec<_> = pool.cases.iter().map(|case| case.name.as_str()).collect();
+        // The second raw case is the user's own test of the noise.
+        assert_eq!(names, ["raw", "raw again", "scsi"]);
+        assert_eq!(pool.left_out, ["native: is the same as raw here"]);
+        assert_eq!(
+            pool.claims[0].untestable.as_deref(),
+            Some("left out: native: is the same as raw here")
+        );
     }
 
     #[test]

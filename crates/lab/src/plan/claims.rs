@@ -1,5 +1,6 @@
 //! Published figures that a plan tests.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -9,7 +10,7 @@ use super::units::switch;
 use super::values::{Entry, Mistake, Parsed, single};
 use super::words::{Expect, StorageKind, not_one_of};
 use super::workload::{self, Workload};
-use super::{Case, Name, Plan, Settings};
+use super::{Backing, Case, Name, Plan, Settings};
 
 /// A published figure that the plan tests.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,8 +29,10 @@ pub struct Claim {
     pub expect: Expect,
     /// The published size; `None` if no number was published.
     pub size: Option<Size>,
-    /// The storage that the claim is about; `None` is any.
-    pub storage: Option<StorageKind>,
+    /// The published number of wins, in place of a size.
+    pub won: Option<Won>,
+    /// The kinds of storage that the claim is about; empty means any.
+    pub storage: Vec<StorageKind>,
     /// Why this plan cannot test the claim.
     pub untestable: Option<String>,
 }
@@ -41,6 +44,17 @@ pub struct Size {
     pub low: f64,
     /// The larger ratio's logarithm; the same without a range.
     pub high: f64,
+}
+
+/// A published number of wins: with 5 of 8 values of `iodepth`, `to` is ahead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Won {
+    /// The values with which `to` is ahead.
+    pub count: usize,
+    /// All values.
+    pub of: usize,
+    /// The key of loads whose values these are.
+    pub key: String,
 }
 
 /// Largest ratio in a claim, and the inverse of the smallest.
@@ -93,9 +107,14 @@ impl FromStr for Size {
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let short = |text: String| match text.strip_suffix(".0") {
+            Some(short) => short.to_owned(),
+            None => text,
+        };
         let one = |log: f64| match log.exp() {
-            ratio @ 3.0.. => format!("{ratio:.1} times"),
-            ratio => format!("{:+.1} %", (ratio - 1.0) * 100.0),
+            1.0 => "0 %".to_owned(),
+            ratio @ 3.0.. => short(format!("{ratio:.1}")) + " times",
+            ratio => short(format!("{:+.1}", (ratio - 1.0) * 100.0)) + " %",
         };
         match self.low == self.high {
             true => f.pad(&one(self.low)),
@@ -104,14 +123,70 @@ impl fmt::Display for Size {
     }
 }
 
+impl FromStr for Won {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let problem = || format!("'{text}' is not a number of wins, such as '5 of 8 iodepth'");
+        let [count, "of", of, key] = text.split_whitespace().collect::<Vec<_>>()[..] else {
+            return Err(problem());
+        };
+        let number = |text: &str| text.parse::<usize>().map_err(|_| problem());
+        let (count, of) = (number(count)?, number(of)?);
+        if !workload::KEYS.contains(&key) {
+            return Err(not_one_of(key, &workload::KEYS));
+        }
+        if count > of || count * 2 <= of {
+            return Err(format!(
+                "'{text}' has no winner: swap from and to, so that more than half are won"
+            ));
+        }
+        let key = key.to_owned();
+        Ok(Self { count, of, key })
+    }
+}
+
+impl fmt::Display for Won {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} values of {}", self.count, self.of, self.key)
+    }
+}
+
 impl Claim {
-    /// Whether the claim is about this comparison under this load.
+    /// The published size, number of wins, or direction.
+    pub fn published(&self) -> String {
+        match (&self.size, &self.won) {
+            (Some(size), _) => size.to_string(),
+            (None, Some(won)) => won.to_string(),
+            (None, None) => format!("{}, no number", self.expect),
+        }
+    }
+
+    /// Whether the claim is about the storage of this configuration.
+    pub fn is_on(&self, settings: &Settings) -> bool {
+        self.storage.is_empty() || self.storage.iter().any(|kind| kind.is_of(settings))
+    }
+
+    /// Whether the claim is about this comparison under this load. Of two configurations that are the same, only that they
+    /// are equal can be claimed.
     pub fn is_about(&self, from: &Case, to: &Case, load: &Workload) -> bool {
+        self.names(from, to, load)
+            && (self.expect == Expect::Equal || !from.settings.differences(&to.settings).is_empty())
+    }
+
+    /// Whether the claim names these sides and this load.
+    fn names(&self, from: &Case, to: &Case, load: &Workload) -> bool {
         let at = |(key, value): &(String, String)| match key.as_str() {
             "workload" => &load.name == value,
             _ => value.split(',').any(|value| load.get(key) == value),
         };
         from.matches(&self.from) && to.matches(&self.to) && self.at.iter().all(at)
+    }
+
+    /// What the storage of the claim needs.
+    pub fn needs_storage(&self) -> String {
+        let kinds: Vec<&str> = self.storage.iter().map(|kind| kind.needs()).collect();
+        format!("needs {}", kinds.join(" or "))
     }
 
     /// Whether the claim is about this comparison, or about its inverse.
@@ -127,19 +202,23 @@ impl StorageKind {
             (Self::Rbd, first) => matches!(first, Some(Name::Rbd { .. })),
             (Self::Device, Some(Name::Path(path))) => path.starts_with("/dev"),
             (Self::Device, _) => settings.krbd,
+            (Self::File, Some(Name::Path(path))) => !path.starts_with("/dev"),
+            (Self::File, Some(Name::Rbd { .. })) => false,
+            (Self::File, None) => !matches!(settings.backing, Backing::Zram | Backing::Null),
         }
     }
 
     /// What to do for it.
     pub fn needs(self) -> &'static str {
         match self {
-            Self::Rbd => "needs images in a Ceph cluster: --pool POOL",
-            Self::Device => "needs block devices: --backing /dev/GROUP/lab-{guest}-{volume}",
+            Self::File => "files (without --pool)",
+            Self::Rbd => "images in a Ceph cluster (--pool POOL)",
+            Self::Device => "block devices (--backing /dev/GROUP/lab-{guest}-{volume})",
         }
     }
 }
 
-const KEYS: [&str; 10] = [
+const KEYS: [&str; 11] = [
     "source",
     "figure",
     "from",
@@ -147,6 +226,7 @@ const KEYS: [&str; 10] = [
     "at",
     "expect",
     "size",
+    "won",
     "storage",
     "untestable",
     "optional",
@@ -171,12 +251,17 @@ pub fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) 
         .map(|it| it.parse())
         .transpose()
         .map_err(of("size"))?;
-    let expect = match (text("expect")?, &size) {
-        (None, Some(size)) => size.direction(),
-        (Some(word), None) => word.parse().map_err(of("expect"))?,
-        (None, None) | (Some(_), Some(_)) => {
+    let won: Option<Won> = text("won")?
+        .map(|it| it.parse())
+        .transpose()
+        .map_err(of("won"))?;
+    let expect = match (text("expect")?, &size, &won) {
+        (None, Some(size), None) => size.direction(),
+        (None, None, Some(_)) => Expect::Gain,
+        (Some(word), None, None) => word.parse().map_err(of("expect"))?,
+        _ => {
             let problem = format!(
-                "[[claim]] {number} needs either size, or expect if no number was published"
+                "[[claim]] {number} needs either size, or won, or expect if no number was published"
             );
             return Err(Mistake::new(span, problem));
         }
@@ -189,9 +274,12 @@ pub fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) 
         at: condition(plan, entries, "at", &workload::KEYS, "workload")?,
         expect,
         size,
+        won,
         storage: text("storage")?
-            .map(|it| it.parse())
-            .transpose()
+            .iter()
+            .flat_map(|kinds| kinds.split('|'))
+            .map(str::parse)
+            .collect::<Result<_, String>>()
             .map_err(of("storage"))?,
         untestable: text("untestable")?,
     };
@@ -200,13 +288,48 @@ pub fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) 
         .transpose()
         .map_err(of("optional"))?;
     if claim.untestable.is_none() && !plan.tests(&claim) {
-        if !optional.unwrap_or(false) {
+        let left_out = left_out(plan, &claim).or_else(|| is_same(plan, &claim));
+        if left_out.is_none() && !optional.unwrap_or(false) {
             let problem = format!("[[claim]] {number} matches no comparison of this plan");
             return Err(Mistake::new(span, problem));
         }
-        claim.untestable = Some("no comparison of the changed plan is about it".into());
+        let other = || "no comparison of the changed plan is about it".to_owned();
+        claim.untestable = Some(left_out.unwrap_or_else(other));
     }
     Ok(claim)
+}
+
+/// Why the plan has no configuration for a side of the claim that is a case's name.
+fn left_out(plan: &Plan, claim: &Claim) -> Option<String> {
+    let sides = claim.from.iter().chain(&claim.to);
+    let names = sides.filter(|(key, _)| key == "case");
+    let why = |(_, name): &(String, String)| {
+        let mut all = plan.left_out.iter();
+        all.find(|why| {
+            why.strip_prefix(name.as_str())
+                .is_some_and(|it| it.starts_with(": "))
+        })
+    };
+    let whys: BTreeSet<&String> = names.filter_map(why).collect();
+    let whys: Vec<&str> = whys.into_iter().map(String::as_str).collect();
+    (!whys.is_empty()).then(|| format!("left out: {}", whys.join("; ")))
+}
+
+/// Why the claim cannot be tested if its sides are the same on this storage.
+fn is_same(plan: &Plan, claim: &Claim) -> Option<String> {
+    let names = |&&(from, to): &&(usize, usize)| {
+        let (from, to) = (&plan.cases[from], &plan.cases[to]);
+        let mut loads = plan.workloads.iter();
+        loads.any(|load| claim.names(from, to, load) || claim.names(to, from, load))
+    };
+    let &(from, to) = plan.contrasts.iter().find(names)?;
+    let is_on = [from, to]
+        .iter()
+        .all(|side| claim.is_on(&plan.cases[*side].settings));
+    if is_on {
+        return Some("its two sides are the same configuration here".into());
+    }
+    Some(claim.needs_storage())
 }
 
 /// A condition is `key=value key=value`, or the name of a case or a load.
@@ -239,14 +362,65 @@ mod tests {
     use super::*;
 
     #[test]
+    fn wins_have_a_winner_and_a_key_of_loads() {
+        let won: Won = "5 of 8 iodepth".parse().unwrap();
+        assert_eq!(won.to_string(), "5 of 8 values of iodepth");
+        for (wrong, word) in [
+            ("5 of 8", "number of wins"),
+            ("x of 8 bs", "number of wins"),
+            ("4 of 8 bs", "no winner"),
+            ("9 of 8 bs", "no winner"),
+            ("5 of 8 aio", "not"),
+        ] {
+            let problem = wrong.parse::<Won>().unwrap_err();
+            assert!(problem.contains(word), "{wrong}: {problem}");
+        }
+    }
+
+    #[test]
+    fn a_claim_about_kinds_of_storage_is_about_no_other() {
+        let claim = |storage: &str| {
+            let text = format!(
+                "[config]\nqueues = [1, 2]\n[[claim]]\nfrom = \"queues=1\"\nexpect = \"gain\"\nstorage = \"{storage}\"\n"
+            );
+            Plan::parse(std::path::Path::new("p"), &text).map(|plan| plan.claims[0].clone())
+        };
+        let on = |backing: &str| Settings {
+            backing: backing.parse().unwrap(),
+            ..Settings::default()
+        };
+        let local = claim("file|device").unwrap();
+        for (backing, wanted) in [
+            ("file", true),
+            ("/mnt/nfs/", true),
+            ("/images/a", true),
+            ("/dev/vg/a", true),
+            ("rbd:p/a", false),
+            ("null", false),
+        ] {
+            assert_eq!(local.is_on(&on(backing)), wanted, "{backing}");
+        }
+        assert!(!claim("rbd").unwrap().is_on(&on("file")));
+        assert!(claim("file|disk").is_err());
+    }
+
+    #[test]
     fn sizes_are_percentages_factors_and_ranges() {
         let of = |text: &str| text.parse::<Size>().unwrap();
         assert_eq!(of("+4.4 %").to_string(), "+4.4 %");
         assert_eq!(of("-29%").direction(), Expect::Loss);
         assert!((of("-29%").low - 0.71_f64.ln()).abs() < 1e-12);
         assert!((of("10 times").high - 10_f64.ln()).abs() < 1e-12);
-        assert_eq!(of("10 times").to_string(), "10.0 times");
-        assert_eq!(of("+2 % to +5 %").to_string(), "+2.0 % to +5.0 %");
+        // As published: no decimal that was not.
+        for same in [
+            "10 times",
+            "+106 %",
+            "-29.3 %",
+            "+2 % to +5 %",
+            "0 % to +11.1 %",
+        ] {
+            assert_eq!(of(same).to_string(), same);
+        }
         assert_eq!(of("0 % to +10 %").direction(), Expect::Gain);
         assert_eq!(of("-10 % to 0 %").direction(), Expect::Loss);
         for wrong in [

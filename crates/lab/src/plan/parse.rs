@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -230,22 +231,7 @@ fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
         .into_iter()
         .map(|(entries, _)| pairs(&entries, &settings::KEYS))
         .collect::<Parsed<_>>()?;
-    let named = tables(root, "case")?;
-    let explicit = !named.is_empty();
-    let mut bases = Vec::new();
-    for (number, (own, span)) in named.into_iter().enumerate() {
-        let name = own.iter().find(|entry| entry.key == "name");
-        let name = match name {
-            Some(entry) => {
-                line(single(entry)?).map_err(|problem| Mistake::new(entry.span.clone(), problem))?
-            }
-            None => format!("case {}", number + 1),
-        };
-        bases.push((Some(name), own, span));
-    }
-    if bases.is_empty() {
-        bases.push((None, Vec::new(), 0..0));
-    }
+    let (bases, explicit) = bases(root)?;
     for (name, own, span) in &bases {
         // A value in a case overrides the common one.
         let is_own = |entry: &&Entry| !own.iter().any(|mine| mine.key == entry.key);
@@ -309,14 +295,44 @@ fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
                 .iter()
                 .find(|other| other.settings.differences(&case.settings).is_empty());
             match same {
-                Some(same) if !explicit || same.base == case.base => plan
-                    .left_out
-                    .push(format!("{}: is the same as {}", case.name, same.name)),
+                // A second case with the very same settings was written to find the noise.
+                Some(same)
+                    if !explicit || same.base == case.base || same.settings != case.settings =>
+                {
+                    plan.left_out
+                        .push(format!("{}: is the same as {} here", case.name, same.name));
+                }
                 _ => plan.cases.push(case),
             }
         }
     }
     Ok(explicit)
+}
+
+/// A `[[case]]`: its name, its entries, and its place.
+type Base<'a> = (Option<String>, Vec<Entry<'a>>, Range<usize>);
+
+/// Each `[[case]]`, or one for `[config]` without any; and whether there are any.
+fn bases<'a>(root: &'a DeTable) -> Parsed<(Vec<Base<'a>>, bool)> {
+    let named = tables(root, "case")?;
+    let explicit = !named.is_empty();
+    let mut bases = Vec::new();
+    for (number, (own, span)) in named.into_iter().enumerate() {
+        let name = own.iter().find(|entry| entry.key == "name");
+        let name = match name {
+            Some(entry) => {
+                line(single(entry)?).map_err(|problem| Mistake::new(entry.span.clone(), problem))?
+            }
+            None => format!("case {}", number + 1),
+        };
+        bases.push((Some(name), own, span));
+    }
+    if bases.is_empty() {
+        let of_config = root.iter().find(|(key, _)| key.get_ref() == "config");
+        let span = of_config.map_or(0..0, |(key, _)| key.span());
+        bases.push((None, Vec::new(), span));
+    }
+    Ok((bases, explicit))
 }
 
 fn default_device(guest: GuestKind) -> Device {

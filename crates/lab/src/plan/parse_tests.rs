@@ -188,6 +188,16 @@ fn a_mistake_is_told_with_its_line_and_the_nearest_word() {
             1,
             "is for a guest",
         ),
+        (
+            "[fio]\nrw='read'\n[config]\ndevice='virtio-blk'\nfixed-buffers='on'\n",
+            3,
+            "setting of ringdisk",
+        ),
+        (
+            "guest='none'\n[config]\ndevice='vhost-user-blk'\nserver='/x.sock'\nclient='ring'\n",
+            1,
+            "use client=blkio",
+        ),
         ("margin='3\n", 1, ""),
         ("[storage]\nsize='1M'\n", 2, "16M"),
         (
@@ -269,6 +279,23 @@ fn a_configuration_may_have_cpus_of_its_own() {
         crate::plan::sockets::depth(&plan.cases[0].settings, &plan.workloads[0]),
         4
     );
+}
+
+#[test]
+fn configurations_without_a_comparison_are_known() {
+    let names = |text: &str| {
+        let plan = read(text).unwrap();
+        let all: Vec<String> = plan
+            .unmeasured()
+            .iter()
+            .map(|case| case.name.clone())
+            .collect();
+        (plan.cases.len(), all)
+    };
+    let several = "guest='none'\n[config]\ndevice=['host','vhost-user-blk']\n";
+    assert_eq!(names(several), (2, vec!["device=vhost-user-blk".into()]));
+    let first = format!("compare='first'\n{several}");
+    assert_eq!(names(&first), (2, Vec::new()));
 }
 
 #[test]

@@ -81,6 +81,12 @@ fn check_blkio(settings: &Settings, load: &Workload) -> Result<(), String> {
 
 /// Checks for the driver crate's driver, which sends the same number of requests to all queues.
 fn check_ring(settings: &Settings, load: &Workload) -> Result<(), String> {
+    if !settings.opens_disks() {
+        return Err(format!(
+            "client={} measures the CPU time of a server that the lab starts; for the server at {}, use client=blkio",
+            settings.client, settings.server
+        ));
+    }
     let depth = depth(settings, load);
     let queues = queues(settings);
     let size = usize::from(settings.queue_size.unwrap_or(RING_QUEUE_SIZE));

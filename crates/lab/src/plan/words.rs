@@ -280,6 +280,8 @@ words! {
 words! {
     /// The storage that a published figure is about.
     StorageKind {
+        /// Files on a local or network file system.
+        File = "file",
         /// Images in a Ceph cluster.
         Rbd = "rbd",
         /// Block devices.

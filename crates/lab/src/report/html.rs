@@ -396,10 +396,7 @@ fn claims(page: &mut String, analysis: &Analysis) {
             ClaimResult::NotReproduced => "bad",
             ClaimResult::DirectionOnly | ClaimResult::Undecided | ClaimResult::Untestable => "",
         };
-        let published = claim.size.map_or_else(
-            || format!("{}, without a number", claim.expect),
-            |size| size.to_string(),
-        );
+        let published = claim.published();
         let _ = writeln!(
             page,
             "<tr><td>{}</td><td>{}</td><td>{published}</td><td>{}</td><td class=\"{class}\">{}</td><td>{}</td></tr>",

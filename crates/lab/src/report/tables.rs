@@ -118,6 +118,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
             json!({
                 "source": claim.source, "figure": claim.figure, "expect": claim.expect,
                 "size-percent": claim.size.map(|size| [percent(size.low), percent(size.high)]),
+                "won": claim.won.as_ref().map(ToString::to_string),
                 "measured-percent": found.measured.map(|gain| gain * 100.0),
                 "interval-percent": found.interval.map(|(low, high)| [low * 100.0, high * 100.0]),
                 "outcome": found.outcome.to_string(), "why": found.why,

@@ -7,9 +7,11 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::findings::{Results, findings};
-use super::{Part, Run, STUDIES, Study, bundle};
+use super::{Part, Run, STUDIES, Storage, Study, bundle};
 use crate::analysis::{Analysis, ClaimResult};
 use crate::journal::Journal;
+use crate::plan::units::{size_text, time_text};
+use crate::plan::{Plan, settings, workload};
 
 /// The start of the document.
 const HEAD: &str = "# The studies, reproduced
@@ -25,7 +27,8 @@ This file is generated: `ringdisk lab study --document docs/results > docs/studi
 
 A verdict compares the measured interval with the published size as [lab.md](lab.md#published-claims) describes. *Cannot
 run here* names what the host of these results lacks; the command is ready for one that has it. Rows without a claim
-are figures without a comparison: the report of the run shows them.
+are figures without a comparison: the report of the run shows them. Results of shorter or smaller runs than those of the
+command say how they differ.
 ";
 
 /// The document, from the bundles in a folder.
@@ -110,13 +113,70 @@ fn runs(text: &mut String, name: &str, study: &Study, results: &Results) {
         });
         let _ = writeln!(
             text,
-            "- `{}`: {} samples in {blocks} blocks, {failed} failed{noise}. {}.{}",
+            "- `{}`: {} samples in {blocks} blocks, {failed} failed{noise}.{} {}.{}",
             run.command(name, &[]),
             cells.len() - failed,
+            unlike(run, journal),
             host(journal),
             flags(journal),
         );
     }
+}
+
+/// How a result's plan differs from that of the command, in a sentence.
+fn unlike(run: &Run, journal: &Journal) -> String {
+    let Ok(plan) = run.plan(&Storage::default()) else {
+        return String::new();
+    };
+    let all = differences(&plan, &journal.plan);
+    if all.is_empty() {
+        return String::new();
+    }
+    format!(" Unlike the command: {}.", all.join("; "))
+}
+
+/// What says where a host's disks are, which is no difference between runs.
+const PLACES: [&str; 4] = ["backing", "ceph-conf", "ceph-user", "ceph-keyring"];
+
+/// How a plan that was measured differs from that of a recipe.
+fn differences(recipe: &Plan, measured: &Plan) -> Vec<String> {
+    let mut all = Vec::new();
+    let mut compare = |what: &str, of: &dyn Fn(&Plan) -> String| {
+        let (wanted, found) = (of(recipe), of(measured));
+        // What one of them does not have follows from the storage or from the selected cases.
+        if wanted != found && ![&wanted, &found].iter().any(|it| it.is_empty()) {
+            all.push(format!("{what} {found} instead of {wanted}"));
+        }
+    };
+    compare("run time", &|plan| time_text(plan.runtime));
+    compare("ramp", &|plan| time_text(plan.ramp));
+    compare("disks of", &|plan| size_text(plan.size));
+    compare("blocks, at most", &|plan| plan.blocks_max.to_string());
+    for key in settings::KEYS
+        .into_iter()
+        .filter(|key| !PLACES.contains(key))
+    {
+        compare(key, &|plan| {
+            listed(plan.cases.iter().map(|case| case.settings.get(key)))
+        });
+    }
+    for key in workload::KEYS {
+        compare(key, &|plan| {
+            listed(plan.workloads.iter().map(|load| load.get(key)))
+        });
+    }
+    all
+}
+
+/// The different values that apply, in their order.
+fn listed(values: impl Iterator<Item = String>) -> String {
+    let mut all: Vec<String> = Vec::new();
+    for value in values.filter(|value| value != "-") {
+        if !all.contains(&value) {
+            all.push(value);
+        }
+    }
+    all.join(", ")
 }
 
 /// The host of a result in one line.
@@ -136,6 +196,9 @@ fn host(journal: &Journal) -> String {
     ];
     let known = keys.iter().filter_map(|key| {
         let value = facts.get(*key)?;
+        if *key == "accelerator" && !journal.plan.has_guests() {
+            return None;
+        }
         Some(match *key {
             "cpus" => format!("{value} CPUs"),
             "cpu" | bundle::NOTE => value.clone(),
@@ -171,6 +234,25 @@ fn row(text: &mut String, cells: &[&str]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_result_says_how_it_differs_from_its_command() {
+        let study = Study::named("001").unwrap();
+        let run = study.runs.iter().find(|it| it.name == "servers").unwrap();
+        let recipe = run.plan(&Storage::default()).unwrap();
+        assert_eq!(differences(&recipe, &recipe), [""; 0]);
+        let mut measured = recipe.selected(&"iodepth=1,8".parse().unwrap()).unwrap();
+        measured.runtime = std::time::Duration::from_millis(300);
+        measured.size = 512 << 20;
+        assert_eq!(
+            differences(&recipe, &measured),
+            [
+                "run time 0.3 s instead of 5.0 s",
+                "disks of 512M instead of 1G",
+                "iodepth 1, 8 instead of 1, 2, 4, 8, 16, 32, 64, 128"
+            ]
+        );
+    }
 
     #[test]
     fn the_document_is_that_of_the_studies_and_the_results() {

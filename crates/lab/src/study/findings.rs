@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::{Part, Run, Storage, Study};
 use crate::analysis::{Analysis, ClaimResult, Replication};
 use crate::journal::Journal;
-use crate::plan::Claim;
+use crate::plan::{Claim, Plan};
 use crate::report;
 
 /// The results of a study's runs, by name: a journal, or why there is none.
@@ -54,17 +54,14 @@ pub fn findings(study: &Study, results: &Results) -> Vec<Finding> {
     study.parts.iter().flat_map(of_part).collect()
 }
 
-/// The claims of a run, with the verdicts of its analysis, or with the reason why there is none.
+/// The claims of a run, with the verdicts of its analysis, or with the reason why there is none. They are those of today's
+/// recipe: what a source says does not depend on when its loads were measured.
 fn claims(
     run: &Run,
     part: &Part,
     analysis: Option<&Analysis>,
     why: Option<&String>,
 ) -> Vec<(Claim, Replication)> {
-    if let Some(analysis) = analysis {
-        let claims = analysis.plan().claims.iter().cloned();
-        return claims.zip(analysis.replications()).collect();
-    }
     let claims = run
         .plan(&Storage::default())
         .map_or_else(|_| Vec::new(), |plan| plan.claims);
@@ -72,18 +69,32 @@ fn claims(
         needs if needs.is_empty() => "was not measured".to_owned(),
         needs => format!("needs {needs}"),
     };
-    let untested = |claim: Claim| {
-        let known = claim.untestable.as_ref().or(why);
-        let why = known.cloned().unwrap_or_else(|| needs(&claim));
-        let found = Replication {
-            outcome: ClaimResult::Untestable,
-            measured: None,
-            interval: None,
-            why,
+    let of_claim = |claim: Claim| {
+        let plan = analysis.map(Analysis::plan);
+        let recorded = plan.and_then(|plan| recorded(plan, &claim));
+        let known = claim.untestable.as_ref().or(recorded).or(why).cloned();
+        let is_tested = plan.is_some_and(|plan| plan.tests(&claim));
+        let found = match (analysis, known) {
+            (Some(analysis), None) if is_tested => analysis.replicate(&claim),
+            (Some(analysis), None) if !analysis.journal.header.left_out.is_empty() => {
+                analysis.replicate(&claim)
+            }
+            (_, known) => Replication {
+                outcome: ClaimResult::Untestable,
+                measured: None,
+                interval: None,
+                why: known.unwrap_or_else(|| needs(&claim)),
+            },
         };
         (claim, found)
     };
-    claims.into_iter().map(untested).collect()
+    claims.into_iter().map(of_claim).collect()
+}
+
+/// Why the measured plan could not test a claim, such as a disk that holds no images.
+fn recorded<'a>(plan: &'a Plan, claim: &Claim) -> Option<&'a String> {
+    let is_it = |it: &&Claim| it.source == claim.source && it.figure == claim.figure;
+    plan.claims.iter().find(is_it)?.untestable.as_ref()
 }
 
 fn finding(part: &Part, run: &Run, claim: &Claim, found: &Replication) -> Finding {
@@ -91,10 +102,7 @@ fn finding(part: &Part, run: &Run, claim: &Claim, found: &Replication) -> Findin
         part: part.name.clone(),
         run: run.name.clone(),
         figure: claim.figure.clone(),
-        published: claim.size.map_or_else(
-            || format!("{}, no number", claim.expect),
-            |size| size.to_string(),
-        ),
+        published: claim.published(),
         measured: report::measured_size(found),
         verdict: found.outcome.to_string(),
         why: found.why.clone(),

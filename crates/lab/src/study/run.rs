@@ -175,6 +175,13 @@ fn one(
         Ok(text) => text,
         Err(why) => return Ok(not_run(why, options)),
     };
+    if let Some(disks) = changes::own_disks(&text)
+        && options.storage.backing.is_some()
+        && !options.json
+    {
+        let disks = disks.join(" and ");
+        outln!("--pool, --backing and --create are not for this run: it measures {disks}");
+    }
     let common = RunOptions {
         budget,
         resume: options.common.resume && journal_path(&output).exists(),
