@@ -291,7 +291,7 @@ mod tests {
         let (said, hears) = mpsc::channel();
         let answered = saying_if_slow(
             Duration::from_millis(1),
-            || said.send(()).unwrap(),
+            move || said.send(()).unwrap(),
             || hears.recv(),
         );
         assert_eq!(answered, Ok(()));

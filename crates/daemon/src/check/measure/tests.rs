@@ -463,7 +463,9 @@ fn disks_of_vms_with_long_names_have_names_of_their_own() {
         assert!(target.name().ends_with(wanted), "{}", target.name());
         named.push(target.name());
     }
-    let other = domain(&[("raw", "/vms/a")]).replace("vm1", &format!("{long}2"));
+    // It begins and ends like the first.
+    let middle = format!("{0}2{0}", &long[..40]);
+    let other = domain(&[("raw", "/vms/a")]).replace("vm1", &middle);
     let (_, plans) = plans_of(&other, &Args::default()).unwrap();
     named.push(plans.targets[0].name());
     named.sort();
