@@ -82,6 +82,10 @@ commands! {
     BlockResize(BlockResize) -> Empty = "block_resize",
     /// Sets all I/O limits of a disk.
     BlockSetIoThrottle(BlockSetIoThrottle) -> Empty = "block_set_io_throttle",
+    /// Listens for NBD clients; `block-export-add` says what they find.
+    NbdServerStart(NbdServerStart) -> Empty = "nbd-server-start",
+    /// Disconnects NBD clients, removes their exports and stops listening.
+    NbdServerStop(Empty) -> Empty = "nbd-server-stop",
     /// Creates a throttle group or an I/O thread.
     ObjectAdd(ObjectOptions) -> Empty = "object-add",
     /// Removes an object that is not in use.
@@ -104,6 +108,8 @@ commands! {
     RingdiskDetach(RingdiskDetach) -> Empty = "x-ringdisk-detach",
     /// Reloads the configuration.
     RingdiskReload(Empty) -> Value = "x-ringdisk-reload",
+    /// Returns where the NBD server listens, and its exports with the number of their clients.
+    RingdiskNbd(Empty) -> Value = "x-ringdisk-nbd",
     /// Replaces the file of a disk while the guest runs.
     RingdiskReplace(RingdiskReplace) -> Empty = "x-ringdisk-replace",
     /// Grows a disk, or tells its guest that the disk has grown.

@@ -47,6 +47,8 @@ words! {
     ExportKind {
         /// vhost-user, with a virtio-blk device.
         VhostUserBlk = "vhost-user-blk",
+        /// NBD.
+        Nbd = "nbd",
     }
 }
 

@@ -30,6 +30,8 @@ enum Command {
     Attach(client::AttachArgs),
     /// Stop serving a disk
     Detach(client::DetachArgs),
+    /// Let NBD clients, such as backup programs, read or write a disk
+    Export(client::ExportArgs),
     /// Grow a disk
     Resize(client::ResizeArgs),
     /// Show the load of the disks, measured over a second
@@ -104,6 +106,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::List(args) => client::list(args),
         Command::Attach(args) => client::attach(args),
         Command::Detach(args) => client::detach(args),
+        Command::Export(args) => client::export(args),
         Command::Resize(args) => client::resize(args),
         Command::Stats(args) => client::stats(args),
         Command::Top(args) => client::top(args),

@@ -1,9 +1,11 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
+mod export;
 mod rates;
 mod stats;
 mod top;
 
+pub use export::{ExportArgs, export};
 pub use stats::{StatsArgs, stats};
 pub use top::{TopArgs, top};
 

@@ -7,6 +7,7 @@ pub mod disk_keys;
 pub mod export;
 pub mod file_keys;
 pub mod limits;
+pub mod nbd;
 pub mod reference;
 pub mod sockets;
 pub mod spec;
@@ -33,8 +34,9 @@ pub use sandbox_mode::SandboxMode;
 
 use self::conflicts::check_conflicts;
 use self::cpus::Cpus;
-use self::file_keys::{GROUP_NAME, MAPPING, NewThread, THREAD_KEYS, TOP_KEYS, named};
+use self::file_keys::{EXPORT_KEYS, GROUP_NAME, MAPPING, NewThread, THREAD_KEYS, TOP_KEYS, named};
 use self::keys::Form;
+use self::nbd::{NbdAddress, NbdExportSpec};
 use self::spec::DiskSpec;
 use self::values::{Entry, Mistake, Table, entries};
 
@@ -50,6 +52,8 @@ pub struct Config {
     pub poll_cpu: Option<u8>,
     pub control: Option<PathBuf>,
     pub metrics: Option<SocketAddr>,
+    /// Where NBD clients connect.
+    pub nbd: Option<NbdAddress>,
     /// Directory for persisted state.
     pub state: Option<PathBuf>,
     /// Directories where files named by images may lie.
@@ -64,6 +68,8 @@ pub struct Config {
     /// Limits that groups of disks share.
     pub groups: Vec<(String, ThrottleLimits)>,
     pub disks: Vec<DiskSpec>,
+    /// What NBD clients find.
+    pub exports: Vec<NbdExportSpec>,
 }
 
 /// The settings of an I/O thread.
@@ -127,7 +133,8 @@ impl Config {
             Mistake::new(at..at, e.message().trim())
         })?;
         let mut config = Self::default();
-        let (mut threads, mut groups, mut disks) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut threads, mut groups) = (Vec::new(), Vec::new());
+        let (mut disks, mut exports) = (Vec::new(), Vec::new());
         for entry in entries(table.get_ref()) {
             match TOP_KEYS.iter().find(|top| top.key.name == entry.key) {
                 Some(top) => top.read(&mut config, &entry)?,
@@ -135,6 +142,7 @@ impl Config {
                     "iothread" => threads = entry.tables()?,
                     "throttle-group" => groups = entry.tables()?,
                     "disk" => disks = entry.tables()?,
+                    "export" => exports = entry.tables()?,
                     _ => return Err(entry.unknown(&known_at_top())),
                 },
             }
@@ -150,6 +158,9 @@ impl Config {
         unique("[[throttle-group]]", &config.groups, &groups)?;
         for table in &disks {
             config.add_disk(table)?;
+        }
+        for table in &exports {
+            config.add_export(table)?;
         }
         Ok(config)
     }
@@ -173,10 +184,31 @@ impl Config {
     }
 }
 
+impl Config {
+    fn add_export(&mut self, table: &Table<'_>) -> Result<(), Mistake> {
+        let fail = |keys: &[&str], problem: String| Err(Mistake::new(table.span_of(keys), problem));
+        let export = export(table)?;
+        if self.nbd.is_none() {
+            let problem = "an [[export]] needs nbd = ADDRESS at the top of the file".to_owned();
+            return fail(&[], problem);
+        }
+        if !self.disks.iter().any(|disk| disk.name == export.node) {
+            let problem = format!("there is no [[disk]] with name = \"{}\"", export.node);
+            return fail(&["disk"], problem);
+        }
+        if self.exports.iter().any(|other| other.name == export.name) {
+            let problem = format!("there are two [[export]] named '{}'", export.name);
+            return fail(&["name", "disk"], problem);
+        }
+        self.exports.push(export);
+        Ok(())
+    }
+}
+
 fn known_at_top() -> String {
     let names: Vec<_> = TOP_KEYS.iter().map(|top| top.key.name).collect();
     let names = names.join(", ");
-    format!("{names}, and [[disk]], [[iothread]], [[throttle-group]]")
+    format!("{names}, and [[disk]], [[export]], [[iothread]], [[throttle-group]]")
 }
 
 #[cfg(any(test, fuzzing))]
@@ -243,6 +275,36 @@ fn thread(table: &Table<'_>, polling: Polling) -> Result<(String, ThreadSpec), M
         Some(id) => Ok((id, thread.spec)),
         None => Err(Mistake::new(table.span(), "an [[iothread]] needs an id")),
     }
+}
+
+fn export(table: &Table<'_>) -> Result<NbdExportSpec, Mistake> {
+    let mut export = NbdExportSpec::default();
+    let mut given = Vec::new();
+    for entry in table.entries() {
+        let known = EXPORT_KEYS.iter().find(|known| known.key.name == entry.key);
+        match (known, limits::key(entry.key)) {
+            (Some(known), _) => known.read(&mut export, &entry)?,
+            (None, Some(key)) => {
+                let number = limits::parse(key, &entry.text()?).map_err(|e| entry.mistake(e))?;
+                given.push((key, number));
+            }
+            (None, None) => {
+                let names = EXPORT_KEYS.iter().map(|known| known.key.name);
+                let names: Vec<_> = names.chain(limits::keys()).collect();
+                return Err(entry.unknown(&names.join(", ")));
+            }
+        }
+    }
+    let value = |key| Ok(given.iter().find(|(k, _)| *k == key).map(|(_, n)| *n));
+    limits::change(&mut export.limits, value)?;
+    let fail = |problem: String| Err(Mistake::new(table.span(), problem));
+    if let Err(e) = export.limits.check() {
+        return fail(e.to_string());
+    }
+    if export.node.is_empty() {
+        return fail("an [[export]] needs a disk".to_owned());
+    }
+    Ok(export.named())
 }
 
 fn group(table: &Table<'_>) -> Result<(String, ThrottleLimits), Mistake> {

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 use crate::config::Config;
+use crate::config::nbd::{NbdAddress, NbdExportSpec};
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::state::Overrides;
 
@@ -25,6 +26,13 @@ use crate::state::Overrides;
 #[derive(Default)]
 pub struct Inherited {
     parts: Mutex<InheritedParts>,
+}
+
+/// An NBD server, as one process passes it to the next.
+pub struct NbdService {
+    pub address: NbdAddress,
+    pub listener: OwnedFd,
+    pub exports: Vec<NbdExportSpec>,
 }
 
 #[derive(Default)]
@@ -38,6 +46,7 @@ pub struct InheritedParts {
     pub control: Option<UnixListener>,
     pub upgrade: Option<UnixListener>,
     pub metrics: Option<TcpListener>,
+    pub nbd: Option<NbdService>,
     /// By name.
     pub disks: BTreeMap<String, InheritedDisk>,
     /// How what the old process serves differs from the configuration.
@@ -237,6 +246,11 @@ impl Inherited {
         let at = parts.metrics.as_ref()?.local_addr().ok()?;
         let same = at.ip() == address.ip() && (at.port() == address.port() || address.port() == 0);
         parts.metrics.take_if(|_| same)
+    }
+
+    /// The NBD server of the old process.
+    pub fn nbd(&self) -> Option<NbdService> {
+        self.parts().nbd.take()
     }
 
     /// The export at this socket.

@@ -29,9 +29,9 @@ use tracing::{info, warn};
 
 use files::{AllowedPaths, Files};
 
+use crate::config::SandboxMode as Mode;
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
-use crate::config::{Config, SandboxMode as Mode};
 use crate::credentials::{self, UserAccount};
 
 /// What the operator has configured.
@@ -42,6 +42,8 @@ pub struct SandboxOptions {
     pub allow: Vec<PathBuf>,
     /// The user that this process becomes.
     pub user: Option<UserAccount>,
+    /// This process listens at a TCP port.
+    pub listens: bool,
 }
 
 #[derive(Debug, Error)]
@@ -92,10 +94,9 @@ impl Sandbox {
     /// A directory does not exist, or `sandbox=on` is set and something does not work.
     pub fn enter(
         options: &SandboxOptions,
-        config: &Config,
         config_file: Option<&Path>,
         disks: &[DiskSpec],
-        control: Option<&Path>,
+        other_sockets: &[&Path],
         backing: &[PathBuf],
         kept: &[PathBuf],
     ) -> Result<Self, SandboxError> {
@@ -112,8 +113,8 @@ impl Sandbox {
             });
         }
         let _ = set_no_new_privs(true);
-        keep_capabilities(user.is_some(), config.metrics.is_some());
-        let paths = paths(options, config_file, disks, control, backing, kept)?;
+        keep_capabilities(user.is_some(), options.listens);
+        let paths = paths(options, config_file, disks, other_sockets, backing, kept)?;
         let cluster = paths.cluster;
         let files = Files::restrict(paths);
         match (&files, options.mode) {
@@ -195,7 +196,7 @@ fn paths(
     options: &SandboxOptions,
     config_file: Option<&Path>,
     disks: &[DiskSpec],
-    control: Option<&Path>,
+    other_sockets: &[&Path],
     backing: &[PathBuf],
     kept: &[PathBuf],
 ) -> Result<AllowedPaths, SandboxError> {
@@ -210,9 +211,7 @@ fn paths(
     }
     paths.socket(&sockets::directory().join("any"));
     kept.iter().for_each(|directory| paths.kept(directory));
-    if let Some(control) = control {
-        paths.socket(control);
-    }
+    other_sockets.iter().for_each(|path| paths.socket(path));
     for directory in backing.iter().filter(|d| d.as_os_str() != "none") {
         paths.storage(directory);
     }
@@ -238,7 +237,7 @@ fn paths(
 }
 
 /// Drops capabilities that serving disks does not need. The remaining ones open files of other users, and pin memory.
-fn keep_capabilities(becomes_another: bool, metrics: bool) {
+fn keep_capabilities(becomes_another: bool, listens: bool) {
     let mut kept = CapabilitySet::DAC_OVERRIDE
         | CapabilitySet::DAC_READ_SEARCH
         | CapabilitySet::FOWNER
@@ -249,7 +248,7 @@ fn keep_capabilities(becomes_another: bool, metrics: bool) {
         becomes_another,
     );
     // For a port below 1024.
-    kept.set(CapabilitySet::NET_BIND_SERVICE, metrics);
+    kept.set(CapabilitySet::NET_BIND_SERVICE, listens);
     let result = capabilities(None).and_then(|now| {
         set_capabilities(
             None,

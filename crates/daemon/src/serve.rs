@@ -11,6 +11,7 @@ use thiserror::Error;
 use crate::config::conflicts::ConflictError;
 use crate::config::cpus::Cpus;
 use crate::config::file_keys::help;
+use crate::config::nbd::NbdAddress;
 use crate::config::reference::disk_help;
 use crate::config::spec::SpecError;
 use crate::config::{self, ConfigError, POLL_CPU, POLL_MAX_US_MAX, SandboxMode, THREADS_MAX};
@@ -37,6 +38,9 @@ pub struct Args {
 
     #[arg(long, value_name = "ADDRESS", value_parser = config::address, help = help("metrics"))]
     metrics: Option<SocketAddr>,
+
+    #[arg(long, value_name = "ADDRESS", help = help("nbd"))]
+    nbd: Option<NbdAddress>,
 
     #[arg(long, value_name = "DIR", help = help("allow-backing"))]
     allow_backing: Vec<PathBuf>,

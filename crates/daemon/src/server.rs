@@ -1,12 +1,14 @@
 //! Everything that this process serves. All changes go through [`Server`], whether they come from the command line, the
 //! configuration or the control socket.
 
+pub mod clients;
 pub mod connection_info;
 pub mod device;
 pub mod error;
 pub mod export;
 pub mod handover;
 pub mod iothreads;
+pub mod nbd;
 pub mod reload;
 
 mod deadline;
@@ -44,8 +46,10 @@ use crate::socket::Socket;
 use crate::state::store::{Configured, StateStore};
 
 use deadline::{SHUTDOWN_TIMEOUT, with_deadline};
+use error::NbdError;
 pub use error::ServerError;
 use handover::HandoverState;
+use nbd::NbdServer;
 pub use prepare::{PreparedDisk, TargetState};
 pub use replace::Move;
 use shutdown::{stop, sync};
@@ -66,6 +70,7 @@ pub struct Server {
     /// Persists changes, if there is a state directory.
     store: OnceLock<StateStore>,
     pub handover: HandoverState,
+    pub nbd: NbdServer,
     /// For callbacks.
     me: Weak<Self>,
     /// Never held while something waits for storage: all disks, signals and sessions need it. Storage is queried
@@ -136,6 +141,7 @@ impl Server {
             events: EventHub::new(),
             store: OnceLock::new(),
             handover: HandoverState::default(),
+            nbd: NbdServer::default(),
             me: me.clone(),
             state: Mutex::default(),
         })
@@ -423,6 +429,11 @@ impl Server {
         if removal == Removal::Safe && export.connected() {
             return Err(ServerError::Connected(id.into()));
         }
+        if removal == Removal::Safe
+            && let Some(export) = self.nbd_export_of(id)
+        {
+            return Err(NbdError::InUse(export.id.clone()).into());
+        }
         if state.is_moving(export.node.name()) {
             return Err(ServerError::Moving(export.node.name().into()));
         }
@@ -430,6 +441,8 @@ impl Server {
         state.stopping.push(stopping);
         let export = state.exports.remove(id);
         drop(state);
+        // No other can be added now.
+        self.end_nbd_exports_of(id);
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         let result = match export {
             Some(export) => with_deadline(id, deadline, move || stop(export)),

@@ -19,6 +19,7 @@ mod libvirt;
 mod matrix;
 mod migration;
 mod model;
+mod nbd;
 mod packed;
 mod profile;
 mod qcow2;

@@ -9,17 +9,14 @@ use guest::{NewQueue, StoppedRing};
 
 use crate::disk::source::Source;
 use crate::disk::{Content, Disk};
+use crate::throttle::admission::Admission;
 
 /// A queue in service: its number on its thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueId(pub(crate) usize);
 
 pub(crate) enum Command {
-    Start {
-        disk: Arc<Disk>,
-        queue: NewQueue,
-        reply: Sender<io::Result<QueueId>>,
-    },
+    Start(QueueStart),
     Stop {
         queue: QueueId,
         reply: Sender<StoppedRing>,
@@ -57,7 +54,13 @@ pub(crate) enum Command {
 }
 
 /// The start of a queue, and where the reply goes.
-pub(crate) type QueueStart = (Arc<Disk>, NewQueue, Sender<io::Result<QueueId>>);
+pub(crate) struct QueueStart {
+    pub disk: Arc<Disk>,
+    pub queue: NewQueue,
+    /// The limits of a client's queue; `None` for a queue of the disk's guest.
+    pub client: Option<Arc<Admission>>,
+    pub reply: Sender<io::Result<QueueId>>,
+}
 
 /// Waits for the reply to a command.
 pub(crate) fn answer<T>(result: &Receiver<T>) -> io::Result<T> {

@@ -34,7 +34,7 @@ impl<E: Engine> Worker<E> {
     /// Replies are ignored by sessions that have ended.
     fn handle_command(&mut self, command: Command) {
         match command {
-            Command::Start { disk, queue, reply } => self.start_or_wait((disk, queue, reply)),
+            Command::Start(start) => self.start_or_wait(start),
             Command::Stop { queue, reply } => self.stop(StopRequest {
                 queue,
                 since: now_ns(),
@@ -66,8 +66,9 @@ impl<E: Engine> Worker<E> {
                 replaced,
                 reply,
             } => {
-                for (disk, queue, reply) in self.unpause(&disk, replaced) {
-                    let _ = reply.send(self.start(disk, queue));
+                for start in self.unpause(&disk, replaced) {
+                    let reply = start.reply.clone();
+                    let _ = reply.send(self.start(start));
                 }
                 let _ = reply.send(Ok(()));
             }

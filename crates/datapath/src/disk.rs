@@ -1,5 +1,6 @@
 //! A disk, as all threads that serve it share it.
 
+mod allocation;
 pub(crate) mod flush_coalescer;
 pub(crate) mod outage;
 pub(crate) mod source;
@@ -23,6 +24,8 @@ use outage::Outage;
 use source::{Source, Storage};
 
 use crate::report::{IoEvent, LogLimiter};
+pub use allocation::AllocatedExtent;
+
 use crate::stats::{DiskStats, Statistics};
 use crate::throttle::ThrottleGroup;
 
@@ -50,7 +53,7 @@ pub struct Disk {
     image_errors: LogLimiter,
     /// A front-end of the disk has blocked an I/O thread.
     blocks_threads: AtomicBool,
-    pub(crate) admission: Admission,
+    pub(crate) admission: Arc<Admission>,
     pub(crate) statistics: Statistics,
     pub(crate) outage: Outage,
     failures: LogLimiter,
@@ -193,7 +196,7 @@ impl Disk {
             guest_errors: LogLimiter::default(),
             image_errors: LogLimiter::default(),
             blocks_threads: AtomicBool::new(false),
-            admission: Admission::default(),
+            admission: Arc::default(),
             statistics: Statistics::default(),
             outage: Outage::default(),
             failures: LogLimiter::default(),

@@ -125,7 +125,7 @@ impl<E: Engine> Worker<E> {
                 .request_arrived(&mut disk.estimator, now_ns);
         }
         let chunk = fetch::chunk_size(waiting, in_flight, self.waiting.is_instant);
-        let needs = BatchNeeds::of(&queue.disk);
+        let needs = BatchNeeds::of(queue);
         if needs.is_none() {
             self.fetch_batch::<false>(number, waiting, chunk, needs)
         } else {

@@ -17,6 +17,7 @@ use crate::disk::Disk;
 use crate::disk::source::Alignment;
 use crate::stats::Tally;
 use crate::thread_disk::ThreadDisk;
+use crate::throttle::admission::Admission;
 use held::HeldRequests;
 use mapped_request::MappedRequests;
 use slot::Slots;
@@ -31,6 +32,11 @@ pub(crate) struct Queue {
     pub slots: Slots,
     /// What is counted of its requests.
     pub tally: Tally,
+    /// The limits of its requests.
+    pub admission: Arc<Admission>,
+    /// Its requests come from a client of the disk, not from its guest: an error is always reported, whatever is done for
+    /// the guest.
+    pub is_client: bool,
     /// Requests that a limit holds back.
     pub held: HeldRequests,
     /// The disk's file, as this thread's engine knows it; `None` if each piece of a request names its file.
@@ -78,8 +84,16 @@ pub(crate) enum QueueState {
 }
 
 impl Queue {
-    /// `thread_disk` is the thread's record of the disk, at this index.
-    pub fn new(disk: Arc<Disk>, new: NewQueue, index: usize, thread_disk: &ThreadDisk) -> Self {
+    /// `thread_disk` is the thread's record of the disk, at this index. `client` are the limits of a client's queue.
+    pub fn new(
+        disk: Arc<Disk>,
+        new: NewQueue,
+        client: Option<Arc<Admission>>,
+        index: usize,
+        thread_disk: &ThreadDisk,
+    ) -> Self {
+        let is_client = client.is_some();
+        let admission = client.unwrap_or_else(|| disk.admission.clone());
         let requests = requests_max(&new.virtqueue);
         let mut queue = Self {
             image: Image::Null,
@@ -87,7 +101,9 @@ impl Queue {
             ring: new.virtqueue,
             slots: Slots::new(requests),
             tally: Tally::new(&disk.statistics, requests.into()),
-            held: HeldRequests::new(disk.clone()),
+            held: HeldRequests::new(admission.clone()),
+            admission,
+            is_client,
             file: None,
             mapped: MappedRequests::default(),
             alignment: Alignment { address: 1, len: 1 },

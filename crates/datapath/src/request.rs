@@ -37,6 +37,18 @@ impl Ending {
             result: -errno,
         }
     }
+
+    /// The same for a client of the disk, which can be told that there is no space.
+    pub fn client_error(errno: i32) -> Self {
+        Self {
+            status: if block::is_no_space(errno) {
+                Status::NoSpace
+            } else {
+                Status::IoError
+            },
+            result: -errno,
+        }
+    }
 }
 
 /// How a request continues that storage failed to serve.

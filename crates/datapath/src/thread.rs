@@ -9,10 +9,11 @@ use std::thread::{self, JoinHandle};
 use block::Engine;
 use guest::{NewQueue, StoppedRing};
 
-use crate::command::{Command, QueueId, answer, gone};
+use crate::command::{Command, QueueId, QueueStart, answer, gone};
 use crate::disk::Disk;
 use crate::polling::Polling;
 use crate::stats::activity::{Activity, ThreadStats};
+use crate::throttle::admission::Admission;
 use crate::wake::Wake;
 use crate::worker::Worker;
 
@@ -76,7 +77,33 @@ impl IoThread {
     /// The engine has no room for it, or the thread has ended.
     pub fn start(&self, disk: Arc<Disk>, queue: NewQueue) -> io::Result<QueueId> {
         let (reply, result) = mpsc::channel();
-        self.send(Command::Start { disk, queue, reply });
+        self.send(Command::Start(QueueStart {
+            disk,
+            queue,
+            client: None,
+            reply,
+        }));
+        answer(&result)?
+    }
+
+    /// Starts to serve a queue of a client of the disk, which is not its guest: it has limits of its own, and errors of
+    /// storage are reported to it, whatever is done for the guest.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    pub fn start_client(
+        &self,
+        disk: Arc<Disk>,
+        queue: NewQueue,
+        limits: Arc<Admission>,
+    ) -> io::Result<QueueId> {
+        let (reply, result) = mpsc::channel();
+        self.send(Command::Start(QueueStart {
+            disk,
+            queue,
+            client: Some(limits),
+            reply,
+        }));
         answer(&result)?
     }
 

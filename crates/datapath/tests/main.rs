@@ -1,5 +1,6 @@
 //! All tests of this crate that use it from outside, as one program: linked once.
 
+mod clients;
 mod durable;
 mod error_policy;
 mod faults;

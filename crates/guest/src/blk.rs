@@ -15,6 +15,8 @@ pub enum Status {
     IoError = b::VIRTIO_BLK_S_IOERR as u8,
     /// The device does not support this request type.
     Unsupported = b::VIRTIO_BLK_S_UNSUPP as u8,
+    /// The storage is full. No guest sees this: only a [`LocalQueue`](crate::LocalQueue) does.
+    NoSpace = 0x80,
 }
 
 /// Length of the reply to GET_ID in bytes.
@@ -40,7 +42,7 @@ pub const F_DISK_DEPENDENT: u64 =
 
 /// Maximum length of a discard or write-zeroes request in bytes. It limits how long such a request takes if
 /// zeroes must be written, and therefore how long a queue takes to stop.
-const ZEROES_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const ZEROES_BYTES_MAX: u64 = 256 << 20;
 
 /// Maximum length of a read or write in bytes, as in QEMU (BDRV_REQUEST_MAX_BYTES): a chain can name the same
 /// memory a thousand times.

@@ -9,6 +9,7 @@
 mod aio_notifier;
 pub mod blk;
 mod inflight;
+mod local;
 mod log;
 mod memory;
 mod message;
@@ -21,6 +22,7 @@ mod socket;
 mod virtqueue;
 
 pub use inflight::{Inflight, InflightError, InflightLayout, InflightQueue};
+pub use local::{Buffer, Finished, LOCAL_ZEROES_MAX, LocalOp, LocalQueue};
 pub use log::{DirtyLog, LogError, LogLayout};
 pub use memory::{GuestMemory, MemoryError, RegionLayout};
 #[doc(hidden)]

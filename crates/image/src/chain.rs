@@ -1,6 +1,7 @@
 //! A disk as a chain: images, their backing files and their data files.
 
 mod access;
+mod allocation;
 mod open;
 
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use block::{FileOffset, GuestOffset};
 
+pub use allocation::{Allocated, AllocatedIn};
 pub use open::{ChainError, ChainOptions, FileRole, LayerFormat, OpenFiles, TopFile};
 
 use crate::qcow2::{

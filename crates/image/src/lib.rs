@@ -11,8 +11,8 @@ mod storage;
 
 pub use allowed::{AllowedDirectories, AllowedError};
 pub use chain::{
-    Chain, ChainError, ChainOptions, Compressed, FileIndex, FileRole, LayerFormat, MissingMetadata,
-    OpenFiles, ReadLocation, TopFile, WriteLocation,
+    Allocated, AllocatedIn, Chain, ChainError, ChainOptions, Compressed, FileIndex, FileRole,
+    LayerFormat, MissingMetadata, OpenFiles, ReadLocation, TopFile, WriteLocation,
 };
 pub use format::{Format, UnknownFormat};
 pub use qcow2::check::check;

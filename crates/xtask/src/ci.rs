@@ -110,6 +110,7 @@ const BORDERS: &[(&str, &[&str])] = &[
     ("engine", &["block"]),
     ("rbd", &["block"]),
     ("control", &["block"]),
+    ("nbd", &[]),
     ("driver", &[]),
     ("harness", &[]),
     ("lab", &["driver", "harness"]),
@@ -118,7 +119,7 @@ const BORDERS: &[(&str, &[&str])] = &[
         "ringdisk",
         &[
             "advisor", "block", "guest", "image", "engine", "rbd", "datapath", "control",
-            "harness", "lab",
+            "harness", "lab", "nbd",
         ],
     ),
     ("testkit", &["block", "driver", "harness"]),

@@ -25,6 +25,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-img", "qemu-utils"),
     ("qemu-storage-daemon", "qemu-utils"),
     ("fio", "fio"),
+    ("nbdinfo", "libnbd-bin"),
+    ("nbdcopy", "libnbd-bin"),
     ("busybox", "busybox-static"),
     ("mkfs.ext4", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),

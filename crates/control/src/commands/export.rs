@@ -24,6 +24,8 @@ union! {
     kind: BlockExportType = "type" {
         /// vhost-user, with a virtio-blk device.
         VhostUserBlk(BlockExportOptionsVhostUserBlk) = "vhost-user-blk",
+        /// NBD, at the address of `nbd-server-start`.
+        Nbd(BlockExportOptionsNbd) = "nbd",
     }
 }
 
@@ -36,6 +38,66 @@ record! {
         logical_block_size: Option<u64> = "logical-block-size",
         /// The largest number of virtqueues; 1 if absent.
         num_queues: Option<u16> = "num-queues",
+    }
+}
+
+record! {
+    /// `BlockExportOptionsNbd`
+    BlockExportOptionsNbd {
+        /// The name that clients use; the name of the node if absent.
+        name: Option<String> = "name",
+        /// A description for people.
+        description: Option<String> = "description",
+        /// Limit of bytes per second, of all clients of the export together.
+        bps: Option<u64> = "x-ringdisk-bps",
+        /// Limit of operations per second, of all clients of the export together.
+        iops: Option<u64> = "x-ringdisk-iops",
+    }
+}
+
+record! {
+    /// Arguments of `nbd-server-start`.
+    NbdServerStart {
+        /// The address to listen on.
+        addr: SocketAddressLegacy = "addr",
+        /// The limit of connections. ringdisk has one of its own, and takes no other.
+        max_connections: Option<u32> = "max-connections",
+    }
+}
+
+union! {
+    /// `SocketAddressLegacy`
+    SocketAddressLegacy {}
+    /// `SocketAddressLegacyType`
+    kind: SocketAddressLegacyType = "type" {
+        /// A Unix socket.
+        Unix(UnixSocketAddressWrapper) = "unix",
+        /// TCP.
+        Inet(InetSocketAddressWrapper) = "inet",
+    }
+}
+
+record! {
+    /// `UnixSocketAddressWrapper`
+    UnixSocketAddressWrapper {
+        data: UnixSocketAddress = "data",
+    }
+}
+
+record! {
+    /// `InetSocketAddressWrapper`
+    InetSocketAddressWrapper {
+        data: InetSocketAddress = "data",
+    }
+}
+
+record! {
+    /// `InetSocketAddress`
+    InetSocketAddress {
+        /// An IP address.
+        host: String = "host",
+        /// A port number.
+        port: String = "port",
     }
 }
 

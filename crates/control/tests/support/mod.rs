@@ -159,9 +159,12 @@ impl Handler for FakeDisks {
                 return Err(CommandError::device_not_found(desc));
             }
             Command::BlockResize(_)
+            | Command::NbdServerStart(_)
+            | Command::NbdServerStop(_)
             | Command::ObjectAdd(_)
             | Command::ObjectDel(_)
             | Command::Quit(_)
+            | Command::RingdiskNbd(_)
             | Command::RingdiskReload(_)
             | Command::RingdiskReplace(_)
             | Command::RingdiskResume(_) => {}

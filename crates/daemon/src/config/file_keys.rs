@@ -8,6 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::keys::{Form, Key, key};
+use super::nbd::NbdExportSpec;
 use super::values::{Entry, Mistake};
 use super::{Config, ThreadSpec, spec};
 
@@ -102,6 +103,17 @@ pub static TOP_KEYS: &[TopKey] = &[
             address.map(|address| config.metrics = Some(address))
         },
         differs: |a, b| a.metrics != b.metrics,
+    },
+    TopKey {
+        key: key(
+            "nbd",
+            Form::Text("ADDRESS"),
+            "where [NBD clients](nbd.md) connect: the path of a socket, or an IP address and a port, as in \
+             `192.0.2.1:10809`, which is not protected",
+        )
+        .by_default("none"),
+        read: |config, entry| set_some(&mut config.nbd, entry),
+        differs: |a, b| a.nbd != b.nbd || a.exports != b.exports,
     },
     TopKey {
         key: key(
@@ -246,6 +258,56 @@ impl ThreadKey {
     pub fn read(&self, thread: &mut NewThread, entry: &Entry<'_>) -> Result<(), Mistake> {
         check(&self.key, entry)?;
         (self.read)(thread, entry)
+    }
+}
+
+/// A key of an `[[export]]`, apart from its limits.
+pub struct ExportKey {
+    pub key: Key,
+    read: fn(&mut NbdExportSpec, &Entry<'_>) -> Result<(), Mistake>,
+}
+
+pub static EXPORT_KEYS: &[ExportKey] = &[
+    ExportKey {
+        key: key("disk", Form::Text("NAME"), "name of the disk").by_default("required"),
+        read: |export, entry| named(entry).map(|name| export.node = name),
+    },
+    ExportKey {
+        key: key("name", Form::Text("NAME"), "name that NBD clients use")
+            .by_default("that of the disk"),
+        read: |export, entry| named(entry).map(|name| export.name = name),
+    },
+    ExportKey {
+        key: key(
+            "description",
+            Form::Text("TEXT"),
+            "what clients list for it",
+        )
+        .by_default("none"),
+        read: |export, entry| set(&mut export.description, entry),
+    },
+    ExportKey {
+        key: key(
+            "writable",
+            Form::Words(&["on", "off"]),
+            "whether clients may write to the disk; its guest must not use it then",
+        )
+        .by_default("`off`"),
+        read: |export, entry| {
+            export.writable = matches!(&*entry.text()?, "on" | "true");
+            Ok(())
+        },
+    },
+];
+
+impl ExportKey {
+    /// Takes the value from an entry.
+    ///
+    /// # Errors
+    /// It is not a value of this key.
+    pub fn read(&self, export: &mut NbdExportSpec, entry: &Entry<'_>) -> Result<(), Mistake> {
+        check(&self.key, entry)?;
+        (self.read)(export, entry)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The description of all keys: for `ringdisk serve --help`, and for the configuration reference.
 
 use super::disk_keys::DISK_KEYS;
-use super::file_keys::{GROUP_NAME, MAPPING, THREAD_KEYS, TOP_KEYS};
+use super::file_keys::{EXPORT_KEYS, GROUP_NAME, MAPPING, THREAD_KEYS, TOP_KEYS};
 use super::keys::{self, Key, TABLE_HEAD};
 use super::limits;
 
@@ -23,7 +23,7 @@ pub fn limits_help() -> String {
 }
 
 /// The headings of the reference that have a table of keys, with that table.
-fn tables() -> [(&'static str, String); 5] {
+fn tables() -> [(&'static str, String); 6] {
     let rows = |keys: &mut dyn Iterator<Item = &Key>| {
         let rows = keys.map(|key| key.row(key.default));
         TABLE_HEAD.to_owned() + &rows.collect::<String>()
@@ -46,6 +46,10 @@ fn tables() -> [(&'static str, String); 5] {
         (
             "`[[iothread]]`",
             rows(&mut THREAD_KEYS.iter().map(|thread| &thread.key)),
+        ),
+        (
+            "`[[export]]`",
+            rows(&mut EXPORT_KEYS.iter().map(|export| &export.key)),
         ),
         ("`[[throttle-group]]`", rows(&mut [&GROUP_NAME].into_iter())),
         ("Limits", format!("| key | meaning |\n|---|---|\n{limits}")),

@@ -74,6 +74,7 @@ fn installed_file_configures_nothing_until_uncommented() {
     let config = parse(&uncommented);
     assert_eq!((config.disks.len(), config.groups.len()), (2, 1));
     assert_eq!((config.threads.len(), config.iothreads), (1, Some(2)));
+    assert_eq!((config.exports.len(), config.nbd.is_some()), (1, true));
 }
 
 #[test]

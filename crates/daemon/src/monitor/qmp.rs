@@ -60,6 +60,9 @@ impl Qmp {
                     Some(BlockExportRemoveMode::Hard) => Removal::Hard,
                     _ => Removal::Safe,
                 };
+                if server.remove_nbd_export(&which.id, removal)? {
+                    return Ok(json!({}));
+                }
                 done(server.remove_export(&which.id, removal))
             }
             Command::BlockResize(wanted) => block_resize(server, wanted),
@@ -68,6 +71,8 @@ impl Qmp {
                 let (node, group) = (node_of(server, &name)?, wanted.group.as_deref());
                 done(server.throttle(&node, &wanted.limits, group))
             }
+            Command::NbdServerStart(wanted) => done(objects::start_nbd(server, &wanted)),
+            Command::NbdServerStop(_) => done(server.stop_nbd()),
             Command::ObjectAdd(options) => done(objects::add_object(server, &options)),
             Command::ObjectDel(which) => done(objects::remove_object(server, &which.id)),
             Command::QueryBlockExports(_) => Ok(queries::exports(server).to_json()),
@@ -95,6 +100,7 @@ impl Qmp {
                 };
                 done(server.detach(&node_of(server, &which.id)?, removal))
             }
+            Command::RingdiskNbd(_) => Ok(queries::nbd(server)),
             Command::RingdiskReload(_) => self.reload(),
             Command::RingdiskResize(wanted) => {
                 let size = server.resize(&node_of(server, &wanted.id)?, wanted.size)?;

@@ -52,8 +52,7 @@ fn inside() {
     let spec: DiskSpec = format!("file={},socket={}/s", disk.display(), mine.path().display())
         .parse()
         .unwrap();
-    let config = Config::default();
-    let sandbox = match Sandbox::enter(&options, &config, None, &[spec], None, &[], &[]) {
+    let sandbox = match Sandbox::enter(&options, None, &[spec], &[], &[], &[]) {
         Err(e @ SandboxError::Missing(..)) => return println!("skipped: {e}"),
         entered => entered.unwrap(),
     };

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread::{self, JoinHandle};
@@ -18,6 +18,7 @@ use super::{Args, ServeError};
 use crate::config::Config;
 use crate::config::conflicts::check_conflicts;
 use crate::config::cpus::Cpus;
+use crate::config::nbd::{NbdAddress, NbdExportSpec};
 use crate::config::spec::DiskSpec;
 use crate::credentials::{self, UserAccount};
 use crate::inherited::Inherited;
@@ -33,6 +34,7 @@ use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
+use crate::server::nbd::listener::BoundNbd;
 use crate::server::reload::Reloader;
 use crate::server::{Server, ServerError};
 use crate::socket::Socket;
@@ -95,6 +97,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     // If the configuration has changed since, a reload applies that once guests are served.
     let reload = inherited.keep_files(&mut config);
     let configured = Configured::new(&command_line, &config);
+    let nbd_exports = config.exports.clone();
     server.set_configured(configured.clone());
     let (store, persisted) = store.unzip();
     let started = start_disks(&server, &config, &configured, persisted, store.as_ref());
@@ -108,6 +111,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         inherited,
         upgrade_socket,
         take_over: args.take_over,
+        nbd_exports,
     };
     let published = started.and_then(|ready| {
         let (metrics, control) = service.publish(&settings, predecessor, store)?;
@@ -143,6 +147,7 @@ struct Settings {
     control: Option<PathBuf>,
     control_path: PathBuf,
     metrics: Option<SocketAddr>,
+    nbd: Option<NbdAddress>,
     backing: Vec<PathBuf>,
     state: Option<PathBuf>,
     user: Option<UserAccount>,
@@ -172,6 +177,7 @@ impl Settings {
             control_path: control.clone().unwrap_or_else(control_socket::default_path),
             control,
             metrics: args.metrics.or(config.metrics),
+            nbd: args.nbd.clone().or(config.nbd.clone()),
             backing: backing.to_vec(),
             state: state.or_else(state_directory),
             user: user.map_err(SandboxError::User)?,
@@ -202,16 +208,15 @@ impl Settings {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),
             user: self.user.clone(),
+            listens: self.metrics.is_some() || matches!(self.nbd, Some(NbdAddress::Tcp(_))),
         };
-        let sandbox = Sandbox::enter(
-            &options,
-            config,
-            args.config.as_deref(),
-            disks,
-            self.control.as_deref(),
-            &self.backing,
-            persistent,
-        )?;
+        let mut sockets: Vec<&Path> = self.control.iter().map(PathBuf::as_path).collect();
+        if let Some(NbdAddress::Unix(path)) = &self.nbd {
+            sockets.push(path);
+        }
+        let config_file = args.config.as_deref();
+        let backing = &self.backing;
+        let sandbox = Sandbox::enter(&options, config_file, disks, &sockets, backing, persistent)?;
         Ok(Arc::new(sandbox))
     }
 }
@@ -281,6 +286,7 @@ struct Service {
     inherited: Arc<Inherited>,
     upgrade_socket: Option<UpgradeSocket>,
     take_over: bool,
+    nbd_exports: Vec<NbdExportSpec>,
 }
 
 impl Service {
@@ -299,10 +305,15 @@ impl Service {
         };
         let metrics = settings.metrics.map(start).transpose()?;
         let socket = bind_control(settings, &self.inherited)?;
+        let (nbd, exports) = self.open_nbd(settings)?;
         self.sandbox.seal()?;
         if let Some(predecessor) = predecessor {
             let committed = predecessor.commit(&self.inherited);
             committed.map_err(|e| ServeError::System("the old process continues to serve", e))?;
+        }
+        // Before another upgrade can hand it over.
+        if let Some(nbd) = nbd {
+            self.serve_nbd(nbd, exports);
         }
         if let Some(upgrade_socket) = &self.upgrade_socket {
             upgrade_socket.own();
@@ -322,6 +333,37 @@ impl Service {
             self.server.set_store(store);
         }
         Ok((metrics, control))
+    }
+
+    /// The socket for NBD clients, and what they find: that of the old process, or the configured one.
+    fn open_nbd(
+        &self,
+        settings: &Settings,
+    ) -> Result<(Option<BoundNbd>, Vec<NbdExportSpec>), ServeError> {
+        if let Some(nbd) = self.inherited.nbd() {
+            return Ok((
+                Some(BoundNbd::adopt(nbd.address, nbd.listener)),
+                nbd.exports,
+            ));
+        }
+        let bound = settings.nbd.as_ref().map(BoundNbd::bind).transpose()?;
+        Ok((bound, self.nbd_exports.clone()))
+    }
+
+    /// Disks are served whether or not their NBD exports are.
+    fn serve_nbd(&self, bound: BoundNbd, exports: Vec<NbdExportSpec>) {
+        let server = &self.server;
+        // A client that connects already finds all exports.
+        let _paused = server.nbd.pause();
+        if let Err(e) = server.adopt_nbd(bound) {
+            return error!("{e}");
+        }
+        for export in exports {
+            let name = export.name.clone();
+            if let Err(e) = server.add_nbd_export(export) {
+                error!("NBD: '{name}' is not exported: {e}");
+            }
+        }
     }
 
     fn serve_control(&self, mut socket: Socket) -> Result<ControlSocket, ServeError> {

@@ -14,6 +14,7 @@ use tracing::{error, info, warn};
 
 use crate::config::spec::Lock;
 use crate::node::{Node, RELEASED};
+use crate::server::clients::{Clients, END_TIMEOUT};
 use crate::server::error::ExportError;
 use crate::server::iothreads::NamedThread;
 
@@ -25,6 +26,8 @@ pub struct ServedDisk {
     pub queue_size: u16,
     /// The thread of each queue.
     pub threads: Vec<NamedThread>,
+    /// Clients that use the disk in addition to its guest.
+    pub clients: Clients,
     /// The guest's choice of the write cache, initially that of the cache mode. It outlives resets and connections,
     /// since front-ends read the configuration space only once.
     write_cache: AtomicBool,
@@ -61,6 +64,7 @@ impl ServedDisk {
             node: Mutex::new(node),
             queue_size,
             threads,
+            clients: Clients::default(),
             write_cache,
             frontend: Mutex::default(),
             capacity_read: AtomicU64::new(capacity_read.unwrap_or(NEVER_READ)),
@@ -72,7 +76,7 @@ impl ServedDisk {
     }
 
     /// Held while the node is acquired or released, so that it is not replaced meanwhile.
-    fn node(&self) -> MutexGuard<'_, Arc<Node>> {
+    pub fn node(&self) -> MutexGuard<'_, Arc<Node>> {
         self.node.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -368,7 +372,9 @@ impl Device for BlockDevice<'_> {
             return Ok(());
         }
         let (name, began) = (&self.served.disk.name, Instant::now());
-        if !self.storage_answered() && node.is_acquired() {
+        // None of them changes the disk once it is released.
+        let ended = self.served.clients.end(|_| true, began + END_TIMEOUT);
+        if !(ended && self.storage_answered()) && node.is_acquired() {
             // Unanswered writes may still reach the file.
             let e = "its storage has not answered all requests";
             error!("disk {name}: not released: {e}");

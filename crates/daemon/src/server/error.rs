@@ -8,6 +8,7 @@ use image::Format;
 use thiserror::Error;
 
 use crate::config::conflicts::ConflictError;
+use crate::config::nbd::NbdAddress;
 use crate::config::spec::Problem;
 use crate::node::NodeError;
 use crate::sandbox::OutsideSandbox;
@@ -83,6 +84,8 @@ pub enum ServerError {
     #[error(transparent)]
     Export(#[from] ExportError),
     #[error(transparent)]
+    Nbd(#[from] NbdError),
+    #[error(transparent)]
     IoThread(#[from] IoThreadError),
     #[error("disk {0}: {1}")]
     Unfit(String, Problem),
@@ -142,4 +145,39 @@ pub enum ExportError {
     System(String, &'static str, io::Error),
     #[error("disk {0}: cannot start a thread: {cause}", cause = block::explain_thread(.1))]
     Thread(String, io::Error),
+}
+
+/// Why the NBD server does not do what was asked.
+#[derive(Debug, Error)]
+pub enum NbdError {
+    #[error("the NBD server listens at {0} already; nbd-server-stop ends it")]
+    Running(NbdAddress),
+    #[error(
+        "NBD server not running; nbd-server-start starts it ('ringdisk serve --nbd ADDRESS' does so at the start)"
+    )]
+    NotRunning,
+    #[error("the NBD server cannot listen at {0}: {cause}", cause = block::explain(.1, "name an address of this machine and a free port"))]
+    Listen(NbdAddress, io::Error),
+    #[error(
+        "the sandbox allows no new TCP sockets: start ringdisk with --nbd {0}, or use a Unix socket"
+    )]
+    Sandboxed(NbdAddress),
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    #[error("there is an NBD export named '{0}' already; choose another name")]
+    SameName(String),
+    #[error("'{0}' is {1} bytes long; names of NBD exports have at most {max}", max = nbd::NAME_BYTES_MAX)]
+    LongName(String, usize),
+    #[error("disk {0} is read-only; export it without writable")]
+    ReadOnly(String),
+    #[error(
+        "node '{0}' is not served to a VM; NBD exports are of served disks (add a vhost-user-blk export first)"
+    )]
+    NotServed(String),
+    #[error(
+        "NBD clients are connected to export '{0}'; disconnect them, or remove it with mode=hard (--force)"
+    )]
+    Connected(String),
+    #[error("NBD export '{0}' uses the disk; remove that first")]
+    InUse(String),
 }

@@ -25,6 +25,7 @@ impl Server {
         if let Some(store) = self.store.get() {
             store.end();
         }
+        let _ = self.stop_nbd();
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         let ServerState {
             mut nodes, exports, ..

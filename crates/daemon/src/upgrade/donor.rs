@@ -13,7 +13,9 @@ use rustix::process::geteuid;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::inherited::FileIdentity;
+use crate::config::limits;
+use crate::config::nbd::NbdExportSpec;
+use crate::inherited::{FileIdentity, NbdService};
 use crate::log;
 use crate::node::Node;
 use crate::sd_notify;
@@ -23,8 +25,8 @@ use crate::server::handover::{PendingPause, locked, socket_file};
 use crate::socket::BoundPath;
 use crate::socket::accept::Client;
 use crate::upgrade::protocol::{
-    Channel, FirstMessage, Handover, HandoverDisk, HandoverExport, HandoverSession, Launched,
-    Outcome, PROTOCOL, Step, UpgradeReply, UpgradeRequest,
+    Channel, FirstMessage, Handover, HandoverDisk, HandoverExport, HandoverNbd, HandoverNbdExport,
+    HandoverSession, Launched, Outcome, PROTOCOL, Step, UpgradeReply, UpgradeRequest,
 };
 
 /// How long the new process may take for a step while guests are served.
@@ -147,6 +149,10 @@ fn hand_over(
     flush_while_served(server)?;
     check_not_stopping(server)?;
 
+    // NBD clients connect again, to the new process or, if that fails, to this one.
+    let nbd = server.nbd.pause();
+    nbd.disconnect(Instant::now() + PAUSE)
+        .map_err(UpgradeError::Stuck)?;
     let begin = Instant::now();
     // Dropping a paused export resumes it, unless it was told to leave.
     let paused = pause(server, begin + PAUSE)?;
@@ -177,6 +183,8 @@ fn hand_over(
         ms(all - flushed_after)
     );
     *handed_over = true;
+    // Clients that wait belong to the new process, until this one is gone.
+    std::mem::forget(nbd);
     for export in paused {
         let _ = export.leave.send(());
     }
@@ -316,6 +324,7 @@ fn send(
 ) -> io::Result<()> {
     let files = server.descriptors()?;
     let lock = server.state_lock()?;
+    let nbd = server.nbd.handover()?;
     let state = &server.handover;
     let (control, upgrade) = (locked(&state.control), locked(&state.upgrade));
     let (control, upgrade, metrics) = (control.as_ref(), upgrade.as_ref(), state.metrics.get());
@@ -336,6 +345,7 @@ fn send(
         away: server.released(),
         sockets,
         exports: Vec::new(),
+        nbd: nbd.as_ref().map(handover_nbd),
     };
     let singles = lock.iter().chain(control).chain(upgrade).chain(metrics);
     let mut descriptors: Vec<BorrowedFd<'_>> =
@@ -360,7 +370,26 @@ fn send(
             session,
         });
     }
+    descriptors.extend(nbd.iter().map(|nbd| nbd.listener.as_fd()));
     channel.send(&handover, &descriptors, deadline)
+}
+
+fn handover_nbd(nbd: &NbdService) -> HandoverNbd {
+    let export = |export: &NbdExportSpec| HandoverNbdExport {
+        id: export.id.clone(),
+        node: export.node.clone(),
+        name: export.name.clone(),
+        description: export.description.clone(),
+        writable: export.writable,
+        limits: limits::pairs(&export.limits)
+            .into_iter()
+            .map(|(key, n)| (key.to_owned(), n))
+            .collect(),
+    };
+    HandoverNbd {
+        address: nbd.address.to_string(),
+        exports: nbd.exports.iter().map(export).collect(),
+    }
 }
 
 fn expect(channel: &Channel, step: Step, deadline: Instant) -> io::Result<()> {

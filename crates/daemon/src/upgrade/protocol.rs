@@ -120,6 +120,27 @@ pub struct Handover {
     #[serde(default)]
     pub sockets: Vec<(PathBuf, FileIdentity)>,
     pub exports: Vec<HandoverExport>,
+    /// The NBD server. Its socket is the last descriptor, so that versions without it find all others.
+    #[serde(default)]
+    pub nbd: Option<HandoverNbd>,
+}
+
+/// The NBD server, without its clients, which connect again.
+#[derive(Serialize, Deserialize)]
+pub struct HandoverNbd {
+    pub address: String,
+    pub exports: Vec<HandoverNbdExport>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct HandoverNbdExport {
+    pub id: String,
+    pub node: String,
+    pub name: String,
+    pub description: String,
+    pub writable: bool,
+    /// Pairs of a key and a number.
+    pub limits: Vec<(String, u64)>,
 }
 
 /// A disk, served or not, in the syntax of the command line.

@@ -6,12 +6,19 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use block::ThrottleLimits;
 use engine::Identity;
 use guest::SavedSession;
 
-use crate::inherited::{self, Gate, Inherited, InheritedDisk, InheritedExport, InheritedParts};
+use crate::config::limits;
+use crate::config::nbd::NbdExportSpec;
+use crate::inherited::{
+    self, Gate, Inherited, InheritedDisk, InheritedExport, InheritedParts, NbdService,
+};
 use crate::state::Overrides;
-use crate::upgrade::protocol::{Channel, Handover, HandoverExport, Hello, PROTOCOL, Step};
+use crate::upgrade::protocol::{
+    Channel, Handover, HandoverExport, HandoverNbd, HandoverNbdExport, Hello, PROTOCOL, Step,
+};
 
 /// How long the old process may take to pause all disks. It gives up sooner.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -106,6 +113,9 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
         let export = inherited_export(export, made, &mut descriptors, gate.clone())?;
         parts.exports.push((socket, export));
     }
+    if let Some(nbd) = handover.nbd {
+        parts.nbd = Some(inherited_nbd(nbd, descriptors.next()?)?);
+    }
     for disk in &handover.disks {
         let disk = InheritedDisk::try_from(disk).map_err(|e| invalid("disk", e.to_string()))?;
         parts.disks.insert(disk.spec.name.clone(), disk);
@@ -144,5 +154,29 @@ fn inherited_export(
         write_cache: export.write_cache,
         capacity_read: export.capacity_read,
         gate,
+    })
+}
+
+fn inherited_nbd(nbd: HandoverNbd, listener: OwnedFd) -> io::Result<NbdService> {
+    let address = nbd.address.parse().map_err(io::Error::other)?;
+    let export = |export: HandoverNbdExport| {
+        let mut limits = ThrottleLimits::NONE;
+        let given = export.limits;
+        let value = |key| Ok(given.iter().find(|(k, _)| k == key).map(|(_, n)| *n));
+        limits::change::<io::Error>(&mut limits, value)?;
+        Ok(NbdExportSpec {
+            id: export.id,
+            node: export.node,
+            name: export.name,
+            description: export.description,
+            writable: export.writable,
+            limits,
+        })
+    };
+    let exports = nbd.exports.into_iter().map(export);
+    Ok(NbdService {
+        address,
+        listener,
+        exports: exports.collect::<io::Result<_>>()?,
     })
 }

@@ -6,12 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use block::{Engine, Segment};
-use guest::{NewQueue, StoppedRing};
+use guest::StoppedRing;
 use tracing::{info, warn};
 
 use crate::clock::now_ns;
 use crate::command::{QueueId, QueueStart};
-use crate::disk::Disk;
 use crate::path::notify;
 use crate::queue::token::kick_token;
 use crate::queue::{Queue, QueueState, requests_max};
@@ -21,16 +20,22 @@ impl<E: Engine> Worker<E> {
     /// Starts a queue, or has it wait until the file of its disk has been replaced.
     pub fn start_or_wait(&mut self, start: QueueStart) {
         let mut pauses = self.control.pauses.iter_mut();
-        match pauses.find(|pause| Arc::ptr_eq(&pause.disk, &start.0)) {
+        match pauses.find(|pause| Arc::ptr_eq(&pause.disk, &start.disk)) {
             Some(pause) => pause.waiting.push(start),
             None => {
-                let (disk, queue, reply) = start;
-                drop(reply.send(self.start(disk, queue)));
+                let reply = start.reply.clone();
+                drop(reply.send(self.start(start)));
             }
         }
     }
 
-    pub fn start(&mut self, disk: Arc<Disk>, new: NewQueue) -> io::Result<QueueId> {
+    pub fn start(&mut self, start: QueueStart) -> io::Result<QueueId> {
+        let QueueStart {
+            disk,
+            queue: new,
+            client,
+            ..
+        } = start;
         if disk.is_abandoned() {
             return Err(io::Error::other(
                 "its storage has not answered requests of an earlier connection; it can be served \
@@ -42,7 +47,7 @@ impl<E: Engine> Worker<E> {
         let kick = new.kick.clone();
         let number = self
             .queues
-            .add(Queue::new(disk, new, index, self.disks.get(index)));
+            .add(Queue::new(disk, new, client, index, self.disks.get(index)));
         if let Err(e) = self.engine.watch(kick.as_fd(), kick_token(number)) {
             self.remove(number);
             return Err(e);
@@ -159,7 +164,8 @@ impl<E: Engine> Worker<E> {
     /// Makes the guest's memory known to the engine, if that is wanted and has not been done.
     pub fn register_memory(&mut self, number: usize) {
         let queue = self.queues.get(number);
-        let wanted = queue.file.is_some() && queue.disk.options.fixed_buffers;
+        // A client's queue gives memory back, and then has other pages at the same addresses.
+        let wanted = queue.file.is_some() && queue.disk.options.fixed_buffers && !queue.is_client;
         if !wanted || !queue.registered.is_empty() {
             return;
         }

@@ -57,6 +57,14 @@ impl Source {
         }
     }
 
+    /// The file, if it is one.
+    pub fn file(&self) -> Option<&OwnedFd> {
+        match &self.storage {
+            Storage::File(fd, Backing::File, _) => Some(fd),
+            Storage::File(..) | Storage::Remote(_) => None,
+        }
+    }
+
     /// Makes every write that has completed durable, waiting for it.
     pub fn sync(&self) -> io::Result<()> {
         self.coalescer.sync(|| match &self.storage {

@@ -61,14 +61,17 @@ pub(crate) fn release(
 ) -> Verdict {
     let (is_retired, is_in_service) = (queue.is_retired(), queue.is_in_service());
     let Queue {
-        disk, held, slots, ..
+        admission,
+        held,
+        slots,
+        ..
     } = queue;
     if is_retired {
         held.drop_all(slots);
         Verdict::Empty
-    } else if is_in_service && disk.is_stopped() {
+    } else if is_in_service && admission.is_stopped() {
         held.stop()
-    } else if is_in_service && disk.admission.limits_any() {
+    } else if is_in_service && admission.limits_any() {
         held.pass_limits(slots, now, room, released)
     } else {
         held.release_all(room, released)

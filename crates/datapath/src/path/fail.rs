@@ -29,7 +29,10 @@ pub(crate) fn stall(
     errno: i32,
     retry: Retry,
 ) -> Option<Ending> {
-    let is_retired = queue.is_retired();
+    let (is_retired, is_client) = (queue.is_retired(), queue.is_client);
+    if is_client {
+        return Some(Ending::client_error(errno));
+    }
     let s = queue.slots.get(id.slot);
     let action = action_for(&queue.disk, s, errno);
     // Nobody would see a request of a retired queue served.
@@ -73,7 +76,7 @@ pub(crate) fn stall(
 #[cold]
 pub(crate) fn report(disk: &Disk, slot: &Slot, ending: Ending) {
     let errno = -ending.result;
-    if ending.status == Status::IoError {
+    if ending.status != Status::Unsupported {
         send_event(disk, slot, IoAction::Report, errno);
     }
     log(disk, slot, errno, "");

@@ -55,10 +55,10 @@ pub(crate) struct BatchNeeds {
 }
 
 impl BatchNeeds {
-    pub fn of(disk: &Disk) -> Self {
+    pub fn of(queue: &Queue) -> Self {
         Self {
-            is_limited: disk.admission.limits_any(),
-            stamps: Stamps::all(disk.statistics.stamp()),
+            is_limited: queue.admission.limits_any(),
+            stamps: Stamps::all(queue.disk.statistics.stamp()),
         }
     }
 

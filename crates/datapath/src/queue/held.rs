@@ -11,9 +11,8 @@ use block::{FileOffset, Request, Segment};
 use guest::Ticket;
 
 use super::slot::{RequestState, Slot, Slots};
-use crate::disk::Disk;
 use crate::stats::Stamps;
-use crate::throttle::admission::AdmissionState;
+use crate::throttle::admission::{Admission, AdmissionState};
 use crate::throttle::{Direction, Gate, PAUSE_MIN_NS, Sharer, TICK_NS, Work, try_lock};
 
 #[cfg(test)]
@@ -46,7 +45,7 @@ pub(crate) enum Verdict {
 
 /// The requests of one queue that are held.
 pub(crate) struct HeldRequests {
-    disk: Arc<Disk>,
+    admission: Arc<Admission>,
     sharer: Sharer,
     /// By direction, each in the order in which they came.
     lanes: [VecDeque<HeldRequest>; 2],
@@ -70,10 +69,10 @@ struct HeldRequest {
 }
 
 impl HeldRequests {
-    pub fn new(disk: Arc<Disk>) -> Self {
-        let sharer = disk.admission.lock().own.join();
+    pub fn new(admission: Arc<Admission>) -> Self {
+        let sharer = admission.lock().own.join();
         Self {
-            disk,
+            admission,
             sharer,
             lanes: Default::default(),
             next_number: 0,
@@ -133,7 +132,7 @@ impl HeldRequests {
     /// The guest has sent a request to which no limit applies.
     #[cold]
     pub fn note_unlimited(&self, now: u64) {
-        self.disk.admission.free.store(now, Ordering::Relaxed);
+        self.admission.free.store(now, Ordering::Relaxed);
     }
 
     /// Until when the guest need not kick, if a limit lets nothing go that it is likely to send.
@@ -142,7 +141,7 @@ impl HeldRequests {
         if !(SHUT_MIN_NS..=SHUT_MAX_NS).contains(&time) {
             return None;
         }
-        let free = self.disk.admission.free.load(Ordering::Relaxed);
+        let free = self.admission.free.load(Ordering::Relaxed);
         (now.saturating_sub(free) >= FREE_NS).then_some(self.shut_until)
     }
 
@@ -196,7 +195,7 @@ impl HeldRequests {
 
 impl Drop for HeldRequests {
     fn drop(&mut self) {
-        let mut state = self.disk.admission.lock();
+        let mut state = self.admission.lock();
         state.own.leave(self.sharer);
         state.rest_in_group();
     }
@@ -230,7 +229,7 @@ impl HeldRequests {
     ) -> Verdict {
         // If another thread has the lock, nothing goes for now: no thread waits for another one.
         let later = Verdict::Until(now + PAUSE_MIN_NS);
-        let Some(mut state) = try_lock(&self.disk.admission.state) else {
+        let Some(mut state) = try_lock(&self.admission.state) else {
             return later;
         };
         let AdmissionState { own, group } = &mut *state;

@@ -8,14 +8,15 @@ use block::{ThrottleError, ThrottleLimits};
 use super::{Sharer, Shares, ThrottleGroup};
 use crate::clock::now_ns;
 
-/// The limits of a disk: its own, and those of the group that it belongs to.
-pub(crate) struct Admission {
+/// The limits of a disk: its own, and those of the group that it belongs to. Queues whose requests do not come from the
+/// disk's guest have others.
+pub struct Admission {
     /// There are limits, or the disk is stopped.
     limits_any: AtomicBool,
     stopped: AtomicBool,
     /// When the guest last sent a request to which no limit applies, on any queue.
-    pub free: AtomicU64,
-    pub state: Mutex<AdmissionState>,
+    pub(crate) free: AtomicU64,
+    pub(crate) state: Mutex<AdmissionState>,
 }
 
 pub(crate) struct AdmissionState {
@@ -45,11 +46,11 @@ impl Default for Admission {
 impl Admission {
     /// Whether requests may have to wait.
     #[inline]
-    pub fn limits_any(&self) -> bool {
+    pub(crate) fn limits_any(&self) -> bool {
         self.limits_any.load(Ordering::Relaxed)
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, AdmissionState> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, AdmissionState> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -59,21 +60,26 @@ impl Admission {
     }
 
     /// Whether all requests wait until the operator resumes the disk.
-    pub fn is_stopped(&self) -> bool {
+    pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
 
     /// Stops the disk, or lets requests go as the limits allow.
-    pub fn set_stopped(&self, stopped: bool) {
+    pub(crate) fn set_stopped(&self, stopped: bool) {
         let state = self.lock();
         self.stopped.store(stopped, Ordering::Relaxed);
         self.changed(&state);
     }
 
+    /// The own limits.
     pub fn limits(&self) -> ThrottleLimits {
         *self.lock().own.limits()
     }
 
+    /// Changes the own limits, for requests that are waiting and for new ones.
+    ///
+    /// # Errors
+    /// The limits contradict each other; the old ones stay.
     pub fn set_limits(&self, limits: &ThrottleLimits) -> Result<(), ThrottleError> {
         limits.check()?;
         let mut state = self.lock();
@@ -82,11 +88,11 @@ impl Admission {
         Ok(())
     }
 
-    pub fn group(&self) -> Option<Arc<ThrottleGroup>> {
+    pub(crate) fn group(&self) -> Option<Arc<ThrottleGroup>> {
         self.lock().group.as_ref().map(|m| m.group.clone())
     }
 
-    pub fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
+    pub(crate) fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
         let mut state = self.lock();
         state.leave_group();
         state.group = group.map(|group| {

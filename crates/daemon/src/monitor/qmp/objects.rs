@@ -1,11 +1,13 @@
 //! QMP commands that add and remove nodes, exports, throttle groups and I/O threads.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use block::{Aio, CacheMode, DetectZeroes, Discard};
+use block::{Aio, CacheMode, DetectZeroes, Discard, ThrottleLimits};
 use control::{
-    BlockExportOptions, BlockExportType, BlockdevDriver, BlockdevOptions, BlockdevOptionsRbd,
-    BlockdevRef, CommandError, NULL_BYTES_DEFAULT, ObjectOptions, ObjectType,
+    BlockExportOptions, BlockExportOptionsNbd, BlockExportType, BlockdevDriver, BlockdevOptions,
+    BlockdevOptionsRbd, BlockdevRef, CommandError, InetSocketAddress, NULL_BYTES_DEFAULT,
+    NbdServerStart, ObjectOptions, ObjectType, SocketAddressLegacyType,
 };
 use datapath::Polling;
 use image::Format;
@@ -15,6 +17,7 @@ use crate::config::ThreadSpec;
 use crate::config::cpus::Cpus;
 use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
+use crate::config::nbd::{NbdAddress, NbdExportSpec};
 use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::server::{Server, ServerError};
 
@@ -143,7 +146,10 @@ pub(super) fn add_export(
     server: &Server,
     options: &BlockExportOptions,
 ) -> Result<(), CommandError> {
-    let BlockExportType::VhostUserBlk(device) = &options.kind;
+    let device = match &options.kind {
+        BlockExportType::VhostUserBlk(device) => device,
+        BlockExportType::Nbd(nbd) => return add_nbd_export(server, options, nbd),
+    };
     let node = spec_of(server, &options.node_name)?;
     let cache = match (options.writethrough, node.cache) {
         (Some(true), CacheMode::Writeback) => CacheMode::Writethrough,
@@ -180,6 +186,53 @@ pub(super) fn add_export(
         logical_block: logical_block.map(|bytes| bytes as u32),
     };
     Ok(server.add_export(&options.node_name, &spec).map(drop)?)
+}
+
+fn add_nbd_export(
+    server: &Server,
+    options: &BlockExportOptions,
+    nbd: &BlockExportOptionsNbd,
+) -> Result<(), CommandError> {
+    if options.writethrough == Some(true) {
+        return Err(CommandError::generic(
+            "writethrough: NBD clients ask for durable writes themselves, with FUA; leave it out",
+        ));
+    }
+    let mut limits = ThrottleLimits::NONE;
+    limits.bps_total.average = nbd.bps.unwrap_or(0);
+    limits.iops_total.average = nbd.iops.unwrap_or(0);
+    let name = nbd.name.as_ref().unwrap_or(&options.node_name);
+    Ok(server.add_nbd_export(NbdExportSpec {
+        id: options.id.to_string(),
+        node: options.node_name.clone(),
+        name: name.clone(),
+        description: nbd.description.clone().unwrap_or_default(),
+        writable: options.writable.unwrap_or(false),
+        limits,
+    })?)
+}
+
+pub(super) fn start_nbd(server: &Server, wanted: &NbdServerStart) -> Result<(), CommandError> {
+    if wanted.max_connections.is_some_and(|n| n > 0) {
+        return Err(CommandError::generic(
+            "max-connections: the limit of connections cannot be changed; leave it out",
+        ));
+    }
+    let address = match &wanted.addr.kind {
+        SocketAddressLegacyType::Unix(unix) => NbdAddress::Unix(unix.data.path.0.clone()),
+        SocketAddressLegacyType::Inet(inet) => {
+            let InetSocketAddress { host, port } = &inet.data;
+            let address = host.parse().map(|host| (host, port.parse()));
+            match address {
+                Ok((host, Ok(port))) => NbdAddress::Tcp(SocketAddr::new(host, port)),
+                _ => {
+                    let problem = format!("'{host}' and '{port}' are not an IP address and a port");
+                    return Err(CommandError::generic(problem));
+                }
+            }
+        }
+    };
+    Ok(server.start_nbd(&address)?)
 }
 
 pub(super) fn add_object(server: &Server, options: &ObjectOptions) -> Result<(), CommandError> {

@@ -9,8 +9,9 @@ use control::{
 };
 use datapath::DiskStats;
 use image::Format;
+use serde_json::{Value, json};
 
-use crate::config::ThreadSpec;
+use crate::config::{ThreadSpec, limits};
 use crate::server::iothreads::NamedThread;
 use crate::server::{DiskView, Server};
 
@@ -24,7 +25,34 @@ pub(super) fn exports(server: &Server) -> Vec<BlockExportInfo> {
             shutting_down: false,
         }));
     });
+    exports.extend(server.nbd.exports().iter().map(|export| BlockExportInfo {
+        id: export.id.clone(),
+        kind: ExportKind::Nbd,
+        node_name: export.node.clone(),
+        shutting_down: false,
+    }));
     exports
+}
+
+pub(super) fn nbd(server: &Server) -> Value {
+    let exports = server.nbd.exports();
+    let exports = exports.iter().map(|export| {
+        json!({
+            "id": export.id,
+            "disk": export.device.disk.name,
+            "name": export.name,
+            "description": export.description,
+            "writable": export.writable,
+            "size": export.device.disk.size(),
+            "limits": limits::pairs(&export.limits.limits())
+                .into_iter()
+                .map(|(key, n)| (key.to_owned(), n.into()))
+                .collect::<serde_json::Map<_, _>>(),
+            "clients": export.device.clients.count(&export.id),
+        })
+    });
+    let address = server.nbd.address().map(|address| address.to_string());
+    json!({ "address": address, "exports": exports.collect::<Vec<_>>() })
 }
 
 pub(super) fn block_stats(server: &Arc<Server>, nodes: bool) -> Vec<BlockStats> {

@@ -7,6 +7,7 @@ use testkit::random::Random;
 
 use super::*;
 use crate::clock::now_ns;
+use crate::disk::Disk;
 use crate::disk::Options;
 use crate::throttle::ThrottleGroup;
 use crate::worker::RELEASE_MAX;
@@ -90,7 +91,7 @@ impl Sim {
     fn new(disk: &Arc<Disk>, depth: usize, requests: &[Request]) -> Self {
         Self {
             disk: disk.clone(),
-            held: HeldRequests::new(disk.clone()),
+            held: HeldRequests::new(disk.admission.clone()),
             slots: Slots::new(SLOTS),
             requests: requests.to_vec(),
             depth,
@@ -453,7 +454,7 @@ fn kicks_are_useless_only_while_the_limit_lets_nothing_go() {
         assert!((last + 1..=last + SHUT_MAX_NS).contains(&until));
         assert_eq!(sim.held.shut_until(until), None);
         // After a flush, by whatever queue, the next one does not wait.
-        HeldRequests::new(sim.disk.clone()).note_unlimited(last);
+        HeldRequests::new(sim.disk.admission.clone()).note_unlimited(last);
         assert_eq!(sim.held.shut_until(last + 1), None);
     }
     // A flush would wait for too long.

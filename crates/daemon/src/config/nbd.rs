@@ -1,0 +1,94 @@
+//! What is exported to NBD clients, and where.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use block::ThrottleLimits;
+
+/// Where the server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NbdAddress {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
+
+impl fmt::Display for NbdAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "{}", path.display()),
+            Self::Tcp(address) => write!(f, "{address}"),
+        }
+    }
+}
+
+impl FromStr for NbdAddress {
+    type Err = String;
+
+    /// A path that begins with `/` or `./`, or `ADDRESS:PORT`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.contains('/') {
+            return Ok(Self::Unix(text.into()));
+        }
+        text.parse().map(Self::Tcp).map_err(|_| {
+            format!("'{text}' is neither the path of a socket, as in /run/ringdisk/nbd.sock, nor an address and port, as in 192.0.2.1:10809")
+        })
+    }
+}
+
+/// How a disk is exported.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NbdExportSpec {
+    pub id: String,
+    /// The node, or the disk.
+    pub node: String,
+    /// The name that clients use.
+    pub name: String,
+    pub description: String,
+    pub writable: bool,
+    /// For all clients of the export together. Those of the disk apply to its guest only.
+    pub limits: ThrottleLimits,
+}
+
+impl NbdExportSpec {
+    /// With the name of its disk if it has none, and an id, which no disk has.
+    pub fn named(self) -> Self {
+        let name = if self.name.is_empty() {
+            self.node.clone()
+        } else {
+            self.name
+        };
+        Self {
+            id: id_of(&name),
+            name,
+            ..self
+        }
+    }
+}
+
+/// The id of an export with this name, unless it was given another.
+pub fn id_of(name: &str) -> String {
+    format!("nbd-{name}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_paths_or_sockets() {
+        let parsed = |text: &str| text.parse::<NbdAddress>();
+        assert_eq!(
+            parsed("/run/nbd.sock"),
+            Ok(NbdAddress::Unix("/run/nbd.sock".into()))
+        );
+        assert_eq!(parsed("./nbd"), Ok(NbdAddress::Unix("./nbd".into())));
+        for address in ["127.0.0.1:10809", "[::1]:0"] {
+            assert_eq!(parsed(address).unwrap().to_string(), address);
+        }
+        for wrong in ["", "nbd.sock", "localhost:10809", "127.0.0.1"] {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! The NBD server: clients such as backup programs read and write served disks.
+//!
+//! Each connection has a thread for its socket and a [virtqueue](guest::LocalQueue) of its own on one of the disk's I/O
+//! threads, which serves its requests like a guest's. A client that does not read delays only its own thread.
+
+pub mod export;
+pub mod listener;
+
+mod connection;
+mod output;
+mod queue;
+mod status;
+mod transfer;
+
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use control::{BlockExportDeleted, Event};
+use tracing::{info, warn};
+
+use super::clients::END_TIMEOUT;
+use super::device::ServedDisk;
+use super::error::NbdError;
+use super::{Removal, Server, ServerError};
+use crate::config::conflicts::ConflictError;
+use crate::config::nbd::{NbdAddress, NbdExportSpec};
+use crate::inherited::NbdService;
+use export::{Exports, NbdExport, locked};
+use listener::{BoundNbd, Listener};
+
+/// Limit of exports.
+const EXPORTS_MAX: usize = 4096;
+
+/// The exports, and the listening socket.
+#[derive(Default)]
+pub struct NbdServer {
+    exports: Arc<Mutex<Exports>>,
+    listener: Mutex<Option<Listener>>,
+}
+
+impl NbdServer {
+    /// All exports.
+    pub fn exports(&self) -> Vec<Arc<NbdExport>> {
+        locked(&self.exports).by_id.values().cloned().collect()
+    }
+
+    /// Accepts no clients until the returned value is dropped; they wait in the socket's queue.
+    pub fn pause(&self) -> PausedNbd<'_> {
+        locked(&self.exports).pauses += 1;
+        PausedNbd(self)
+    }
+
+    /// Where the server listens.
+    pub fn address(&self) -> Option<NbdAddress> {
+        let listener = locked(&self.listener);
+        listener.as_ref().map(|listener| listener.address().clone())
+    }
+
+    /// What a process that takes over needs, with a copy of the socket.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn handover(&self) -> io::Result<Option<NbdService>> {
+        let listener = locked(&self.listener);
+        let Some(listener) = listener.as_ref() else {
+            return Ok(None);
+        };
+        let exports = self.exports();
+        Ok(Some(NbdService {
+            address: listener.address().clone(),
+            listener: listener.copy()?,
+            exports: exports.iter().map(|export| export.spec()).collect(),
+        }))
+    }
+}
+
+/// No client is accepted while this exists.
+pub struct PausedNbd<'a>(&'a NbdServer);
+
+impl PausedNbd<'_> {
+    /// Disconnects all clients.
+    ///
+    /// # Errors
+    /// The name of a disk whose storage does not answer: clients of it are still there at the deadline.
+    pub fn disconnect(&self, deadline: Instant) -> Result<(), String> {
+        for export in self.0.exports() {
+            if !export.device.clients.end(|_| true, deadline) {
+                return Err(export.device.disk.name.clone());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for PausedNbd<'_> {
+    fn drop(&mut self) {
+        locked(&self.0.exports).pauses -= 1;
+    }
+}
+
+fn is_denied(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::PermissionDenied
+}
+
+impl Server {
+    /// Serves NBD clients at this address.
+    ///
+    /// # Errors
+    /// The server is running, or cannot listen there.
+    pub fn start_nbd(&self, address: &NbdAddress) -> Result<(), ServerError> {
+        let mut listener = locked(&self.nbd.listener);
+        if let Some(running) = &*listener {
+            return Err(NbdError::Running(running.address().clone()).into());
+        }
+        if let NbdAddress::Unix(path) = address {
+            self.sandbox.check_socket(path)?;
+        }
+        let bound = BoundNbd::bind(address).map_err(|e| match e {
+            ServerError::Nbd(NbdError::Listen(address, e)) if is_denied(&e) => {
+                NbdError::Sandboxed(address).into()
+            }
+            e => e,
+        })?;
+        *listener = Some(Listener::start(bound, self.nbd.exports.clone())?);
+        Ok(())
+    }
+
+    /// Serves NBD clients at a socket that was made before.
+    ///
+    /// # Errors
+    /// There is no thread for it.
+    pub fn adopt_nbd(&self, mut bound: BoundNbd) -> Result<(), ServerError> {
+        bound.own();
+        let started = Listener::start(bound, self.nbd.exports.clone())?;
+        *locked(&self.nbd.listener) = Some(started);
+        Ok(())
+    }
+
+    /// Removes all NBD exports, disconnects their clients, and closes the socket.
+    ///
+    /// # Errors
+    /// The server is not running.
+    pub fn stop_nbd(&self) -> Result<(), ServerError> {
+        let listener = locked(&self.nbd.listener).take();
+        let listener = listener.ok_or(NbdError::NotRunning)?;
+        info!("NBD: {}: closed", listener.address());
+        // Tells all clients to end, so that none of them waits for another.
+        drop(listener);
+        let deadline = Instant::now() + END_TIMEOUT;
+        for export in self.nbd.exports() {
+            self.end_nbd_export(&export, deadline);
+        }
+        Ok(())
+    }
+
+    /// Exports a served disk to NBD clients.
+    ///
+    /// # Errors
+    /// The server is not running, the disk is not served, or the id or name is taken.
+    pub fn add_nbd_export(&self, spec: NbdExportSpec) -> Result<(), ServerError> {
+        if locked(&self.nbd.listener).is_none() {
+            return Err(NbdError::NotRunning.into());
+        }
+        spec.limits.check()?;
+        // While it is held, the disk cannot be removed.
+        let state = self.state();
+        let node = state.top(&spec.node)?.node.clone();
+        let mut disks = state.exports.values();
+        let device = disks.find(|export| Arc::ptr_eq(&export.node, &node));
+        let device: Arc<ServedDisk> = match device {
+            Some(export) => export.device.clone(),
+            None => return Err(NbdError::NotServed(spec.node).into()),
+        };
+        if spec.name.len() > nbd::NAME_BYTES_MAX {
+            let len = spec.name.len();
+            let start = spec.name.chars().take(40).collect();
+            return Err(NbdError::LongName(start, len).into());
+        }
+        if spec.writable && device.disk.facts.read_only {
+            return Err(NbdError::ReadOnly(device.disk.name.clone()).into());
+        }
+        let mut exports = locked(&self.nbd.exports);
+        let same_id = exports.by_id.contains_key(&spec.id) || state.exports.contains_key(&spec.id);
+        if same_id {
+            return Err(ConflictError::SameName(spec.id).into());
+        }
+        if exports.by_id.values().any(|other| other.name == spec.name) {
+            return Err(NbdError::SameName(spec.name).into());
+        }
+        if exports.by_id.len() >= EXPORTS_MAX {
+            return Err(ServerError::TooMany(format!("{EXPORTS_MAX} NBD exports")));
+        }
+        info!(
+            "NBD: disk {} is exported as '{}'",
+            device.disk.name, spec.name
+        );
+        let export = NbdExport::new(spec, device)?;
+        exports.by_id.insert(export.id.clone(), Arc::new(export));
+        Ok(())
+    }
+
+    /// Removes an NBD export. Returns false if there is none with this id.
+    ///
+    /// # Errors
+    /// Clients are connected, and the removal is not forced.
+    pub fn remove_nbd_export(&self, id: &str, removal: Removal) -> Result<bool, ServerError> {
+        let export = {
+            let mut exports = locked(&self.nbd.exports);
+            let Some(export) = exports.by_id.get(id) else {
+                return Ok(false);
+            };
+            if removal == Removal::Safe && export.device.clients.any(id) {
+                return Err(NbdError::Connected(id.into()).into());
+            }
+            let export = export.clone();
+            // From now on, no client connects.
+            exports.by_id.remove(id);
+            export
+        };
+        self.end_nbd_export(&export, Instant::now() + END_TIMEOUT);
+        Ok(true)
+    }
+
+    /// An NBD export of this disk.
+    pub(super) fn nbd_export_of(&self, disk: &str) -> Option<Arc<NbdExport>> {
+        let mut exports = self.nbd.exports().into_iter();
+        exports.find(|export| export.device.disk.name == disk)
+    }
+
+    /// Removes the NBD exports of a disk that is no longer served, and disconnects their clients.
+    pub(super) fn end_nbd_exports_of(&self, disk: &str) {
+        let deadline = Instant::now() + END_TIMEOUT;
+        while let Some(export) = self.nbd_export_of(disk) {
+            self.end_nbd_export(&export, deadline);
+        }
+    }
+
+    /// Removes an export if it is still there, and disconnects its clients.
+    fn end_nbd_export(&self, export: &NbdExport, deadline: Instant) {
+        let (id, clients) = (&export.id, &export.device.clients);
+        locked(&self.nbd.exports).by_id.remove(id);
+        if !clients.end(|client| client.export == *id, deadline) {
+            warn!(
+                "NBD: export '{id}': clients were disconnected without replies, because the storage of disk {} does not \
+                 answer",
+                export.device.disk.name
+            );
+        }
+        info!("NBD: export '{id}' removed");
+        let id = id.clone();
+        let event = Event::BlockExportDeleted(BlockExportDeleted { id });
+        self.events.emit(&event);
+    }
+}

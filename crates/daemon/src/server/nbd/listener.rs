@@ -1,0 +1,235 @@
+//! The socket of the NBD server: accepts clients, and serves each from a thread of its own.
+
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+
+use datapath::LogLimiter;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::net::sockopt;
+use tracing::{error, info, warn};
+
+use super::connection;
+use super::export::{Exports, locked};
+use crate::config::nbd::NbdAddress;
+use crate::server::error::{NbdError, ServerError};
+use crate::socket::Socket;
+use crate::socket::accept::Backoff;
+
+/// Limit of connections, with those in the handshake.
+const CONNECTIONS_MAX: usize = 100;
+
+/// A socket that listens.
+pub struct BoundNbd {
+    address: NbdAddress,
+    kind: Kind,
+}
+
+enum Kind {
+    Unix(Socket),
+    Tcp(TcpListener),
+}
+
+impl BoundNbd {
+    /// Only this user may connect to a Unix socket.
+    ///
+    /// # Errors
+    /// The address is in use, or not of this machine; or this process may not listen there.
+    pub fn bind(address: &NbdAddress) -> Result<Self, ServerError> {
+        let (address, kind) = match address {
+            NbdAddress::Unix(path) => {
+                let socket = Socket::bind_private(path).map_err(NbdError::from)?;
+                (address.clone(), Kind::Unix(socket))
+            }
+            NbdAddress::Tcp(wanted) => {
+                let fail = |e| NbdError::Listen(address.clone(), e);
+                let listener = TcpListener::bind(wanted).map_err(fail)?;
+                let address = listener.local_addr().map_err(fail)?;
+                (NbdAddress::Tcp(address), Kind::Tcp(listener))
+            }
+        };
+        Ok(Self { address, kind })
+    }
+
+    /// A socket of the process that served before, which owns it until [`own`](Self::own) is called.
+    pub fn adopt(address: NbdAddress, listener: OwnedFd) -> Self {
+        let kind = match &address {
+            NbdAddress::Unix(path) => {
+                let listener = UnixListener::from(listener);
+                Kind::Unix(Socket::adopt(listener, path, None))
+            }
+            NbdAddress::Tcp(_) => Kind::Tcp(listener.into()),
+        };
+        Self { address, kind }
+    }
+
+    /// This process owns the socket from now on.
+    pub fn own(&mut self) {
+        if let Kind::Unix(socket) = &mut self.kind {
+            socket.own();
+        }
+    }
+
+    fn fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        match &self.kind {
+            Kind::Unix(socket) => socket.listener.as_fd(),
+            Kind::Tcp(listener) => listener.as_fd(),
+        }
+    }
+
+    /// The next client, and its name for the log.
+    fn accept(&self) -> io::Result<(OwnedFd, String)> {
+        let (socket, peer) = match &self.kind {
+            Kind::Unix(socket) => {
+                let (client, _) = socket.listener.accept()?;
+                let pid = sockopt::socket_peercred(&client).map(|peer| peer.pid.as_raw_nonzero());
+                let peer = pid.map_or("a client".into(), |pid| format!("process {pid}"));
+                (OwnedFd::from(client), peer)
+            }
+            Kind::Tcp(listener) => {
+                let (client, peer) = listener.accept()?;
+                client.set_nodelay(true)?;
+                sockopt::set_socket_keepalive(&client, true)?;
+                (OwnedFd::from(client), peer.to_string())
+            }
+        };
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        Ok((socket, peer))
+    }
+}
+
+/// A listening socket, and the threads of its clients. Dropping it closes the socket and tells clients to end, without
+/// waiting for them: their storage may not answer.
+pub struct Listener {
+    address: NbdAddress,
+    copy: OwnedFd,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Listener {
+    /// # Errors
+    /// There is no thread or descriptor left.
+    pub fn start(bound: BoundNbd, exports: Arc<Mutex<Exports>>) -> Result<Self, ServerError> {
+        let address = bound.address.clone();
+        let fail = |e: io::Error| NbdError::Listen(address.clone(), e);
+        let copy = bound.fd().try_clone_to_owned().map_err(fail)?;
+        let stop = Arc::new(event().map_err(fail)?);
+        let its_stop = stop.clone();
+        let thread = thread::Builder::new()
+            .name("nbd".into())
+            .spawn(move || listen(&bound, &its_stop, &exports))
+            .map_err(fail)?;
+        info!("NBD: listening at {address}");
+        Ok(Self {
+            address,
+            copy,
+            stop,
+            thread: Some(thread),
+        })
+    }
+
+    pub fn address(&self) -> &NbdAddress {
+        &self.address
+    }
+
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn copy(&self) -> io::Result<OwnedFd> {
+        self.copy.try_clone()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn event() -> io::Result<OwnedFd> {
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+/// A client's thread, and what ends it.
+struct Serving {
+    thread: JoinHandle<()>,
+    stop: Arc<OwnedFd>,
+}
+
+fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
+    let mut clients: Vec<Serving> = Vec::new();
+    let (mut accepting, lines) = (Backoff::default(), Arc::new(LogLimiter::default()));
+    loop {
+        let mut ready = [
+            PollFd::new(stop, PollFlags::IN),
+            PollFd::from_borrowed_fd(bound.fd(), PollFlags::IN),
+        ];
+        match poll(&mut ready, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(e) => {
+                error!("NBD: cannot wait for clients: {e}");
+                break;
+            }
+            Ok(_) if !ready[0].revents().is_empty() => break,
+            Ok(_) => {}
+        }
+        clients.retain(|client| !client.thread.is_finished());
+        if locked(exports).pauses > 0 {
+            // Clients wait in the socket's queue: for the new process, or for this one if that fails.
+            thread::sleep(std::time::Duration::from_millis(10));
+            continue;
+        }
+        let (socket, peer) = match bound.accept() {
+            Ok(accepted) => accepted,
+            Err(e) => {
+                accepting.failed(|left_out| {
+                    let e = block::explain(&e, "ringdisk tries again");
+                    warn!("NBD: cannot accept a client, which waits: {e}{left_out}");
+                });
+                continue;
+            }
+        };
+        accepting.succeeded();
+        if clients.len() >= CONNECTIONS_MAX {
+            lines.log(|left_out| {
+                warn!("NBD: {peer} was disconnected: {CONNECTIONS_MAX} clients are connected{left_out}");
+            });
+            continue;
+        }
+        match start_client(socket, peer, exports, &lines) {
+            Ok(client) => clients.push(client),
+            Err(e) => lines.log(|left_out| {
+                let e = block::explain_thread(&e);
+                warn!("NBD: a client was disconnected: {e}{left_out}");
+            }),
+        }
+    }
+    for client in clients {
+        let _ = rustix::io::write(&client.stop, &1u64.to_ne_bytes());
+    }
+}
+
+fn start_client(
+    socket: OwnedFd,
+    peer: String,
+    exports: &Arc<Mutex<Exports>>,
+    lines: &Arc<LogLimiter>,
+) -> io::Result<Serving> {
+    let stop = Arc::new(event()?);
+    let (its_stop, exports, lines) = (stop.clone(), exports.clone(), lines.clone());
+    let serve = move || {
+        if let Err(e) = connection::serve(&socket, &exports, &its_stop, &peer) {
+            lines.log(|left_out| warn!("NBD: {peer} was disconnected: {e}{left_out}"));
+        }
+    };
+    let thread = thread::Builder::new()
+        .name("nbd-client".into())
+        .spawn(serve)?;
+    Ok(Serving { thread, stop })
+}

@@ -1,0 +1,228 @@
+//! Exports are added, limited, removed and handed over.
+
+use std::fs;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use testkit::driver::{Device, DeviceConfig, HANG};
+use testkit::server::{Server, wait_for_exit};
+
+use super::raw::Client;
+use super::{BINARY, Served, have, run, text};
+use crate::support::Disk;
+
+#[test]
+fn exports_are_added_and_removed() {
+    let served = Served::start(Disk::new(), "");
+    let reply = served.done(&["export", "vm"]);
+    assert_eq!(reply["uri"], served.uri("vm"));
+    served.refused(&["export", "vm"], "nbd-vm");
+    served.refused(&["export", "none"], "there is no disk 'none'");
+    served.done(&["export", "vm", "--name", "b", "--bps", "1M", "--writable"]);
+    let client = Client::connect(&served.nbd(), "b");
+    let list = served.done(&["export"]);
+    assert_eq!(list[0]["name"], "b");
+    assert_eq!(list[0]["clients"], 1);
+    assert_eq!(list[0]["limits"], json!({ "bps": 1 << 20 }));
+    assert_eq!(list[1]["clients"], 0);
+    served.refused(
+        &["export", "vm", "--name", "b", "--remove"],
+        "clients are connected",
+    );
+    served.refused(&["detach", "vm"], "NBD export 'nbd-b' uses the disk");
+    served.done(&["export", "vm", "--name", "b", "--remove", "--force"]);
+    client.expect_end();
+    // The disk goes, and its exports with it.
+    let client = Client::connect(&served.nbd(), "vm");
+    served.done(&["detach", "vm", "--force"]);
+    client.expect_end();
+    assert_eq!(served.done(&["export"]), json!([]));
+}
+
+/// The server is stopped with clients, and ringdisk as well.
+#[test]
+fn clients_do_not_keep_ringdisk_from_stopping() {
+    let mut served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let idle = Client::connect(&served.nbd(), "vm");
+    let mut busy = Client::connect(&served.nbd(), "vm");
+    // It never reads the replies.
+    for cookie in 0..200 {
+        busy.try_read(cookie, 0, 1 << 20);
+    }
+    assert!(served.server.terminate().unwrap().success());
+    idle.expect_end();
+    assert!(!served.nbd().exists());
+}
+
+/// A request that takes long is not finished first: 256 MiB are read ahead, an eighth of a second for each piece.
+#[test]
+fn long_requests_do_not_delay_the_end_of_a_connection() {
+    let disk = Disk::new();
+    let file = fs::File::options().write(true).open(&disk.file).unwrap();
+    file.set_len(256 << 20).unwrap();
+    let served = Served::start(disk, "");
+    served.done(&["export", "vm", "--bps", "8M"]);
+    let mut client = Client::connect(&served.nbd(), "vm");
+    client.send(&Client::header(5, 1, 0, 256 << 20));
+    // The request has been started when this one is answered.
+    client.send(&Client::header(9, 2, 0, 0));
+    assert_eq!(client.reply(), (22, 2));
+    served.done(&["export", "vm", "--remove", "--force"]);
+    // NBD_ESHUTDOWN
+    assert_eq!(client.reply(), (108, 1));
+    client.expect_end();
+}
+
+/// What QEMU's server can do and this one cannot is refused, not ignored.
+#[test]
+fn what_does_not_exist_is_refused() {
+    let served = Served::start(Disk::new(), "");
+    let mut qmp = control::Client::connect(served.path("control.qmp"), HANG).unwrap();
+    let unix = json!({ "type": "unix", "data": { "path": served.path("other.sock") } });
+    let export = json!({ "type": "nbd", "id": "e", "node-name": "vm" });
+    for (command, mut arguments, key, value) in [
+        (
+            "nbd-server-start",
+            json!({ "addr": unix }),
+            "tls-creds",
+            json!("tls0"),
+        ),
+        (
+            "nbd-server-start",
+            json!({ "addr": unix }),
+            "max-connections",
+            json!(1),
+        ),
+        ("block-export-add", export.clone(), "bitmaps", json!(["b"])),
+        (
+            "block-export-add",
+            export.clone(),
+            "allocation-depth",
+            json!(true),
+        ),
+        ("block-export-add", export, "writethrough", json!(true)),
+    ] {
+        arguments[key] = value;
+        let error = qmp.call(command, arguments).unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+}
+
+/// The limits of an export are those of its clients, and not of the guest.
+#[test]
+fn limits_apply_to_clients_only() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm", "--bps", "4M"]);
+    let mut client = Client::connect(&served.nbd(), "vm");
+    let began = Instant::now();
+    for i in 0..8 {
+        client.read(i, i << 20, 1 << 20);
+    }
+    assert!(
+        began.elapsed() > Duration::from_secs(1),
+        "{:?}",
+        began.elapsed()
+    );
+    let throttled = began.elapsed();
+    let mut device = Device::connect(&served.disk.socket, &DeviceConfig::default()).unwrap();
+    let began = Instant::now();
+    for i in 0..64 {
+        device.queues[0].read(i * 128, 4096).unwrap();
+    }
+    assert!(began.elapsed() < throttled);
+}
+
+/// Another process takes over: exports and their socket stay, and clients connect again.
+#[test]
+fn exports_are_handed_over() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm", "--writable", "--iops", "5000"]);
+    served.done(&["export", "vm", "--name", "second"]);
+    let before = served.done(&["export"]);
+    let old = Client::connect(&served.nbd(), "vm");
+    let pid = served.server.pid();
+    // Whoever asks meanwhile gets no answer, or a complete one, from either process.
+    let (control, nbd) = (served.path("control.qmp"), served.nbd());
+    std::thread::scope(|threads| {
+        let upgrade = threads.spawn(move || {
+            run(BINARY, &["upgrade", "--control", text(&control)]);
+            wait_for_exit(pid);
+        });
+        while !upgrade.is_finished() {
+            if let Some(names) = Client::list(&nbd) {
+                assert_eq!(names, ["second", "vm"]);
+            }
+        }
+        upgrade.join().unwrap();
+    });
+    old.expect_end();
+    let mut after = served.done(&["export"]);
+    for export in after.as_array_mut().unwrap() {
+        export["clients"] = json!(0);
+    }
+    let mut before = before;
+    before
+        .as_array_mut()
+        .unwrap()
+        .iter_mut()
+        .for_each(|e| e["clients"] = json!(0));
+    assert_eq!(after, before);
+    let mut client = Client::connect(&served.nbd(), "vm");
+    assert_eq!(client.write(1, 0, &[3; 4096]), 0);
+    assert_eq!(client.read(2, 0, 4096), vec![3; 4096]);
+    served.done(&["export", "vm", "--remove", "--force"]);
+    stop_successor(&served);
+}
+
+/// Ends the process that serves now, which is not a child of this one.
+fn stop_successor(served: &Served) {
+    use std::io::{BufRead, BufReader, Write};
+    let socket = std::os::unix::net::UnixStream::connect(served.path("control.qmp")).unwrap();
+    let mut lines = BufReader::new(&socket).lines();
+    lines.next();
+    for command in ["qmp_capabilities", "quit"] {
+        writeln!(&socket, "{{\"execute\":\"{command}\"}}").unwrap();
+        lines.next();
+    }
+}
+
+#[test]
+fn configuration_names_exports() {
+    let disk = Disk::new();
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let config = dir.path().join("ringdisk.toml");
+    let start = |exports: &str| {
+        let configuration = format!(
+            "nbd = \"127.0.0.1:0\"\n[[disk]]\nname = \"vm\"\nfile = \"{}\"\nsocket = \"{}\"\n{exports}",
+            disk.file.display(),
+            disk.socket.display()
+        );
+        fs::write(&config, configuration).unwrap();
+        let control = dir.path().join("control.qmp");
+        let mut command = Command::new(BINARY);
+        command.args(["serve", "--json", "--config"]).arg(&config);
+        command.arg("--control").arg(&control);
+        (Server::ringdisk_command(command), control)
+    };
+    let export = "[[export]]\ndisk = \"vm\"\nname = \"backup\"\nbps = \"10M\"\n";
+    let (server, control) = start(export);
+    let list = run(BINARY, &["export", "--json", "--control", text(&control)]);
+    let list: serde_json::Value = serde_json::from_str(&list).unwrap();
+    assert_eq!(list[0]["name"], "backup");
+    assert_eq!(list[0]["limits"], json!({ "bps": 10 << 20 }));
+    if have(&["nbdinfo"], "configuration_names_exports") {
+        let size = run("nbdinfo", &["--size", list[0]["uri"].as_str().unwrap()]);
+        assert_eq!(size.trim(), (16 << 20).to_string());
+    }
+    drop(server);
+    for (mistake, words) in [
+        ("[[export]]\ndisk = \"other\"\n", "no [[disk]] with name"),
+        ("[[export]]\nname = \"x\"\n", "needs a disk"),
+        ("[[export]]\ndisk = \"vm\"\nspeed = 1\n", "no key 'speed'"),
+    ] {
+        let error = start(mistake).0.err().unwrap().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+}

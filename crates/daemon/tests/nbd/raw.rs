@@ -1,0 +1,233 @@
+//! A client that sends what it likes.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use testkit::driver::{Device, DeviceConfig, HANG};
+
+use super::Served;
+use crate::support::Disk;
+
+/// A connection with short headers and simple replies.
+pub struct Client(UnixStream);
+
+impl Client {
+    /// Uses an export, by its name only.
+    pub fn connect(socket: &Path, export: &str) -> Self {
+        let mut stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(HANG)).unwrap();
+        let mut greeting = [0; 18];
+        stream.read_exact(&mut greeting).unwrap();
+        assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
+        let mut hello = 3u32.to_be_bytes().to_vec();
+        hello.extend(b"IHAVEOPT");
+        hello.extend(1u32.to_be_bytes());
+        hello.extend((export.len() as u32).to_be_bytes());
+        hello.extend(export.as_bytes());
+        stream.write_all(&hello).unwrap();
+        stream.read_exact(&mut [0; 10]).unwrap();
+        Self(stream)
+    }
+
+    pub fn header(kind: u16, cookie: u64, at: u64, len: u32) -> Vec<u8> {
+        let mut bytes = 0x2560_9513u32.to_be_bytes().to_vec();
+        bytes.extend(0u16.to_be_bytes());
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend(at.to_be_bytes());
+        bytes.extend(len.to_be_bytes());
+        bytes
+    }
+
+    /// The names of all exports; `None` if the server does not answer now.
+    pub fn list(socket: &Path) -> Option<Vec<String>> {
+        let mut stream = UnixStream::connect(socket).ok()?;
+        stream.set_read_timeout(Some(HANG)).unwrap();
+        let mut hello = 3u32.to_be_bytes().to_vec();
+        hello.extend(b"IHAVEOPT");
+        hello.extend([0, 0, 0, 3, 0, 0, 0, 0]);
+        stream.read_exact(&mut [0; 18]).ok()?;
+        stream.write_all(&hello).ok()?;
+        let mut names = Vec::new();
+        loop {
+            let mut header = [0; 20];
+            stream.read_exact(&mut header).ok()?;
+            let word = |at: usize| u32::from_be_bytes(header[at..at + 4].try_into().unwrap());
+            let mut data = vec![0; word(16) as usize];
+            stream.read_exact(&mut data).ok()?;
+            match word(12) {
+                1 => return Some(names),
+                2 => names.push(String::from_utf8(data[4..].to_vec()).unwrap()),
+                other => panic!("reply of type {other}"),
+            }
+        }
+    }
+
+    /// Sends a read, as far as the socket takes it.
+    pub fn try_read(&mut self, cookie: u64, at: u64, len: u32) {
+        self.0.set_nonblocking(true).unwrap();
+        match self.0.write(&Self::header(0, cookie, at, len)) {
+            Ok(_) => {}
+            Err(e) => assert_eq!(e.kind(), ErrorKind::WouldBlock),
+        }
+        self.0.set_nonblocking(false).unwrap();
+    }
+
+    pub fn send(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).unwrap();
+    }
+
+    /// The error and the cookie of the next reply.
+    pub fn reply(&mut self) -> (u32, u64) {
+        let mut reply = [0; 16];
+        self.0.read_exact(&mut reply).unwrap();
+        assert_eq!(reply[..4], 0x6744_6698u32.to_be_bytes());
+        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
+        (error, u64::from_be_bytes(reply[8..].try_into().unwrap()))
+    }
+
+    pub fn read(&mut self, cookie: u64, at: u64, len: u32) -> Vec<u8> {
+        self.send(&Self::header(0, cookie, at, len));
+        assert_eq!(self.reply(), (0, cookie));
+        let mut bytes = vec![0; len as usize];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// Returns the error.
+    pub fn write(&mut self, cookie: u64, at: u64, bytes: &[u8]) -> u32 {
+        self.send(&Self::header(1, cookie, at, bytes.len() as u32));
+        self.send(bytes);
+        let (error, replied) = self.reply();
+        assert_eq!(replied, cookie);
+        error
+    }
+
+    /// Asserts that the server has ended the connection, or does.
+    pub fn expect_end(mut self) {
+        let mut bytes = Vec::new();
+        match self.0.read_to_end(&mut bytes) {
+            Ok(_) => {}
+            Err(e) => assert_eq!(e.kind(), ErrorKind::ConnectionReset),
+        }
+    }
+}
+
+/// After each of these, the next request is found and answered.
+#[test]
+fn bad_requests_are_answered() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let mut client = Client::connect(&served.nbd(), "vm");
+    assert_eq!(client.write(1, 0, &[1; 4096]), 1);
+    for (kind, at, len) in [
+        (0, 1, 512),
+        (0, 16 << 20, 512),
+        (0, 0, 0),
+        (9, 0, 512),
+        (7, 0, 512),
+    ] {
+        client.send(&Client::header(kind, 2, at, len));
+        assert_eq!(client.reply(), (22, 2), "{kind}");
+    }
+    client.send(&Client::header(5, 3, 0, 16 << 20));
+    assert_eq!(client.reply(), (0, 3));
+    client.send(&Client::header(3, 4, 0, 0));
+    assert_eq!(client.reply(), (0, 4));
+    assert_eq!(client.read(5, 512, 512), crate::support::content(1, 512));
+    let mut broken = Client::connect(&served.nbd(), "vm");
+    broken.send(&[0x55; 28]);
+    broken.expect_end();
+    served
+        .server
+        .wait_for_log(&["NBD", "disconnected", "0x55555555"]);
+}
+
+/// A header and its payload arrive byte by byte, or many requests at once; the replies are the same.
+#[test]
+fn requests_arrive_in_any_pieces() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm", "--writable"]);
+    let mut client = Client::connect(&served.nbd(), "vm");
+    let mut all = Vec::new();
+    for i in 0..100u64 {
+        all.extend(Client::header(1, i, i * 4096, 4096));
+        all.extend([i as u8; 4096]);
+    }
+    for chunk in [all.len(), 40_000, 4096 + 27, 1000] {
+        let mut cookies = Vec::new();
+        std::thread::scope(|threads| {
+            let mut sender = client.0.try_clone().unwrap();
+            let all = &all;
+            threads.spawn(move || {
+                for bytes in all.chunks(chunk) {
+                    sender.write_all(bytes).unwrap();
+                }
+            });
+            for _ in 0..100 {
+                let (error, cookie) = client.reply();
+                assert_eq!(error, 0);
+                cookies.push(cookie);
+            }
+        });
+        cookies.sort_unstable();
+        assert_eq!(cookies, (0..100).collect::<Vec<_>>());
+    }
+    for i in 0..100u64 {
+        assert_eq!(client.read(i, i * 4096, 4096), [i as u8; 4096]);
+    }
+}
+
+/// One client asks for much and reads nothing, one says nothing, one asks for a handshake without end: nobody else waits.
+#[test]
+fn clients_that_do_not_read_delay_nobody() {
+    let served = Served::start(Disk::new(), "iothreads=0");
+    served.done(&["export", "vm"]);
+    let mut greedy = Client::connect(&served.nbd(), "vm");
+    for cookie in 0..500 {
+        greedy.try_read(cookie, 0, 1 << 20);
+    }
+    let silent = UnixStream::connect(served.nbd()).unwrap();
+    let mut device = Device::connect(&served.disk.socket, &DeviceConfig::default()).unwrap();
+    let mut client = Client::connect(&served.nbd(), "vm");
+    for i in 0..100 {
+        device.queues[0].read(i * 8, 4096).unwrap();
+        client.read(i, i * 4096, 4096);
+    }
+    // Its handshake takes too long.
+    let log = [
+        "NBD",
+        "disconnected",
+        "the handshake has taken more than 10 s",
+    ];
+    served.server.wait_for_log(&log);
+    drop(silent);
+    client.read(7, 0, 4096);
+}
+
+/// More clients than there may be.
+#[test]
+fn connections_are_limited() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let mut clients: Vec<_> = (0..100)
+        .map(|_| Client::connect(&served.nbd(), "vm"))
+        .collect();
+    let mut refused = UnixStream::connect(served.nbd()).unwrap();
+    assert_eq!(refused.read(&mut [0; 18]).unwrap_or(0), 0);
+    served
+        .server
+        .wait_for_log(&["NBD", "100 clients are connected"]);
+    for client in &mut clients {
+        client.read(1, 0, 512);
+    }
+    drop(clients.pop());
+    // There is room for another once its queue has stopped.
+    loop {
+        let mut next = UnixStream::connect(served.nbd()).unwrap();
+        if next.read_exact(&mut [0; 18]).is_ok() {
+            break;
+        }
+    }
+}

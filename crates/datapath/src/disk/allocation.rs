@@ -1,0 +1,89 @@
+//! Where a disk has data: for clients that copy only what there is.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use block::GuestOffset;
+use image::{AllocatedIn, Extent};
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use super::Disk;
+use std::sync::atomic::Ordering;
+
+/// The state of the beginning of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllocatedExtent {
+    /// For how many bytes it holds.
+    pub len: u64,
+    /// The image of the chain that has it, from 1; 0 if none has it.
+    pub depth: u32,
+    /// It reads as zeroes, and has no space of its own.
+    pub is_hole: bool,
+}
+
+impl Disk {
+    /// The state of the beginning of a range, which is inside the disk and not empty. Blocks: it may read tables of an image.
+    /// A write at the same time may or may not be seen.
+    ///
+    /// # Errors
+    /// A table could not be read, or the disk is released.
+    pub fn allocated(&self, at: u64, len: u64) -> io::Result<AllocatedExtent> {
+        if self.is_released.load(Ordering::Relaxed) {
+            return Err(io::Error::other("the disk is released"));
+        }
+        let extent = |len, depth, is_hole| AllocatedExtent {
+            len,
+            depth,
+            is_hole,
+        };
+        let content = self.content();
+        let Some(chain) = content.image.chain() else {
+            let is_nowhere = matches!(content.image.map(GuestOffset(at)), Extent::Nowhere);
+            let (len, is_hole) = match self.source() {
+                Some(source) if !is_nowhere => match source.file() {
+                    Some(file) => in_file(file, at, len)?,
+                    None => (len, false),
+                },
+                _ => (len, is_nowhere),
+            };
+            return Ok(extent(len, 1, is_hole));
+        };
+        let found = chain.allocated(GuestOffset(at), len);
+        let found = found.map_err(io::Error::other)?;
+        let (len, is_hole) = match found.form {
+            AllocatedIn::Zeroes => (found.len, true),
+            AllocatedIn::Clusters => (found.len, false),
+            AllocatedIn::Raw { file, at } => {
+                let source = content.files.get(usize::from(file.0));
+                match source.and_then(|source| source.file()) {
+                    Some(file) => in_file(file, at.0, found.len)?,
+                    None => (found.len, false),
+                }
+            }
+        };
+        Ok(extent(len, found.depth, is_hole))
+    }
+}
+
+/// The length of the beginning of a range that is in one state, and whether it is a hole. All other users of the descriptor
+/// say where they read and write, so that its position does not matter.
+fn in_file(file: &OwnedFd, at: u64, len: u64) -> io::Result<(u64, bool)> {
+    let data = match seek(file, SeekFrom::Data(at)) {
+        Ok(data) => data,
+        // No data up to the end of the file.
+        Err(Errno::NXIO) => return Ok((len, true)),
+        // The file system does not know.
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok((len, false)),
+        Err(e) => return Err(e.into()),
+    };
+    if data > at {
+        return Ok((len.min(data - at), true));
+    }
+    match seek(file, SeekFrom::Hole(at)) {
+        Ok(hole) if hole > at => Ok((len.min(hole - at), false)),
+        // It was punched meanwhile.
+        Ok(_) | Err(Errno::NXIO) => Ok((len.min(4096), false)),
+        Err(e) => Err(e.into()),
+    }
+}

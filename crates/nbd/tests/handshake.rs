@@ -1,0 +1,214 @@
+//! The handshake: what is negotiated, and how what is not is refused.
+
+use nbd::{
+    BASE_ALLOCATION, DEPTH, GREETING, Handshake, HandshakeError, Mode, Negotiated, OPTIONS_MAX,
+    Step,
+};
+
+use crate::checks::Two;
+
+fn option(number: u32, data: &[u8]) -> Vec<u8> {
+    let len = (data.len() as u32).to_be_bytes();
+    [&b"IHAVEOPT"[..], &number.to_be_bytes(), &len, data].concat()
+}
+
+fn counted(text: &str) -> Vec<u8> {
+    [&(text.len() as u32).to_be_bytes()[..], text.as_bytes()].concat()
+}
+
+fn go(name: &str) -> Vec<u8> {
+    option(7, &[counted(name), vec![0, 0]].concat())
+}
+
+fn contexts(number: u32, export: &str, queries: &[&str]) -> Vec<u8> {
+    let count = (queries.len() as u32).to_be_bytes().to_vec();
+    let queries: Vec<u8> = queries.iter().flat_map(|query| counted(query)).collect();
+    option(number, &[counted(export), count, queries].concat())
+}
+
+/// The types of the replies in `out`, without those of an export that was asked for by name only.
+fn types(mut out: &[u8]) -> Vec<u32> {
+    let mut types = Vec::new();
+    while let Some((header, rest)) = out.split_at_checked(20) {
+        assert_eq!(header[..8], 0x0003_e889_0455_65a9u64.to_be_bytes());
+        let word = |at: usize| u32::from_be_bytes(header[at..at + 4].try_into().unwrap());
+        types.push(word(12));
+        out = &rest[word(16) as usize..];
+    }
+    types
+}
+
+/// Runs a handshake; returns the types of all replies, and what was negotiated.
+fn run(client: &[u8]) -> (Vec<u32>, Option<Box<Negotiated>>) {
+    let mut handshake = Handshake::default();
+    let (mut client, mut out) = (client, Vec::new());
+    loop {
+        let (used, step) = handshake.advance(client, &Two, &mut out).unwrap();
+        client = &client[used..];
+        match step {
+            Step::Ready(negotiated) => return (types(&out), Some(negotiated)),
+            Step::End => return (types(&out), None),
+            Step::Continue if used == 0 => return (types(&out), None),
+            Step::Continue => {}
+        }
+    }
+}
+
+const FLAGS: [u8; 4] = [0, 0, 0, 3];
+const ACK: u32 = 1;
+const SERVER: u32 = 2;
+const INFO: u32 = 3;
+const CONTEXT: u32 = 4;
+const fn error(number: u32) -> u32 {
+    number | 1 << 31
+}
+
+#[test]
+fn greeting_is_fixed_newstyle() {
+    assert_eq!(&GREETING, b"NBDMAGICIHAVEOPT\0\x03");
+}
+
+/// As libnbd 1.14 does.
+#[test]
+fn structured_replies_and_contexts_are_negotiated() {
+    let client = [
+        &FLAGS[..],
+        &option(8, &[]),
+        &contexts(10, "disk", &["base:allocation"]),
+        &option(7, b"\0\0\0\x04disk\0\x01\0\x03"),
+    ];
+    let (replies, negotiated) = run(&client.concat());
+    assert_eq!(replies, [ACK, CONTEXT, ACK, INFO, INFO, ACK]);
+    let negotiated = negotiated.unwrap();
+    assert_eq!(negotiated.mode, Mode::Structured);
+    assert_eq!(negotiated.contexts, [BASE_ALLOCATION]);
+}
+
+/// As QEMU 10 does: extended headers come first, and are enough.
+#[test]
+fn extended_headers_are_negotiated() {
+    let client = [
+        &FLAGS[..],
+        &option(11, &[]),
+        &contexts(10, "disk", &["qemu:allocation-depth", "base:allocation"]),
+        &go("disk"),
+    ];
+    let (replies, negotiated) = run(&client.concat());
+    assert_eq!(replies, [ACK, CONTEXT, CONTEXT, ACK, INFO, INFO, ACK]);
+    let negotiated = negotiated.unwrap();
+    assert_eq!(negotiated.mode, Mode::Extended);
+    assert_eq!(negotiated.contexts, [BASE_ALLOCATION, DEPTH]);
+}
+
+/// Clients such as old kernels' nbd-client ask by name only; the reply has no header, and zeroes unless they are not wanted.
+#[test]
+fn export_name_has_a_bare_reply() {
+    for (flags, len) in [([0, 0, 0, 1], 134), (FLAGS, 10)] {
+        let client = [&flags[..], &option(1, b"disk")].concat();
+        let mut handshake = Handshake::default();
+        let mut out = Vec::new();
+        let (used, _) = handshake.advance(&client, &Two, &mut out).unwrap();
+        let ready = handshake.advance(&client[used..], &Two, &mut out);
+        assert!(matches!(ready, Ok((_, Step::Ready(_)))));
+        assert_eq!(out.len(), len);
+        assert_eq!(out[..8], (1u64 << 30).to_be_bytes());
+    }
+    let client = [&FLAGS[..], &option(1, b"none")].concat();
+    let mut handshake = Handshake::default();
+    let (used, _) = handshake.advance(&client, &Two, &mut Vec::new()).unwrap();
+    let refused = handshake.advance(&client[used..], &Two, &mut Vec::new());
+    assert!(matches!(refused, Err(HandshakeError::NoExport(name, _)) if name == "none"));
+}
+
+#[test]
+fn errors_are_answered_and_the_handshake_goes_on() {
+    let long = option(6, &vec![0; 40_000]);
+    let many = contexts(9, "disk", &["a"; 65]);
+    let client = [
+        &FLAGS[..],
+        &option(99, b"unknown"),
+        &go("none"),
+        &option(3, b"data"),
+        &contexts(10, "disk", &["base:allocation"]),
+        &long,
+        &option(8, &[]),
+        &many,
+        &option(8, &[]),
+        &option(11, &[]),
+        &option(8, &[]),
+        &option(5, &[]),
+        &option(7, b"\0\0\0\x09disk\0\0"),
+        &option(3, &[]),
+        &option(2, &[]),
+    ];
+    let (replies, negotiated) = run(&client.concat());
+    let expected = [
+        error(1),
+        error(6),
+        error(3),
+        error(3),
+        error(9),
+        ACK,
+        error(9),
+        error(3),
+        ACK,
+        error(10),
+        error(2),
+        error(3),
+        SERVER,
+        SERVER,
+        ACK,
+        ACK,
+    ];
+    assert_eq!(replies, expected);
+    assert_eq!(negotiated, None);
+}
+
+/// Contexts are listed by namespace, and chosen only by their whole names.
+#[test]
+fn contexts_are_listed_and_chosen() {
+    let cases: [(u32, &[&str], usize); 6] = [
+        (9, &[], 2),
+        (9, &["qemu:"], 1),
+        (9, &["base:", "base:allocation"], 1),
+        (10, &[], 0),
+        (10, &["qemu:"], 0),
+        (10, &["base:allocation", "qemu:allocation-depth"], 2),
+    ];
+    for (number, queries, count) in cases {
+        let client = [
+            &FLAGS[..],
+            &option(8, &[]),
+            &contexts(number, "disk", queries),
+        ];
+        let (replies, _) = run(&client.concat());
+        let found = replies.iter().filter(|kind| **kind == CONTEXT).count();
+        assert_eq!(found, count, "{number} {queries:?}");
+    }
+}
+
+/// Contexts belong to the export that they were chosen for.
+#[test]
+fn contexts_of_another_export_do_not_count() {
+    let client = [
+        &FLAGS[..],
+        &option(8, &[]),
+        &contexts(10, "image", &["base:allocation"]),
+        &go("disk"),
+    ];
+    let (_, negotiated) = run(&client.concat());
+    assert!(negotiated.unwrap().contexts.is_empty());
+}
+
+#[test]
+fn endless_negotiation_ends() {
+    let mut handshake = Handshake::default();
+    let mut out = Vec::new();
+    handshake.advance(&FLAGS, &Two, &mut out).unwrap();
+    let list = option(3, &[]);
+    for _ in 0..OPTIONS_MAX {
+        handshake.advance(&list, &Two, &mut out).unwrap();
+    }
+    let end = handshake.advance(&list, &Two, &mut out);
+    assert_eq!(end, Err(HandshakeError::TooMany));
+}
