@@ -464,20 +464,25 @@ pub fn diff(before: &Path, after: &Path, force: bool) -> Result<(), Failed> {
 /// It is worse, or the results cannot be compared.
 pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
     let (before, after) = (Journal::read(against)?, Journal::read(result)?);
-    let changes =
+    let comparison =
         compare::changes(&before, &after, force).map_err(|problem| Failed { code: 4, problem })?;
-    out!("{}", compare::text(&changes));
-    let worse = changes
-        .iter()
-        .filter(|change| change.verdict == crate::stats::Verdict::Loss)
-        .count();
-    match worse {
-        0 => Ok(()),
-        _ => Err(Failed {
-            code: 3,
-            problem: format!("{worse} of {} cells are worse", changes.len()),
-        }),
+    out!("{}", compare::text(&comparison));
+    let all = comparison.changes.len() + comparison.missing.len();
+    let mut problems = Vec::new();
+    let is_worse = |change: &&compare::Change| change.verdict == crate::stats::Verdict::Loss;
+    let worse = comparison.changes.iter().filter(is_worse).count();
+    if worse > 0 {
+        problems.push(format!("{worse} of {all} cells are worse"));
     }
+    let missing = comparison.missing.len();
+    if missing > 0 {
+        problems.push(format!("{missing} of {all} cells have too few samples now"));
+    }
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let problem = problems.join(", and ");
+    Err(Failed { code: 3, problem })
 }
 
 /// Makes a result from files of fio, DiskSpd or CrystalDiskMark.

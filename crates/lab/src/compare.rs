@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::analysis::Analysis;
-use crate::journal::Journal;
+use crate::journal::{Cell, Journal, printable};
 use crate::plan::Case;
 use crate::stats::Verdict;
 use crate::stats::judge::{ERROR_RATE, discoveries};
@@ -43,14 +43,24 @@ pub struct Change {
     pub verdict: Verdict,
 }
 
-/// Compares the cells that two results have in common.
+/// How one result compares with another.
+#[derive(Clone, Debug)]
+pub struct Comparison {
+    /// The cells that both have.
+    pub changes: Vec<Change>,
+    /// Cells that only the earlier result has although the later one was to measure them, with the reason.
+    pub missing: Vec<String>,
+}
+
+/// Compares two results.
 ///
 /// # Errors
-/// They are from different machines or programs, and `force` is not set; or they have no cell in common.
-pub fn changes(before: &Journal, after: &Journal, force: bool) -> Result<Vec<Change>, String> {
+/// They are from different machines or programs, and `force` is not set; or the later one was to measure nothing that the
+/// earlier one has.
+pub fn changes(before: &Journal, after: &Journal, force: bool) -> Result<Comparison, String> {
     check_comparable(before, after, force)?;
-    let cells = common_cells(before, after);
-    if cells.is_empty() {
+    let (cells, missing) = common_cells(before, after);
+    if cells.is_empty() && missing.is_empty() {
         return Err(format!(
             "the results have no cell in common with {SAMPLES_MIN} samples on each side"
         ));
@@ -74,7 +84,10 @@ pub fn changes(before: &Journal, after: &Journal, force: bool) -> Result<Vec<Cha
             verdict: verdict(index, cell.difference.mean),
         }
     });
-    Ok(changes.collect())
+    Ok(Comparison {
+        changes: changes.collect(),
+        missing,
+    })
 }
 
 fn check_comparable(before: &Journal, after: &Journal, force: bool) -> Result<(), String> {
@@ -108,9 +121,9 @@ struct CommonCell {
     difference: Difference,
 }
 
-fn common_cells(before: &Journal, after: &Journal) -> Vec<CommonCell> {
+fn common_cells(before: &Journal, after: &Journal) -> (Vec<CommonCell>, Vec<String>) {
     let (old, new) = (Analysis::of(before), Analysis::of(after));
-    let mut cells = Vec::new();
+    let (mut cells, mut missing) = (Vec::new(), Vec::new());
     for (arm, case) in before.plan.cases.iter().enumerate() {
         let is_same = |other: &Case| other.name == case.name && other.settings == case.settings;
         let Some(arm_after) = after.plan.cases.iter().position(is_same) else {
@@ -125,16 +138,33 @@ fn common_cells(before: &Journal, after: &Journal) -> Vec<CommonCell> {
                 logarithms(&old, arm, load),
                 logarithms(&new, arm_after, load_after),
             );
-            if from.n.min(to.n) >= SAMPLES_MIN {
-                cells.push(CommonCell {
-                    case: case.name.clone(),
-                    workload: workload.name.clone(),
-                    difference: Difference::of(&from, &to),
-                });
+            if from.n < SAMPLES_MIN {
+                continue;
             }
+            if to.n < SAMPLES_MIN {
+                let why = failure(after, &case.name, &workload.name);
+                missing.push(format!(
+                    "{}, {}: {} samples before, {} after{why}",
+                    case.name, workload.name, from.n, to.n
+                ));
+                continue;
+            }
+            cells.push(CommonCell {
+                case: case.name.clone(),
+                workload: workload.name.clone(),
+                difference: Difference::of(&from, &to),
+            });
         }
     }
-    cells
+    (cells, missing)
+}
+
+/// Why a result lacks samples: its last failure.
+fn failure(journal: &Journal, case: &str, workload: &str) -> String {
+    let is_it = |cell: &&Cell| cell.case == case && cell.workload == workload;
+    let mut cells = journal.cells.iter().rev().filter(is_it);
+    let failed = cells.find_map(|cell| cell.error.as_ref());
+    failed.map_or_else(String::new, |error| format!(": {}", printable(error)))
 }
 
 fn logarithms(analysis: &Analysis<'_>, arm: usize, load: usize) -> Moments {
@@ -147,9 +177,10 @@ fn p_values(cells: &[CommonCell], p: impl Fn(&Difference) -> f64) -> Vec<f64> {
     cells.iter().map(|cell| p(&cell.difference)).collect()
 }
 
-/// The changes as a table.
-pub fn text(changes: &[Change]) -> String {
+/// The comparison as a table.
+pub fn text(comparison: &Comparison) -> String {
     let mut text = String::new();
+    let changes = &comparison.changes;
     let width = |of: fn(&Change) -> &str| {
         changes
             .iter()
@@ -173,13 +204,16 @@ pub fn text(changes: &[Change]) -> String {
             change.verdict
         );
     }
+    for missing in &comparison.missing {
+        let _ = writeln!(text, "missing: {missing}");
+    }
     text
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::journal::{Cell, Record, Sample};
+    use crate::journal::{Record, Sample};
 
     fn result(iops: [f64; 5], change: impl Fn(&mut crate::journal::Header)) -> Journal {
         let mut header = crate::journal::Header {
@@ -202,7 +236,7 @@ mod tests {
                 workload: "randread 4k, depth 1".into(),
                 sample: Some(Sample {
                     iops,
-                    mean_ns: 1e9 / iops,
+                    mean_ns: 1e9 / iops.max(1.0),
                     ..Sample::default()
                 }),
                 ..Cell::default()
@@ -215,7 +249,12 @@ mod tests {
     #[test]
     fn worse_better_and_the_same_are_told_apart() {
         let base = result([100.0, 101.0, 99.0, 100.5, 99.5], |_| {});
-        let verdict = |iops| changes(&base, &result(iops, |_| {}), false).unwrap()[0].verdict;
+        let verdict = |iops| {
+            changes(&base, &result(iops, |_| {}), false)
+                .unwrap()
+                .changes[0]
+                .verdict
+        };
         assert_eq!(verdict([80.0, 81.0, 79.0, 80.0, 80.0]), Verdict::Loss);
         assert_eq!(verdict([120.0, 121.0, 119.0, 120.0, 120.0]), Verdict::Gain);
         assert_eq!(
@@ -226,6 +265,30 @@ mod tests {
             verdict([60.0, 140.0, 99.0, 100.0, 110.0]),
             Verdict::Undecided
         );
+    }
+
+    #[test]
+    fn what_cannot_be_measured_any_more_is_named() {
+        let base = result([100.0; 5], |_| {});
+        let missing = |after: &Journal| {
+            let found = changes(&base, after, false).unwrap();
+            assert!(found.changes.is_empty());
+            found.missing
+        };
+        let name = "queues=1, randread 4k, depth 1: 5 samples before";
+        let idle = result([0.0; 5], |_| {});
+        assert_eq!(missing(&idle), [format!("{name}, 0 after")]);
+        let mut failed = result([100.0; 5], |_| {});
+        for cell in &mut failed.cells[2..] {
+            (cell.sample, cell.error) = (None, Some("the server died".into()));
+        }
+        let found = missing(&failed);
+        assert_eq!(found, [format!("{name}, 2 after: the server died")]);
+        // A plan without the case is no failure, and leaves nothing to compare.
+        let other = result([100.0; 5], |header| {
+            header.plan = "[config]\nqueues = [2, 4]\nvcpus = 4\n".into()
+        });
+        assert!(changes(&base, &other, false).is_err());
     }
 
     #[test]
