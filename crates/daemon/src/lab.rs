@@ -186,7 +186,7 @@ struct How {
     /// The time that it may take, as in 30m; default: the plan's
     #[arg(long, value_name = "TIME")]
     budget: Option<String>,
-    /// The result's folder; default: lab-NAME in the current directory
+    /// The result's folder; default: lab-NAME in the current directory, or study-NUMBER
     #[arg(long, value_name = "DIR")]
     output: Option<PathBuf>,
     /// Continue the result in the folder

@@ -441,7 +441,7 @@ impl Log for Writer {
 }
 
 /// The text without control characters, which a damaged file may have.
-fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     text.replace(char::is_control, "?")
 }
 

@@ -25,7 +25,7 @@ use crate::own_folder::OwnFolder;
 use crate::plan::units::size_text;
 use crate::plan::words::{Cache, Device, Format};
 use crate::plan::{Backing, IoThread, Plan, Server, Settings};
-use disk::fill;
+use disk::fill_file;
 pub use disk::{Disk, Fill, OwnDisk};
 use harness::cpu;
 use named::{Named, Told};
@@ -100,11 +100,11 @@ impl Files {
                 let disk = self.named.disk(settings, &name, stop, &mut |_, _, _| {});
                 disk.map(|(disk, _)| disk)
             }
-            _ => self.file(settings, guest, volume),
+            _ => self.file(settings, guest, volume, stop),
         }
     }
 
-    fn file(&mut self, settings: &Settings, guest: u16, volume: u16) -> Result<Disk> {
+    fn file(&mut self, settings: &Settings, guest: u16, volume: u16, stop: &Stop) -> Result<Disk> {
         let folder = match &settings.backing {
             Backing::Zram => return self.zram(guest, volume).map(Disk::Path),
             Backing::Ram => self.folder_in(Path::new(RAM))?,
@@ -119,7 +119,7 @@ impl Files {
         match (settings.format, settings.prefill) {
             (Format::Raw, true) => {
                 let seed = u64::from(guest) << 16 | u64::from(volume);
-                let fill = |path: &Path, size| Ok(fill(&File::create(path)?, 0, size, seed)?);
+                let fill = |path: &Path, size| fill_file(&File::create(path)?, size, seed, stop);
                 self.once(path(format!("disk-{name}")), fill)
                     .map(Disk::Path)
             }
@@ -138,7 +138,7 @@ impl Files {
                     format: Format::Raw,
                     ..settings.clone()
                 };
-                let raw = self.file(&raw, guest, volume)?;
+                let raw = self.file(&raw, guest, volume, stop)?;
                 let raw = raw.path().context("a raw disk has a file")?;
                 let layout = image.options().replace(['=', ','], "-");
                 let lowest = path(format!("disk-{name}-{layout}"));

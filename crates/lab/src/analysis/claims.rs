@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{Analysis, Question};
+use crate::journal::printable;
 use crate::plan::claims::{Claim, Size, Won};
 use crate::plan::words::{Device, Expect, GuestKind};
 use crate::stats::Verdict;
@@ -59,11 +60,12 @@ pub fn judge_size(size: Size, interval: (f64, f64), margin: f64) -> ClaimResult 
         Expect::Gain | Expect::Equal => (interval, (size.low, size.high)),
     };
     let (band_low, band_high) = (from / BAND, to * BAND);
-    if from <= 0.0 {
-        // "Up to", which no effect at all fulfils too.
-        return if -margin < low && high <= band_high {
+    if from <= 0.0 || to.is_infinite() {
+        // "Up to", which no effect at all fulfils too; or "at least".
+        let least = if to.is_infinite() { from } else { -margin };
+        return if least < low && high <= band_high {
             ClaimResult::Reproduced
-        } else if high <= -margin || low > band_high {
+        } else if high <= least || low > band_high {
             ClaimResult::NotReproduced
         } else {
             ClaimResult::Undecided
@@ -266,7 +268,7 @@ impl Analysis<'_> {
         if about.is_empty() {
             let left_out = self.journal.header.left_out.iter();
             let missing: Vec<String> = left_out
-                .map(|(case, why)| format!("{case}: {why}"))
+                .map(|(case, why)| printable(&format!("{case}: {why}")))
                 .collect();
             return Some(match missing.is_empty() {
                 true => "the selected part of the plan does not compare it".into(),
@@ -360,6 +362,17 @@ mod tests {
         assert_eq!(judge("+15 %", -4.0, 6.0), NotReproduced);
         assert_eq!(judge("+15 %", -9.0, -2.0), NotReproduced);
         assert_eq!(judge("+15 %", -5.0, 20.0), Undecided);
+    }
+
+    #[test]
+    fn a_bound_is_kept_or_broken() {
+        use ClaimResult::*;
+        assert_eq!(judge("at least -10 %", -9.0, -1.0), Reproduced);
+        assert_eq!(judge("at least -10 %", 3.0, 7.0), Reproduced);
+        assert_eq!(judge("at least -10 %", -12.0, 7.0), Undecided);
+        assert_eq!(judge("at least -10 %", -30.0, -12.0), NotReproduced);
+        assert_eq!(judge("at least 2 times", 120.0, 900.0), Reproduced);
+        assert_eq!(judge("at least 2 times", 10.0, 90.0), NotReproduced);
     }
 
     #[test]

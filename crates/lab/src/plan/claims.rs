@@ -31,18 +31,20 @@ pub struct Claim {
     pub size: Option<Size>,
     /// The published number of wins, in place of a size.
     pub won: Option<Won>,
+    /// The published words for the size, if its number is this project's.
+    pub words: Option<String>,
     /// The kinds of storage that the claim is about; empty means any.
     pub storage: Vec<StorageKind>,
     /// Why this plan cannot test the claim.
     pub untestable: Option<String>,
 }
 
-/// The published size of an effect, as logarithms of ratios: `+4.4 %`, `10.0 times`, or `+2 % to +5 %`.
+/// The published size of an effect, as logarithms of ratios: `+4.4 %`, `10.0 times`, `+2 % to +5 %`, or `at least -10 %`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Size {
     /// The smaller ratio's logarithm.
     pub low: f64,
-    /// The larger ratio's logarithm; the same without a range.
+    /// The larger ratio's logarithm; the same without a range, and infinite without an upper end.
     pub high: f64,
 }
 
@@ -75,8 +77,11 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let problem =
-            || format!("'{text}' is not a size, such as +4.4 %, -29 %, 10 times or +2 % to +5 %");
+        let problem = || {
+            format!(
+                "'{text}' is not a size, such as +4.4 %, 10 times, +2 % to +5 % or at least -10 %"
+            )
+        };
         let one = |text: &str| {
             let number = |text: &str| text.trim().parse::<f64>().map_err(|_| problem());
             let ratio = match (
@@ -92,6 +97,10 @@ impl FromStr for Size {
                 false => Err(problem()),
             }
         };
+        if let Some(low) = text.trim().strip_prefix("at least ") {
+            let (low, high) = (one(low)?, f64::INFINITY);
+            return Ok(Self { low, high });
+        }
         let (low, high) = match text.split_once(" to ") {
             Some((low, high)) => (one(low)?, one(high)?),
             None => (one(text)?, one(text)?),
@@ -118,6 +127,7 @@ impl fmt::Display for Size {
         };
         match self.low == self.high {
             true => f.pad(&one(self.low)),
+            false if self.high.is_infinite() => f.pad(&format!("at least {}", one(self.low))),
             false => f.pad(&format!("{} to {}", one(self.low), one(self.high))),
         }
     }
@@ -155,10 +165,11 @@ impl fmt::Display for Won {
 impl Claim {
     /// The published size, number of wins, or direction.
     pub fn published(&self) -> String {
-        match (&self.size, &self.won) {
-            (Some(size), _) => size.to_string(),
-            (None, Some(won)) => won.to_string(),
-            (None, None) => format!("{}, no number", self.expect),
+        match (&self.words, &self.size, &self.won) {
+            (Some(words), ..) => words.clone(),
+            (None, Some(size), _) => size.to_string(),
+            (None, None, Some(won)) => won.to_string(),
+            (None, None, None) => format!("{}, no number", self.expect),
         }
     }
 
@@ -218,7 +229,7 @@ impl StorageKind {
     }
 }
 
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 12] = [
     "source",
     "figure",
     "from",
@@ -227,6 +238,7 @@ const KEYS: [&str; 11] = [
     "expect",
     "size",
     "won",
+    "published",
     "storage",
     "untestable",
     "optional",
@@ -275,6 +287,7 @@ pub fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) 
         expect,
         size,
         won,
+        words: text("published")?,
         storage: text("storage")?
             .iter()
             .flat_map(|kinds| kinds.split('|'))

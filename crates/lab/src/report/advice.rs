@@ -155,6 +155,16 @@ fn disk_of(settings: &Settings) -> String {
     first.map_or_else(|| DISK.into(), |name| name.to_string())
 }
 
+/// QEMU's driver, and where the disk is.
+fn driver_of(settings: &Settings) -> String {
+    match settings.backing.first() {
+        Some(Name::Rbd { pool, image }) if !settings.krbd => {
+            format!("driver=rbd,pool={pool},image={image}")
+        }
+        _ => format!("driver=file,filename={}", disk_of(settings)),
+    }
+}
+
 fn server_command(settings: &Settings) -> String {
     let aio = settings
         .aio
@@ -162,8 +172,8 @@ fn server_command(settings: &Settings) -> String {
     let queues = settings.queues.unwrap_or(settings.vcpus);
     match settings.server {
         Server::QemuStorageDaemon => format!(
-            "qemu-storage-daemon --object iothread,id=io0 --blockdev driver=file,node-name=disk0,filename={},cache.direct={} \\\n  --export type=vhost-user-blk,id=export0,node-name=disk0,addr.type=unix,addr.path={SOCKET},writable=on,num-queues={queues},iothread=io0",
-            disk_of(settings),
+            "qemu-storage-daemon --object iothread,id=io0 --blockdev {},node-name=disk0,cache.direct={} \\\n  --export type=vhost-user-blk,id=export0,node-name=disk0,addr.type=unix,addr.path={SOCKET},writable=on,num-queues={queues},iothread=io0",
+            driver_of(settings),
             if settings.cache.direct() { "on" } else { "off" }
         ),
         Server::Ringdisk | Server::Build(_) => format!(

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use anyhow::ensure;
+use harness::process::Stop;
 use harness::random::Rng;
 use serde::{Deserialize, Serialize};
 
@@ -59,6 +61,22 @@ pub struct OwnDisk {
     pub cluster: String,
     /// Its size in bytes.
     pub bytes: u64,
+}
+
+/// Bytes that are written between two checks whether the user stops the run.
+pub const CHUNK: u64 = 64 << 20;
+
+/// Fills a file with random data, which is another for each `seed`.
+///
+/// # Errors
+/// It cannot be written, or the user stops the run.
+pub fn fill_file(file: &File, bytes: u64, seed: u64, stop: &Stop) -> anyhow::Result<()> {
+    for offset in (0..bytes).step_by(CHUNK as usize) {
+        ensure!(!stop.is_wanted(), "stopped");
+        let seed = offset.rotate_left(32) ^ seed;
+        fill(file, offset, CHUNK.min(bytes - offset), seed)?;
+    }
+    Ok(())
 }
 
 /// Fills a part of a file with random data, which no storage can compress.

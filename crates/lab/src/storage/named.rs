@@ -11,14 +11,11 @@ use anyhow::{Context, Result, bail, ensure};
 use harness::paths::{find_program, is_block_device};
 use harness::process::Stop;
 
-use super::disk::{Disk, Fill, OwnDisk, fill};
+use super::disk::{CHUNK, Disk, Fill, OwnDisk, fill};
 use super::rbd::{Image, output};
 use crate::plan::backing::Name;
 use crate::plan::words::Format;
 use crate::plan::{Backing, Plan, Settings};
-
-/// The bytes that are written between two checks whether the user stops the run.
-const CHUNK: u64 = 256 << 20;
 
 /// The disks that a plan names. Dropping this removes those that it created.
 #[derive(Debug)]
