@@ -1,5 +1,6 @@
 //! `ringdisk profile`: what limits a disk that is in use.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -72,6 +73,14 @@ pub enum ProfileError {
     #[error("--qmp {path}: {problem}; a monitor takes one client at a time, and libvirt's has libvirt: start QEMU with \
         a second '-qmp unix:PATH,server=on,wait=off', or omit --qmp", path = .path.display())]
     Qmp { path: PathBuf, problem: String },
+    #[error("{path} is not the monitor of process {pid}{}: name the socket of a '-qmp' or '-mon' in its command line \
+        ('ps -ww {pid}' shows it), or omit --qmp", listener.map_or_else(String::new, |its| format!(" (process {its} opened the socket)")),
+        path = .path.display())]
+    OtherMonitor {
+        path: PathBuf,
+        pid: u32,
+        listener: Option<u32>,
+    },
     #[error("{0}")]
     Flame(String),
     #[error("{}: {problem}", path.display())]
@@ -244,9 +253,6 @@ impl Subject {
             .collect();
         devices.sort();
         devices.dedup();
-        if process.program == Program::Other {
-            notes.push(format!("process {pid} is neither QEMU nor ringdisk, so the roles of its threads are unknown"));
-        }
         Ok(Self {
             title: format!("process {pid}"),
             targets: Targets {
@@ -263,12 +269,12 @@ impl Subject {
     fn check(&mut self) -> Result<(), ProfileError> {
         for process in &self.targets.processes {
             let pid = process.pid;
-            let threads = harness::cpu::threads(pid).map_err(|_| {
-                match Path::new(&format!("/proc/{pid}")).exists() {
-                    true => ProfileError::Hidden(pid),
-                    false => ProfileError::NoProcess(pid),
-                }
-            })?;
+            let threads = threads_of(pid)?;
+            if process.program == Program::Other {
+                self.notes.push(format!(
+                    "process {pid} is neither QEMU nor ringdisk, so the roles of its threads are unknown"
+                ));
+            }
             if process.program != Program::Qemu || !process.roles.is_empty() {
                 continue;
             }
@@ -348,6 +354,25 @@ fn wait_for_end(watched: &[(u32, OwnedFd)], time: Duration) -> Option<u32> {
     ended.map(|at| watched[at].0)
 }
 
+fn threads_of(pid: u32) -> Result<Vec<i32>, ProfileError> {
+    harness::cpu::threads(pid).map_err(|_| {
+        if Path::new(&format!("/proc/{pid}")).exists() {
+            ProfileError::Hidden(pid)
+        } else {
+            ProfileError::NoProcess(pid)
+        }
+    })
+}
+
+/// The threads of a process: by their ids in its own PID namespace, those in this one.
+fn thread_ids(pid: u32) -> Result<BTreeMap<i32, i32>, ProfileError> {
+    let ids = threads_of(pid)?.into_iter().filter_map(|tid| {
+        let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
+        Some((procfs::innermost_id(&status).unwrap_or(tid), tid))
+    });
+    Ok(ids.collect())
+}
+
 /// QEMU's monitor.
 struct Monitor {
     qmp: Qmp,
@@ -356,7 +381,8 @@ struct Monitor {
 }
 
 impl Monitor {
-    /// Adds the roles of QEMU's threads to the process.
+    /// Opens the monitor of one of the processes, and adds the roles of its threads. Its program is QEMU, whatever the name
+    /// of the executable is: QEMU may be started by a loader or a wrapper.
     fn open(path: &Path, subject: &mut Subject) -> Result<Self, ProfileError> {
         let problem = |problem| ProfileError::Qmp {
             path: path.to_owned(),
@@ -364,10 +390,22 @@ impl Monitor {
         };
         let mut qmp = Qmp::connect(path).map_err(|e| problem(format!("{e:#}")))?;
         let roles = qemu::thread_roles(&mut qmp).map_err(|e| problem(format!("{e:#}")))?;
+        let listener = qmp.listener();
+        let mut is_known = subject.targets.processes.is_empty();
         for process in &mut subject.targets.processes {
-            if process.program == Program::Qemu {
-                process.roles.clone_from(&roles);
+            let ids = thread_ids(process.pid)?;
+            if let Some(roles) = qemu::roles_in(&roles, &ids, listener == Some(process.pid)) {
+                (process.program, process.roles) = (Program::Qemu, roles);
+                is_known = true;
             }
+        }
+        if !is_known {
+            let last = subject.targets.processes.last();
+            return Err(ProfileError::OtherMonitor {
+                path: path.to_owned(),
+                pid: last.map_or(0, |process| process.pid),
+                listener,
+            });
         }
         let begun_ms = now_ms();
         let before = qemu::disks(&mut qmp, begun_ms * 1_000_000);
@@ -386,7 +424,7 @@ impl Monitor {
             && let Ok(after) = qemu::disks(&mut self.qmp, now * 1_000_000)
         {
             interval.measurement.requests = after.since(&self.before);
-            interval.measurement.limit = after.limit(interval.measurement.requests.as_ref());
+            interval.measurement.limit = after.limit(Some(&self.before));
         }
     }
 }

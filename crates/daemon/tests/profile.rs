@@ -1,6 +1,8 @@
 //! `ringdisk profile` and `ringdisk lab run --profile` name bottlenecks that a test has planted.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -484,17 +486,122 @@ fn limit_of_a_disk_of_qemu() {
     }
 }
 
+/// A limit of a throttle node, which `query-block` does not show as one of the disk.
+#[test]
+fn limit_of_a_throttle_node_of_qemu() {
+    let test = "limit_of_a_throttle_node_of_qemu";
+    if let Some(missing) = vm::missing(false) {
+        println!("skipped: {test}: {missing}");
+        return;
+    }
+    let files = tempfile::tempdir().unwrap();
+    let file = files.path().join("disk.raw");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let monitor = files.path().join("monitor.qmp");
+    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let file = format!("driver=file,node-name=file,filename={}", file.display());
+    let arguments = [
+        "-object",
+        "throttle-group,id=slow,x-iops-total=50",
+        "-blockdev",
+        &file,
+        "-blockdev",
+        "driver=throttle,node-name=throttle,file=file,throttle-group=slow",
+        "-device",
+        "virtio-blk-pci,drive=throttle,id=disk",
+    ];
+    let guest = Vm::new(logs)
+        .qmp(&monitor)
+        .disk(Disk::Printed(arguments.map(String::from).to_vec()));
+    let script =
+        "while :; do dd if=/dev/vda of=/dev/null bs=4k count=500 iflag=direct 2>/dev/null; done &
+        reader=$!
+        sleep 3
+        echo busy
+        sleep 20
+        kill $reader";
+    let mut reply = None;
+    let output = guest.run_watched(script, LIMIT, &mut |line, qemu| {
+        if line == "busy" {
+            let monitor = monitor.display().to_string();
+            let pid = qemu.to_string();
+            let arguments = ["--pid", &pid, "--qmp", &monitor, "--seconds", "4"];
+            reply = Some(profile(&arguments));
+        }
+    });
+    output.unwrap().checked().unwrap();
+    let reply = reply.expect("the guest printed 'busy'");
+    assert_eq!(stage(&reply), Stage::Limit, "{reply}");
+    let sentence = reply["profile"]["verdict"]["sentence"].as_str().unwrap();
+    assert!(sentence.contains("iops=50,group=slow"), "{sentence}");
+}
+
+/// A monitor like QEMU's, with a vCPU that is this thread of this process. It serves one client.
+fn monitor_of_this_process(socket: &Path) -> JoinHandle<()> {
+    let listener = UnixListener::bind(socket).unwrap();
+    let vcpu = rustix::thread::gettid().as_raw_nonzero().get();
+    thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        let mut answers = stream.try_clone().unwrap();
+        writeln!(answers, "{}", json!({ "QMP": {} })).unwrap();
+        for line in BufReader::new(stream).lines() {
+            let command: Value = serde_json::from_str(&line.unwrap()).unwrap();
+            let answer = match command["execute"].as_str().unwrap() {
+                "query-cpus-fast" => json!([{ "thread-id": vcpu }]),
+                _ => json!([]),
+            };
+            writeln!(answers, "{}", json!({ "return": answer })).unwrap();
+        }
+    })
+}
+
+/// QEMU that was started by a loader or a wrapper has an executable of another name.
+#[test]
+fn process_that_answers_as_qemu_is_qemu() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("qmp");
+    let monitor = monitor_of_this_process(&socket);
+    let (pid, path) = (std::process::id().to_string(), socket.display().to_string());
+    let reply = profile(&["--pid", &pid, "--qmp", &path, "--seconds", "1"]);
+    monitor.join().unwrap();
+    let vcpu = rustix::thread::gettid().as_raw_nonzero().get();
+    assert_eq!(threads_of(&reply, "vcpu")[0]["tid"], vcpu, "{reply}");
+    assert!(!threads_of(&reply, "main-loop").is_empty(), "{reply}");
+    assert!(!reply["notes"].to_string().contains("neither"), "{reply}");
+}
+
+#[test]
+fn monitor_of_another_process_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("qmp");
+    let monitor = monitor_of_this_process(&socket);
+    let mut other = computing();
+    let (pid, path) = (other.id().to_string(), socket.display().to_string());
+    let words = refused(&["--pid", &pid, "--qmp", &path, "--seconds", "1"]);
+    other.kill().unwrap();
+    other.wait().unwrap();
+    monitor.join().unwrap();
+    let opener = format!("process {} opened the socket", std::process::id());
+    assert!(
+        words.contains(&format!("is not the monitor of process {pid}")) && words.contains(&opener),
+        "{words}"
+    );
+}
+
+/// The error of a command that is refused.
+fn refused(arguments: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
+        .arg("profile")
+        .args(arguments)
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
 #[test]
 fn mistakes_are_explained() {
-    let run = |arguments: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_ringdisk"))
-            .arg("profile")
-            .args(arguments)
-            .output()
-            .unwrap();
-        assert!(!output.status.success());
-        String::from_utf8_lossy(&output.stderr).into_owned()
-    };
+    let run = refused;
     assert!(run(&["--pid", "4194305"]).contains("pgrep -a qemu"));
     assert!(run(&["vm1", "--control", "/nonexistent/control"]).contains("ringdisk serve"));
     let own = std::process::id().to_string();

@@ -34,6 +34,14 @@ impl Qmp {
         Ok(qmp)
     }
 
+    /// The process that listens on the socket, if it is in a PID namespace that this process sees. It is not QEMU if
+    /// QEMU was given a socket that another program had opened, as by libvirt.
+    pub fn listener(&self) -> Option<u32> {
+        let peer = rustix::net::sockopt::socket_peercred(self.0.get_ref()).ok()?;
+        let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).ok()?;
+        (pid > 0).then_some(pid)
+    }
+
     /// Executes a command; events that arrive meanwhile are skipped.
     ///
     /// # Errors

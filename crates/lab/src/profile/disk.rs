@@ -31,6 +31,10 @@ pub struct Counters {
     pub measured: u64,
     /// The sum of their times, by stage.
     pub sum_ns: [u64; STAGES.len()],
+    /// Completed reads and writes.
+    pub operations: [u64; 2],
+    /// Their bytes.
+    pub bytes: [u64; 2],
     /// Limits, such as `iops=500`; empty if there are none.
     pub limits: String,
     /// Requests that failed, and wait for the storage to work again.
@@ -100,22 +104,25 @@ impl DiskCounters {
         })
     }
 
-    /// The limits of the disks, and how much of them was used by so many requests per second.
-    pub fn limit(&self, requests: Option<&Requests>) -> Option<Limit> {
-        let limited: Vec<&Counters> = self
+    /// The limits of the disks, and how much of the one that is used most was used since `before`. If several disks were
+    /// in use, or none, the use is unknown.
+    pub fn limit(&self, before: Option<&DiskCounters>) -> Option<Limit> {
+        let in_use: Vec<(&Counters, &Counters)> = self
             .disks
-            .values()
-            .filter(|disk| !disk.limits.is_empty())
+            .iter()
+            .filter_map(|(name, now)| Some((now, before?.disks.get(name)?)))
+            .filter(|(now, then)| now.requests > then.requests)
             .collect();
-        let first = limited.first()?;
-        let total = first.limits.split(',').find_map(|word| {
-            let number = word.strip_prefix("iops=")?;
-            number.parse::<f64>().ok().filter(|iops| *iops > 0.0)
-        });
-        let used = requests.zip(total).filter(|_| self.disks.len() == 1);
+        if let [(now, then)] = in_use[..] {
+            return (!now.limits.is_empty()).then(|| Limit {
+                text: now.limits.clone(),
+                used: now.limit_used(then),
+            });
+        }
+        let mut limits = self.disks.values().map(|disk| &disk.limits);
         Some(Limit {
-            text: first.limits.clone(),
-            used: used.map(|(requests, total)| requests.per_s / total),
+            text: limits.find(|limits| !limits.is_empty())?.clone(),
+            used: None,
         })
     }
 
@@ -127,6 +134,33 @@ impl DiskCounters {
 }
 
 impl Counters {
+    /// The largest share of a limit that was used since `before`.
+    fn limit_used(&self, before: &Counters) -> Option<f64> {
+        let seconds = self.at_ns.saturating_sub(before.at_ns) as f64 / 1e9;
+        let of = |now: [u64; 2], then: [u64; 2]| {
+            [0, 1].map(|kind| now[kind].saturating_sub(then[kind]) as f64 / seconds)
+        };
+        let ([reads, writes], [read, written]) = (
+            of(self.operations, before.operations),
+            of(self.bytes, before.bytes),
+        );
+        let used = self.limits.split(',').filter_map(|word| {
+            let (key, value) = word.split_once('=')?;
+            let rate = match key {
+                "iops" => reads + writes,
+                "iops_rd" => reads,
+                "iops_wr" => writes,
+                "bps" => read + written,
+                "bps_rd" => read,
+                "bps_wr" => written,
+                _ => return None,
+            };
+            let limit = value.parse::<f64>().ok().filter(|limit| *limit > 0.0)?;
+            (seconds > 0.0).then_some(rate / limit)
+        });
+        used.max_by(f64::total_cmp)
+    }
+
     fn parse(disk: &Value) -> Counters {
         let stats = &disk["stats"];
         let number = |value: &Value| value.as_u64().unwrap_or(0);
@@ -141,6 +175,10 @@ impl Counters {
             let add = |sum: &mut u64, value: &Value| *sum = sum.saturating_add(number(value));
             add(&mut counters.requests, &its["operations"]);
             add(&mut counters.requests, &its["errors"]);
+            if let Some(at) = ["read", "write"].iter().position(|its| *its == kind) {
+                add(&mut counters.operations[at], &its["operations"]);
+                add(&mut counters.bytes[at], &its["bytes"]);
+            }
             add(&mut counters.measured, &its["latency"]["total"]["count"]);
             for (sum, stage) in counters.sum_ns.iter_mut().zip(STAGES) {
                 add(sum, &its["latency"][stage]["sum-ns"]);
@@ -194,7 +232,7 @@ mod tests {
         let stages = requests.stages.unwrap();
         assert_eq!((stages.limit_ns, stages.engine_ns), (600.0, 300.0));
         assert_eq!(after.polled_ns[&77], 15);
-        let limit = after.limit(Some(&requests)).unwrap();
+        let limit = after.limit(Some(&before)).unwrap();
         assert_eq!((limit.text.as_str(), limit.used), ("iops=200", Some(0.5)));
         assert_eq!(before.since(&before), None);
     }
@@ -221,7 +259,7 @@ mod tests {
             let (before, after) = (DiskCounters::parse(&reply(0), &[]), DiskCounters::parse(&reply(4), &[]));
             if let Some(requests) = after.since(&before) {
                 prop_assert!(requests.per_s >= 0.0 && requests.mean_ns >= 0.0);
-                let _ = after.limit(Some(&requests));
+                let _ = after.limit(Some(&before));
             }
             let _ = after.stalled();
         }

@@ -78,7 +78,7 @@ impl Readings {
         let threads = self.threads_in(ticks, seconds);
         let (before, after) = edges_of_disk(ticks);
         let requests = before.zip(after).and_then(|(from, to)| to.since(from));
-        let limit = after.and_then(|disk| disk.limit(requests.as_ref()));
+        let limit = after.and_then(|disk| disk.limit(before));
         let used = |(name, (to, from)): (&String, (&DeviceCounters, &DeviceCounters))| {
             device(name, to, from, seconds)
         };

@@ -36,6 +36,14 @@ pub fn wchan(pid: u32, thread: i32) -> Option<String> {
     (!name.is_empty() && name != "0" && name.len() < 80).then(|| name.to_owned())
 }
 
+/// The id of a thread in its own PID namespace, from the text of `/proc/PID/task/TID/status`.
+pub fn innermost_id(status: &str) -> Option<i32> {
+    let ids = status
+        .lines()
+        .find_map(|line| line.strip_prefix("NSpid:"))?;
+    ids.split_ascii_whitespace().last()?.parse().ok()
+}
+
 /// What a block device has done, from `/sys/dev/block/MAJOR:MINOR/stat`. Times in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceCounters {
@@ -202,6 +210,13 @@ mod tests {
         assert!(!open_disks(std::process::id()).unwrap().contains(&disk));
     }
 
+    #[test]
+    fn threads_have_an_id_in_each_namespace() {
+        assert_eq!(innermost_id("Pid:\t12\nNSpid:\t12\t3\n"), Some(3));
+        assert_eq!(innermost_id("Pid:\t12\nNSpid:\t12\n"), Some(12));
+        assert_eq!(innermost_id("Pid:\t12\n"), None);
+    }
+
     proptest! {
         #[test]
         fn any_text_is_parsed_or_refused(text in "[ -~\n]{0,120}|([0-9]{1,22} ){0,20}") {
@@ -209,6 +224,7 @@ mod tests {
             let _ = DeviceCounters::parse(&text);
             let _ = pressure_us(&text, "some");
             let _ = is_open_for_writing(&text);
+            let _ = innermost_id(&text);
             let _ = harness::cpu::ThreadUsage::parse(&text, &text);
         }
     }

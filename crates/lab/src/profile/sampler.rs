@@ -335,17 +335,24 @@ impl Reader {
             let Some(stat) = Stat::of(pid, tid) else {
                 continue;
             };
-            let role = match self.works_for_the_disk(&stat.name) {
-                true => Role::KernelWorker,
-                false => Role::Host,
-            };
-            // A kworker has the name of its last work queue: keep the role that it had when it worked for the disk.
-            let before = self.threads.get(&tid).map(|thread| thread.role);
-            let role = before
-                .filter(|its| *its == Role::KernelWorker)
-                .unwrap_or(role);
-            self.saw(tick, pid, tid, stat.name, role, usage);
+            self.saw_kernel_thread(tick, tid, stat.name, usage);
         }
+    }
+
+    fn saw_kernel_thread(&mut self, tick: &mut Tick, tid: i32, name: String, usage: ThreadUsage) {
+        let pid = tid.unsigned_abs();
+        if self.works_for_the_disk(&name) {
+            return self.saw(tick, pid, tid, name, Role::KernelWorker, usage);
+        }
+        // A kworker has the name of its last work queue: keep the role that it had when it worked for the disk, and the
+        // name that tells why it has this role.
+        let before = self.threads.get(&tid);
+        let before = before.filter(|thread| thread.role == Role::KernelWorker);
+        let (name, role) = match before {
+            Some(thread) => (thread.name.clone(), thread.role),
+            None => (name, Role::Host),
+        };
+        self.saw(tick, pid, tid, name, role, usage);
     }
 
     fn works_for_the_disk(&self, name: &str) -> bool {
@@ -399,5 +406,29 @@ impl Reader {
         shared.threads.clone_from(&self.threads);
         shared.threads_left_out = self.left_out;
         shared.problems.clone_from(&self.problems);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kworker_keeps_the_name_with_which_it_worked_for_the_disk() {
+        let targets = Targets {
+            devices: vec![("254:0".into(), "vda".into())],
+            ..Targets::default()
+        };
+        let mut reader = Reader::new(targets, Arc::default());
+        let mut named = |name: &str| {
+            reader.saw_kernel_thread(&mut Tick::default(), 7, name.into(), ThreadUsage::default());
+            let thread = &reader.threads[&7];
+            (thread.name.clone(), thread.role)
+        };
+        let events = ("kworker/1:1-events".to_owned(), Role::Host);
+        assert_eq!(named("kworker/1:1-events"), events);
+        let of_disk = ("kworker/1:1-dio/vda".to_owned(), Role::KernelWorker);
+        assert_eq!(named("kworker/1:1-dio/vda"), of_disk);
+        assert_eq!(named("kworker/1:1-virtio_vsock"), of_disk);
     }
 }

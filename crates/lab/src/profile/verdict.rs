@@ -211,8 +211,8 @@ fn undecided(because: impl AsRef<str>) -> Verdict {
 /// The causes of a part of the time, with their shares.
 fn causes(part: Part, share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let cause = match part {
-        Part::Unsent => unsent(share, measured),
-        Part::Transport => transport(share, measured),
+        Part::Unsent => return unsent(share, measured),
+        Part::Transport => return transport(share, measured),
         Part::Limit => limit(share, measured),
         Part::Image => Cause::new(
             Stage::Image,
@@ -222,8 +222,8 @@ fn causes(part: Part, share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
             ),
         ),
         Part::Engine => return engine(share, measured),
-        Part::Back => back(share, measured),
-        Part::Qemu => in_qemu(share, measured),
+        Part::Back => return back(share, measured),
+        Part::Qemu => return in_qemu(share, measured),
         Part::Device => Cause::new(
             Stage::Storage,
             format!(
@@ -236,7 +236,7 @@ fn causes(part: Part, share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     vec![(share, cause)]
 }
 
-fn unsent(share: f64, measured: &Measurement) -> Cause {
+fn unsent(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let idle = format!(
         "the disk has no request in flight for {} of the time",
         percent(share)
@@ -244,23 +244,20 @@ fn unsent(share: f64, measured: &Measurement) -> Cause {
     // Until the server fetches a request, only the guest knows of it.
     let hides = measured.guest.is_none();
     if let Some(thread) = busy(measured, Role::Server).filter(|_| hides) {
-        return Cause::new(
-            Stage::Server,
-            format!(
-                "{}, while the disk's requests wait in the guest's ring",
-                is_busy(thread)
-            ),
+        let evidence = format!(
+            "{}, while the disk's requests wait in the guest's ring",
+            is_busy(thread)
         );
+        return vec![(share, Cause::new(Stage::Server, evidence))];
     }
     let on_path: &[Role] = match hides {
         true => &[Role::Server, Role::IoThread, Role::Client],
         false => &[Role::Client],
     };
-    if let Some(cause) = starved(&idle, measured, on_path) {
-        return cause;
-    }
+    let lacking = starved(measured, on_path);
     if let Some(thread) = busy(measured, Role::Client) {
-        return Cause::new(Stage::Client, format!("{}, and {idle}", is_busy(thread)));
+        let client = Cause::new(Stage::Client, format!("{}, and {idle}", is_busy(thread)));
+        return divided(share, lacking, &idle, client);
     }
     let vcpus = match (busy(measured, Role::Vcpu), measured.role(Role::Vcpu)) {
         (Some(thread), _) => format!("; the guest computes: {}", is_busy(thread)),
@@ -273,22 +270,42 @@ fn unsent(share: f64, measured: &Measurement) -> Cause {
             _ => String::new(),
         },
     };
-    Cause::new(Stage::Guest, format!("{idle}{vcpus}"))
+    let guest = Cause::new(Stage::Guest, format!("{idle}{vcpus}"));
+    divided(share, lacking, &idle, guest)
 }
 
-/// The cause if a vCPU, or a thread of one of these roles, lacks CPU time.
-fn starved(what: &str, measured: &Measurement, on_path: &[Role]) -> Option<Cause> {
+/// A vCPU, or a thread of one of these roles, that lacks CPU time.
+fn starved<'a>(measured: &'a Measurement, on_path: &[Role]) -> Option<(Stage, &'a ThreadShare)> {
     let vcpu = delayed(measured, Role::Vcpu).map(|thread| (Stage::StarvedVcpu, thread));
-    let others = on_path.iter().filter_map(|role| delayed(measured, *role));
-    let others = others.map(|thread| (Stage::StarvedThread, thread));
-    let (stage, thread) = vcpu.into_iter().chain(others).next()?;
-    Some(Cause::new(
-        stage,
-        format!("{}, and {what}", is_delayed(thread)),
-    ))
+    vcpu.or_else(|| most_delayed(measured, on_path))
 }
 
-fn transport(share: f64, measured: &Measurement) -> Cause {
+/// The thread of these roles that lacks most CPU time.
+fn most_delayed<'a>(measured: &'a Measurement, roles: &[Role]) -> Option<(Stage, &'a ThreadShare)> {
+    let delayed = roles.iter().filter_map(|role| delayed(measured, *role));
+    let most = delayed.max_by(|a, b| a.share.total_cmp(&b.share))?;
+    Some((Stage::StarvedThread, most))
+}
+
+/// Divides a part of the time between a thread that lacks CPU time and another cause. While the thread waits for a CPU, it
+/// can do nothing for the requests; the rest of the part has the other cause.
+fn divided(
+    share: f64,
+    lacking: Option<(Stage, &ThreadShare)>,
+    what: &str,
+    other: Cause,
+) -> Vec<(f64, Cause)> {
+    let Some((stage, thread)) = lacking else {
+        return vec![(share, other)];
+    };
+    let evidence = format!("{}, and {what}", is_delayed(thread));
+    vec![
+        (share * (1.0 - thread.share), other),
+        (share * thread.share, Cause::new(stage, evidence)),
+    ]
+}
+
+fn transport(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let way = format!(
         "requests spend {} of the time between the guest and the server of the disk",
         percent(share)
@@ -299,23 +316,22 @@ fn transport(share: f64, measured: &Measurement) -> Cause {
         (Role::Client, Stage::Client),
     ] {
         if let Some(thread) = busy(measured, role) {
-            return Cause::new(stage, format!("{}, and {way}", is_busy(thread)));
+            let cause = Cause::new(stage, format!("{}, and {way}", is_busy(thread)));
+            return vec![(share, cause)];
         }
     }
-    let on_path = [Role::Server, Role::IoThread, Role::Client];
-    if let Some(cause) = starved(&way, measured, &on_path) {
-        return cause;
-    }
-    if let Some(thread) = busy(measured, Role::Vcpu) {
-        return Cause::new(Stage::Guest, format!("{way}, and {}", is_busy(thread)));
-    }
-    Cause::new(
-        Stage::Undecided,
-        format!(
-            "{way}, in notifications and wake-ups, and {}",
-            others(measured)
+    let other = match busy(measured, Role::Vcpu) {
+        Some(thread) => Cause::new(Stage::Guest, format!("{way}, and {}", is_busy(thread))),
+        None => Cause::new(
+            Stage::Undecided,
+            format!(
+                "{way}, in notifications and wake-ups, and {}",
+                others(measured)
+            ),
         ),
-    )
+    };
+    let on_path = [Role::Server, Role::IoThread, Role::Client];
+    divided(share, starved(measured, &on_path), &way, other)
 }
 
 fn limit(share: f64, measured: &Measurement) -> Cause {
@@ -335,8 +351,6 @@ fn limit(share: f64, measured: &Measurement) -> Cause {
     }
 }
 
-/// While a thread of the path waits for a CPU, it cannot take a completed request: that part of the time is not the
-/// storage's.
 fn engine(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let below = format!(
         "requests spend {} of the time in the storage",
@@ -352,15 +366,8 @@ fn engine(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     if let Some(cause) = busy_thread(&below, measured, &roles) {
         return vec![(share, cause)];
     }
-    let delayed = roles.into_iter().filter_map(|role| delayed(measured, role));
-    let delayed = delayed.max_by(|a, b| a.share.total_cmp(&b.share));
-    let lost = delayed.map_or(0.0, |thread| thread.share);
-    let mut causes = vec![(share * (1.0 - lost), storage(below.clone(), measured))];
-    causes.extend(delayed.map(|thread| {
-        let evidence = format!("{}, and {below}", is_delayed(thread));
-        (share * lost, Cause::new(Stage::StarvedThread, evidence))
-    }));
-    causes
+    let other = storage(below.clone(), measured);
+    divided(share, most_delayed(measured, &roles), &below, other)
 }
 
 fn storage(below: String, measured: &Measurement) -> Cause {
@@ -407,27 +414,24 @@ fn storage(below: String, measured: &Measurement) -> Cause {
     )
 }
 
-fn back(share: f64, measured: &Measurement) -> Cause {
+fn back(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let way = format!(
         "completed requests wait {} of the time until the guest is told",
         percent(share)
     );
     if let Some(thread) = busy(measured, Role::Server) {
-        return Cause::new(Stage::Server, format!("{}, and {way}", is_busy(thread)));
+        let cause = Cause::new(Stage::Server, format!("{}, and {way}", is_busy(thread)));
+        return vec![(share, cause)];
     }
-    if let Some(thread) = delayed(measured, Role::Server) {
-        return Cause::new(
-            Stage::StarvedThread,
-            format!("{}, and {way}", is_delayed(thread)),
-        );
-    }
-    Cause::new(
+    let other = Cause::new(
         Stage::Undecided,
-        format!("{way}, but the I/O thread is neither busy nor waits for a CPU"),
-    )
+        format!("{way}, but the I/O thread is not busy, and usually does not wait for a CPU"),
+    );
+    let lacking = most_delayed(measured, &[Role::Server]);
+    divided(share, lacking, &way, other)
 }
 
-fn in_qemu(share: f64, measured: &Measurement) -> Cause {
+fn in_qemu(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let inside = format!(
         "requests spend {} of the time between the guest and the block device",
         percent(share)
@@ -435,35 +439,31 @@ fn in_qemu(share: f64, measured: &Measurement) -> Cause {
     if let Some(limit) = &measured.limit
         && let Some(used) = limit.used.filter(|used| *used >= LIMIT_REACHED)
     {
-        return Cause::new(
-            Stage::Limit,
-            format!("{} of {} is used, and {inside}", percent(used), limit.text),
-        );
+        let evidence = format!("{} of {} is used, and {inside}", percent(used), limit.text);
+        return vec![(share, Cause::new(Stage::Limit, evidence))];
     }
     if let Some(cause) = busy_thread(&inside, measured, &PATH) {
-        return cause;
+        return vec![(share, cause)];
     }
-    if let Some(cause) = starved(&inside, measured, &PATH) {
-        return cause;
-    }
-    if let Some(thread) = busy(measured, Role::Vcpu) {
-        return Cause::new(Stage::Guest, format!("{inside}, and {}", is_busy(thread)));
-    }
-    if measured.role(Role::Messenger).is_some() && burdened(measured).is_none() {
-        return Cause::new(
+    let waits_for_cluster =
+        measured.role(Role::Messenger).is_some() && burdened(measured).is_none();
+    let other = match busy(measured, Role::Vcpu) {
+        Some(thread) => Cause::new(Stage::Guest, format!("{inside}, and {}", is_busy(thread))),
+        None if waits_for_cluster => Cause::new(
             Stage::Storage,
             format!(
                 "{inside}, and neither librbd's threads nor QEMU's are busy, so the cluster is waited for"
             ),
-        );
-    }
-    Cause::new(
-        Stage::Undecided,
-        format!(
-            "{inside}, whose stages QEMU does not report, and {}",
-            others(measured)
         ),
-    )
+        None => Cause::new(
+            Stage::Undecided,
+            format!(
+                "{inside}, whose stages QEMU does not report, and {}",
+                others(measured)
+            ),
+        ),
+    };
+    divided(share, starved(measured, &PATH), &inside, other)
 }
 
 /// The cause if a thread of one of these roles is busy all the time. With threads of two roles, it is undecided.

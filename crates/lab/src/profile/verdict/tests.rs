@@ -203,10 +203,17 @@ fn starved_vcpu() {
     };
     let with = |on_cpu, runnable| served(1_000.0, [0.0, 0.0, 100.0, 10.0], roles(on_cpu, runnable));
     expect(
-        &with(0.5, 0.48),
+        &with(0.3, 0.68),
         Stage::StarvedVcpu,
-        &["48 %", "no request in flight"],
+        &["68 %", "no request in flight"],
     );
+    // Near misses: it waits for less than half of the time in which the disk has no request.
+    expect(
+        &with(0.5, 0.48),
+        Stage::Undecided,
+        &["guest accounts for 46 %", "starved-vcpu for another 43 %"],
+    );
+    expect(&with(0.45, 0.3), Stage::Guest, &["no request in flight"]);
     // A near miss: it waits a little, because it runs nearly all the time.
     expect(&with(0.75, 0.24), Stage::Guest, &[]);
     expect(&with(0.3, 0.1), Stage::Guest, &[]);
@@ -317,10 +324,10 @@ fn time_between_guest_and_server() {
         &["notifications", "no thread runs for 90 %"],
     );
     let starved = vec![
-        thread(Role::Vcpu, 0.5, 0.45),
+        thread(Role::Vcpu, 0.2, 0.75),
         thread(Role::Server, 0.1, 0.0),
     ];
-    expect(&view(starved), Stage::StarvedVcpu, &["45 %"]);
+    expect(&view(starved), Stage::StarvedVcpu, &["75 %"]);
 }
 
 #[test]
@@ -403,6 +410,20 @@ fn disks_of_qemu() {
         ..in_qemu(main_loop(0.5), Vec::new())
     };
     expect(&limited, Stage::Limit, &["iops=10000"]);
+    let io_thread = |on_cpu, runnable| {
+        let roles = vec![
+            thread(Role::MainLoop, 0.01, 0.0),
+            thread(Role::IoThread, on_cpu, runnable),
+        ];
+        in_qemu(roles, Vec::new())
+    };
+    expect(&io_thread(0.2, 0.75), Stage::StarvedThread, &["75 %"]);
+    // A near miss: it does not wait for a CPU in most of the time.
+    expect(
+        &io_thread(0.04, 0.39),
+        Stage::Undecided,
+        &["39 %", "does not explain it"],
+    );
 }
 
 #[test]
