@@ -57,14 +57,20 @@ pub fn has_command(text: &str) -> bool {
 /// The machine type without its version, and the version: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `pc-q35-focal`, `q35`.
 pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
     let machine = machine.split('+').next().unwrap_or(machine);
-    // Ubuntu's variants for guests with much memory or many CPUs.
-    let machine = machine.strip_suffix("-maxcpus").unwrap_or(machine);
-    let machine = machine.strip_suffix("-hpb").unwrap_or(machine);
+    // Ubuntu's variants for guests with much memory or many CPUs, its first variant of upstream's `pc-1.0`, and POWER's
+    // variants with mitigations of Spectre.
+    let machine = ["-maxcpus", "-hpb", "-precise", "-sxxm"]
+        .into_iter()
+        .fold(machine, |name, end| name.strip_suffix(end).unwrap_or(name));
     let name = |name: &str| match name {
         "pc-q35" => "q35",
         "pc-i440fx" => "pc",
         _ => "",
     };
+    // `rhel6.6.0` is a variant of `pc`.
+    if let Some(Ok(rhel)) = machine.strip_prefix("rhel").map(str::parse) {
+        return ("pc", Some(rhel_machine(rhel)));
+    }
     let Some((before, version)) = machine.rsplit_once('-') else {
         return (machine, None);
     };
@@ -96,7 +102,8 @@ pub fn machine_version(machine: &str) -> (&str, Option<Version>) {
 /// does not discard, as up to 3.1.
 fn rhel_machine(rhel: Version) -> Version {
     match rhel {
-        Version(..=7, ..) => Version(2, 12, 0),
+        Version(..=6, ..) => Version(0, 12, 0),
+        Version(7, ..) => Version(2, 12, 0),
         Version(8, 0, _) => Version(3, 1, 0),
         Version(8, 1, _) => Version(4, 1, 0),
         Version(8, 2, _) => Version(4, 2, 0),
@@ -114,6 +121,10 @@ fn rhel_machine(rhel: Version) -> Version {
 /// The upstream machine type of an Ubuntu release: that of its QEMU (Ubuntu's `define-ubuntu-machine-types.patch`).
 fn ubuntu_machine(release: &str) -> Option<Version> {
     Some(match release {
+        "trusty" => Version(2, 0, 0),
+        "utopic" => Version(2, 1, 0),
+        "vivid" => Version(2, 2, 0),
+        "wily" => Version(2, 3, 0),
         "xenial" => Version(2, 5, 0),
         "yakkety" => Version(2, 6, 0),
         "zesty" => Version(2, 8, 0),
@@ -541,6 +552,15 @@ mod tests {
         for (machine, expected) in [
             ("pc-q35-8.2", ("q35", Some(Version(8, 2, 0)))),
             ("pc-i440fx-rhel7.6.0", ("pc", Some(Version(2, 12, 0)))),
+            ("rhel6.6.0", ("pc", Some(Version(0, 12, 0)))),
+            ("rhel", ("rhel", None)),
+            ("pc-1.0-precise", ("pc", Some(Version(1, 0, 0)))),
+            ("pc-i440fx-trusty", ("pc", Some(Version(2, 0, 0)))),
+            ("pc-i440fx-utopic", ("pc", Some(Version(2, 1, 0)))),
+            ("pc-i440fx-vivid", ("pc", Some(Version(2, 2, 0)))),
+            ("pc-i440fx-wily", ("pc", Some(Version(2, 3, 0)))),
+            ("pseries-2.12-sxxm", ("pseries", Some(Version(2, 12, 0)))),
+            ("pseries-focal-sxxm", ("pseries", Some(Version(4, 2, 0)))),
             ("pc-i440fx-xenial", ("pc", Some(Version(2, 5, 0)))),
             ("pc-i440fx-bionic-hpb", ("pc", Some(Version(2, 11, 0)))),
             ("pc-q35-focal", ("q35", Some(Version(4, 2, 0)))),
