@@ -38,7 +38,7 @@ pub fn roles_in(
     // Two containers use the same numbers, so they prove nothing.
     let is_visible = ids.iter().all(|(inner, outer)| inner == outer);
     let has_all = !told.is_empty() && told.keys().all(|tid| ids.contains_key(tid));
-    if !is_listener && !(is_visible && has_all) {
+    if !(is_listener || is_visible && has_all) {
         return None;
     }
     let roles = told
