@@ -12,6 +12,7 @@ mod graph;
 mod json;
 mod line;
 mod options;
+mod options_of_disks;
 mod pairs;
 mod script;
 mod word;
@@ -20,6 +21,7 @@ mod words;
 pub use convert::{from_ringdisk, to_ringdisk};
 pub use edit::edits;
 pub use editor::ParsedCommand;
+pub use options_of_disks::{Options, options_of_disks};
 pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};
