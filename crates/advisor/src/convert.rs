@@ -51,6 +51,27 @@ pub fn convert(inputs: Vec<Input>, direction: Direction) -> Result<Converted, St
     }
 }
 
+/// The disks that ringdisk cannot serve, by the numbers of the VM and of the disk, with the reasons. A reason is empty if
+/// the disk is not one that QEMU serves.
+pub fn refused(input: Input) -> BTreeMap<(usize, usize), String> {
+    let mut conversion = Conversion::default();
+    let before: Vec<usize> = input.vms.iter().map(|vm| vm.disks.len()).collect();
+    let changed = conversion.input(input);
+    let mut refused: BTreeMap<_, _> = conversion.refused.into_iter().collect();
+    for (vm, disks) in before.into_iter().enumerate() {
+        for disk in 0..disks {
+            let machine = changed.vms.get(vm);
+            let found = machine.and_then(|machine| machine.disks.get(disk));
+            let bus = found.and_then(|disk| disk.table.word("disk.bus"));
+            if bus != Some("vhost-user-blk") {
+                let why = || "its changes overlap with those of another VM".to_owned();
+                refused.entry((vm, disk)).or_insert_with(why);
+            }
+        }
+    }
+    refused
+}
+
 /// A configuration as a patch that creates a new file.
 pub fn as_new_file(config: &str) -> String {
     let diff = similar::TextDiff::from_lines("", config);
@@ -85,6 +106,8 @@ fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
 #[derive(Default)]
 struct Conversion {
     messages: Vec<String>,
+    /// The disks that are not converted: the numbers of the VM and of the disk, and the reason.
+    refused: Vec<((usize, usize), String)>,
     config: String,
     names: Names,
     groups: Names,
@@ -120,18 +143,19 @@ impl Conversion {
     fn input(&mut self, input: Input) -> Input {
         // Split by VM, because the text is read again after the changes.
         let Some(machines) = machines(&input) else {
-            return (0..input.vms.len()).fold(input, |input, vm| self.vm(input, vm));
+            return (0..input.vms.len()).fold(input, |input, vm| self.vm(input, vm, vm));
         };
         let mut edits = Vec::new();
-        for (vm, machine) in input.vms.iter().zip(machines) {
-            let moved = self.vm(machine, 0);
+        for (number, (vm, machine)) in input.vms.iter().zip(machines).enumerate() {
+            let moved = self.vm(machine, 0, number);
             edits.push(Edit::replace(vm.span, moved.sources[0].text.as_str()));
         }
         with_edits(&input, &edits).unwrap_or(input)
     }
 
     /// Converts the disks of a VM: all that can be converted, or none if the VM cannot have vhost-user disks.
-    fn vm(&mut self, input: Input, index: usize) -> Input {
+    /// `number` is the VM's number in the whole input.
+    fn vm(&mut self, input: Input, index: usize, number: usize) -> Input {
         let vm = &input.vms[index];
         let parsed = ParsedInput::new(&input);
         let (mut candidates, mut unchanged) = (Vec::new(), Vec::new());
@@ -174,6 +198,7 @@ impl Conversion {
                 self.messages
                     .push(format!("{} {disk} is not converted: {reason}", vm.name));
             }
+            self.refused.push(((number, at), reason));
         }
         let mut groups: BTreeMap<String, String> = BTreeMap::new();
         for Candidate {

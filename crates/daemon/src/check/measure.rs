@@ -10,6 +10,7 @@ mod target;
 mod tests;
 mod text;
 
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
@@ -24,7 +25,7 @@ use ::lab::run::progress::Display;
 use ::lab::run::trial::accel_of_guests;
 use ::lab::run::{self, Options};
 use advisor::check::Finding;
-use advisor::convert::{self, Direction};
+use advisor::convert;
 use advisor::facts::Facts;
 use advisor::fix::{self, Wanted};
 use advisor::input::Input;
@@ -142,7 +143,9 @@ pub fn run(
         let began = Instant::now();
         match measure(args, &target, each, &means, &stop) {
             Ok((folder, journal)) => {
-                outcome.add(target, &folder, &Analysis::of(&journal), began.elapsed())
+                let is_complete = !stop.is_wanted();
+                let analysis = Analysis::of(&journal);
+                outcome.add(target, &folder, &analysis, began.elapsed(), is_complete);
             }
             Err(why) => outcome.skip(target, why),
         }
@@ -376,11 +379,8 @@ impl Plans {
     }
 }
 
-/// Which disks of an input ringdisk could serve, after its fixes.
-struct Converted {
-    converted: Option<Input>,
-    why: String,
-}
+/// The disks of an input that ringdisk cannot serve after the input's fixes, with the reasons; or why it cannot be fixed.
+struct Converted(Result<BTreeMap<(usize, usize), String>, String>);
 
 impl Converted {
     fn of(input: &Input, context: &Context<'_>) -> Self {
@@ -390,19 +390,8 @@ impl Converted {
             context.facts,
             Wanted::default(),
         );
-        let converted = fixed
-            .map_err(|e| e.to_string())
-            .and_then(|fixed| convert::convert(vec![fixed.input], Direction::ToRingdisk));
-        match converted {
-            Ok(mut converted) => Self {
-                converted: converted.inputs.pop(),
-                why: converted.messages.join("; "),
-            },
-            Err(why) => Self {
-                converted: None,
-                why,
-            },
-        }
+        let refused = fixed.map(|fixed| convert::refused(fixed.input));
+        Self(refused.map_err(|e| e.to_string()))
     }
 
     /// Whether ringdisk can serve a disk.
@@ -410,45 +399,97 @@ impl Converted {
     /// # Errors
     /// It cannot, and why.
     fn moves(&self, vm: usize, disk: usize) -> Result<(), String> {
-        let found = self
-            .converted
-            .as_ref()
-            .and_then(|input| input.vms.get(vm)?.disks.get(disk));
-        match found.map(|disk| disk.table.word("disk.bus")) {
-            Some(Some("vhost-user-blk")) => Ok(()),
-            _ => Err(self.why.clone()),
+        let refused = self.0.as_ref().map_err(String::clone)?;
+        match refused.get(&(vm, disk)) {
+            None => Ok(()),
+            Some(why) if why.is_empty() => Err("QEMU does not serve the disk".into()),
+            Some(why) => Err(why.clone()),
         }
     }
 }
 
+/// Writes the plan of the only disk; if it has a second one, which starts with an empty disk, to a file beside the first.
 fn write_plan(file: &Path, plans: &Plans, report: &Report, budget: Duration) -> Result<(), String> {
     for line in outcome::not_measured(&plans.not_measured, &report.findings) {
         eprintln!("ringdisk: not measured: {line}");
     }
-    let target = match plans.targets.as_slice() {
-        [target] => target,
-        [] => return Err("there is no finding that the lab can measure".into()),
-        several => {
-            let disks: Vec<String> = several
-                .iter()
-                .map(|target| format!("'{}'", target.disks[0]))
-                .collect();
-            return Err(format!(
-                "{} disks have plans of their own; select one with --disk: {}",
-                several.len(),
-                disks.join(", ")
-            ));
-        }
+    let Some(first) = plans.targets.first() else {
+        return Err("there is no finding that the lab can measure".into());
     };
-    for line in &target.left_out {
-        eprintln!("ringdisk: not in the plan: {line}");
+    if let several @ [_, _, ..] = &different_disks(&plans.targets)[..] {
+        return Err(format!(
+            "{} disks have plans of their own; select one with --disk: {}",
+            several.len(),
+            several.join(", ")
+        ));
     }
-    let text = target.text(budget, boot_time(Load::Guests, Accel::Kvm));
-    if file == Path::new("-") {
-        super::print(&text);
+    let write = |file: &Path, target: &Target| {
+        for line in &target.left_out {
+            eprintln!("ringdisk: not in the plan: {line}");
+        }
+        let text = target.text(budget, boot_time(Load::Guests, Accel::Kvm));
+        std::fs::write(file, text)
+            .map_err(|e| format!("{}: cannot be written: {e}", file.display()))
+    };
+    if file != Path::new("-") {
+        write(file, first)?;
+        for target in &plans.targets[1..] {
+            let beside = beside(file);
+            write(&beside, target)?;
+            eprintln!(
+                "ringdisk: {} has the comparisons that start with an empty disk: {}",
+                beside.display(),
+                of_findings(target)
+            );
+        }
         return Ok(());
     }
-    std::fs::write(file, text).map_err(|e| format!("{}: cannot be written: {e}", file.display()))
+    for line in &first.left_out {
+        eprintln!("ringdisk: not in the plan: {line}");
+    }
+    for target in &plans.targets[1..] {
+        eprintln!(
+            "ringdisk: not in the plan, because it starts with an empty disk: {}; --plan=FILE writes a second plan for it",
+            of_findings(target)
+        );
+    }
+    super::print(&first.text(budget, boot_time(Load::Guests, Accel::Kvm)));
+    Ok(())
+}
+
+/// The disks with plans of their own, quoted. A disk's second plan, which starts with an empty disk, counts with its first.
+fn different_disks(targets: &[Target]) -> Vec<String> {
+    let mut seen: Vec<&Target> = Vec::new();
+    for target in targets {
+        let is_same = |other: &&Target| {
+            let mut disks = target.disks.iter();
+            disks.any(|disk| other.disks.contains(disk))
+        };
+        if !seen.iter().any(is_same) {
+            seen.push(target);
+        }
+    }
+    let label = |target: &&Target| format!("'{}'", target.disks[0]);
+    seen.iter().map(label).collect()
+}
+
+/// The rules that a plan is about.
+fn of_findings(target: &Target) -> String {
+    let measured = target.comparisons();
+    let names = measured.filter(|comparison| !comparison.findings.is_empty());
+    let names: Vec<&str> = names.map(|comparison| comparison.name).collect();
+    names.join(", ")
+}
+
+/// The file of a disk's second plan: `plan-thin.toml` beside `plan.toml`.
+fn beside(file: &Path) -> PathBuf {
+    let mut name = file.file_stem().unwrap_or_default().to_owned();
+    name.push("-thin");
+    if let Some(extension) = file.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    file.with_file_name(name)
 }
 
 /// The time that a configuration takes to start.

@@ -34,7 +34,12 @@ struct Measured {
     took: Duration,
     /// Why the plan did not run, or some of its configurations did not.
     problems: Vec<String>,
+    /// Whether the plan ran to its end.
+    is_complete: bool,
 }
+
+/// What a report says of a run that the user ended.
+const INTERRUPTED: &str = "interrupted; the report is of what was measured until then";
 
 impl Outcome {
     pub fn new(not_measured: Vec<NotMeasured>, accel: Accel, load: Load) -> Self {
@@ -49,8 +54,15 @@ impl Outcome {
         }
     }
 
-    /// Adds what the lab measured.
-    pub fn add(&mut self, target: Target, folder: &Path, analysis: &Analysis, took: Duration) {
+    /// Adds what the lab measured; if it was interrupted, until then.
+    pub fn add(
+        &mut self,
+        target: Target,
+        folder: &Path,
+        analysis: &Analysis,
+        took: Duration,
+        is_complete: bool,
+    ) {
         let gains = target.comparisons().map(|comparison| {
             let mut gains = gains(analysis, &comparison, self.caveat);
             // Those loads first that the rule is about.
@@ -63,7 +75,7 @@ impl Outcome {
             .zip(&gains)
             .filter(|(_, gains)| gains.is_empty());
         let problems = missing.map(|(comparison, _)| {
-            let why = why_missing(analysis, comparison.to);
+            let why = why_missing(analysis, comparison.to, is_complete);
             format!("{}: {why}", comparison.name)
         });
         let problems = problems.collect();
@@ -73,6 +85,7 @@ impl Outcome {
             folder: Some(folder.to_owned()),
             took,
             problems,
+            is_complete,
         });
     }
 
@@ -85,6 +98,7 @@ impl Outcome {
             folder: None,
             took: Duration::ZERO,
             problems: vec![why],
+            is_complete: false,
         });
     }
 
@@ -103,19 +117,19 @@ impl Outcome {
         }
     }
 
-    /// Whether a plan did not run.
+    /// The plans that did not run, or not to their end.
     pub fn failure(&self) -> Option<String> {
         let failed = self
             .measured
             .iter()
-            .filter(|measured| measured.folder.is_none());
+            .filter(|measured| !measured.is_complete);
         let lines: Vec<String> = failed
             .map(|measured| {
-                format!(
-                    "{}: {}",
-                    measured.target.disks.join(", "),
-                    measured.problems.join("; ")
-                )
+                let why = match measured.folder {
+                    Some(_) => INTERRUPTED.to_owned(),
+                    None => measured.problems.join("; "),
+                };
+                format!("{}: {why}", measured.target.disks.join(", "))
             })
             .collect();
         (!lines.is_empty()).then(|| lines.join("\nringdisk: "))
@@ -171,6 +185,9 @@ impl Measured {
         for note in target.notes() {
             let _ = writeln!(text, "  note: {note}");
         }
+        if !self.is_complete {
+            let _ = writeln!(text, "  {INTERRUPTED}");
+        }
         for (comparison, gains) in target.comparisons().zip(&self.gains) {
             let name = match (comparison.name, comparison.change) {
                 (RINGDISK, _) => "with ringdisk".to_owned(),
@@ -203,7 +220,7 @@ impl Measured {
         json!({
             "disks": target.disks, "scratch": target.scratch.text(), "bytes": target.scratch.size,
             "now": target.now_text(), "notes": target.notes().collect::<Vec<_>>(), "comparisons": cases,
-            "problems": problems, "seconds": self.took.as_secs_f64(), "result": self.folder,
+            "problems": problems, "complete": self.is_complete, "seconds": self.took.as_secs_f64(), "result": self.folder,
         })
     }
 }
@@ -217,14 +234,21 @@ fn since(from: &str) -> String {
 }
 
 /// Why a configuration has no figures.
-fn why_missing(analysis: &Analysis, case: &str) -> String {
+fn why_missing(analysis: &Analysis, case: &str, is_complete: bool) -> String {
     let journal = analysis.journal;
     if let Some(why) = journal.header.left_out.get(case) {
         return why.clone();
     }
     let mut of_case = journal.cells.iter().filter(|cell| cell.case == case);
     let failed = of_case.find_map(|cell| cell.error.clone());
-    failed.unwrap_or_else(|| "too few samples; use a longer --budget".into())
+    failed.unwrap_or_else(|| {
+        let why = if is_complete {
+            "too few samples; use a longer --budget"
+        } else {
+            "interrupted"
+        };
+        why.to_owned()
+    })
 }
 
 /// The gains of a comparison, with the names of the loads.

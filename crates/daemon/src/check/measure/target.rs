@@ -341,7 +341,11 @@ impl Target {
     pub(super) fn add_ringdisk(&mut self, moves: Option<&Result<(), String>>) {
         match moves {
             None => return,
-            Some(Err(why)) => return self.left_out.push(format!("with ringdisk: {why}")),
+            Some(Err(why)) => {
+                return self
+                    .left_out
+                    .push(format!("with ringdisk: not converted: {why}"));
+            }
             Some(Ok(())) => {}
         }
         let mut settings = self.together();
@@ -433,6 +437,9 @@ impl Target {
     /// Adds another disk for which the measurement holds. Its findings are those of the same cases.
     pub fn merge(&mut self, other: Self) {
         self.disks.extend(other.disks);
+        let is_new = |why: &String| !self.left_out.contains(why);
+        let more: Vec<String> = other.left_out.into_iter().filter(is_new).collect();
+        self.left_out.extend(more);
         for (case, others) in self.cases.iter_mut().zip(other.cases) {
             case.findings.extend(others.findings);
         }

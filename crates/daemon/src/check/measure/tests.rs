@@ -473,6 +473,114 @@ fn disks_of_vms_with_long_names_have_names_of_their_own() {
     assert_eq!(named.len(), 3, "{named:?}");
 }
 
+/// A disk may have two plans: one starts with a full disk, and one with an empty disk.
+#[test]
+fn the_plans_of_a_selected_disk_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut twice = 0;
+    for (name, input, facts) in fixtures() {
+        let of = |args: &Args| planned(input.clone(), facts.as_ref(), args, Load::Guests);
+        let (.., all) = of(&Args::default());
+        for label in all.targets.iter().flat_map(|target| &target.disks) {
+            let args = Args {
+                disk: vec![label.clone()],
+                ..Args::default()
+            };
+            let (_, report, plans) = of(&args);
+            let file = folder.path().join("plan.toml");
+            write_plan(&file, &plans, &report, Duration::from_secs(1200))
+                .unwrap_or_else(|e| panic!("{name}, {label}: {e}"));
+            let mut files = vec![file];
+            if plans.targets.len() > 1 {
+                twice += 1;
+                files.push(folder.path().join("plan-thin.toml"));
+            }
+            assert_eq!(files.len(), plans.targets.len(), "{name}, {label}");
+            for file in files {
+                let text = fs::read_to_string(&file).unwrap();
+                ::lab::plan::Plan::parse(&file, &text).unwrap_or_else(|e| panic!("{name}: {e}"));
+                fs::remove_file(file).unwrap();
+            }
+        }
+    }
+    assert!(twice > 0, "no disk has two plans");
+}
+
+#[test]
+fn the_reason_against_ringdisk_is_that_of_the_disk() {
+    let text = domain(&[("raw", "/vms/a"), ("qcow2", "/vms/b"), ("raw", "/vms/c")])
+        .replacen(
+            "cache='writeback'/>",
+            "cache='writeback' copy_on_read='on'/>",
+            1,
+        )
+        .replacen(
+            "<source file='/vms/b'/>",
+            "<source file='/vms/b'/><transient/>",
+            1,
+        );
+    let (_, plans) = plans_of(&text, &Args::default()).unwrap();
+    for (disk, says) in [
+        ("vm1 vda", Some("copy_on_read")),
+        ("vm1 vdb", Some("transient")),
+        ("vm1 vdc", None),
+    ] {
+        let mut targets = plans.targets.iter();
+        let target = targets
+            .find(|target| target.disks.iter().any(|name| name == disk))
+            .unwrap_or_else(|| panic!("{disk}: {:?}", plans.not_measured));
+        let reasons = &target.left_out;
+        assert_eq!(reasons.len(), usize::from(says.is_some()), "{reasons:?}");
+        for (why, says) in reasons.iter().zip(says) {
+            assert!(
+                why.starts_with("with ringdisk: ") && why.contains(says),
+                "{why}"
+            );
+            assert!(!why.contains("vda") && !why.contains("vdb"), "{why}");
+        }
+    }
+}
+
+#[test]
+fn an_interrupted_measurement_says_so() {
+    let (report, plans) = plans_of(&domain(&[("raw", "/vms/a")]), &Args::default()).unwrap();
+    let target = &plans.targets[0];
+    let header = ::lab::journal::Header {
+        version: 1,
+        file: "check.toml".into(),
+        plan: target.text(Duration::from_secs(1200), Duration::from_secs(3)),
+        jobs: BTreeMap::new(),
+        seed: 1,
+        started_ms: 0,
+        facts: BTreeMap::new(),
+        only: Vec::new(),
+        left_out: BTreeMap::new(),
+    };
+    let line = serde_json::to_string(&::lab::journal::Record::Plan(header)).unwrap();
+    let journal = ::lab::journal::Journal::parse(&(line + "\n")).unwrap();
+    for is_complete in [false, true] {
+        let mut outcome = Outcome::new(Vec::new(), Accel::Kvm, Load::Guests);
+        let analysis = Analysis::of(&journal);
+        let folder = Path::new("lab-check");
+        outcome.add(
+            target.clone(),
+            folder,
+            &analysis,
+            Duration::ZERO,
+            is_complete,
+        );
+        let says = |text: &str| text.contains("interrupted; the report is of what was measured");
+        let text = outcome.text(&report.findings);
+        assert_eq!(says(&text), !is_complete, "{text}");
+        assert_eq!(text.contains(": interrupted\n"), !is_complete, "{text}");
+        assert_eq!(text.contains("longer --budget"), is_complete, "{text}");
+        let failure = outcome.failure();
+        assert_eq!(failure.is_some_and(|why| says(&why)), !is_complete);
+        let json = outcome.json(&report.findings);
+        assert_eq!(json["disks"][0]["complete"], is_complete);
+    }
+}
+
 /// The user may name the VM's own disk by mistake.
 #[test]
 fn a_disk_of_the_vm_is_refused_as_a_scratch_disk() {
