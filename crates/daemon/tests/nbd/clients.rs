@@ -253,6 +253,7 @@ fn fio_verifies_what_it_has_written() {
             "--verify=crc32c",
             "--do_verify=1",
             "--verify_fatal=1",
+            "--verify_state_save=0",
         ],
     );
 }
