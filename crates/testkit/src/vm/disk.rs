@@ -50,9 +50,11 @@ impl Disk {
             // This module configures the guest's memory and machine; everything else is used as printed.
             Disk::Printed(arguments) => arguments
                 .chunks(2)
-                // An object for memory belongs to the guest; an iothread belongs to the disk.
+                // An object for memory belongs to the guest; others belong to the disk.
                 .filter(|pair| match pair[0].as_str() {
-                    "-object" => pair[1].starts_with("iothread,"),
+                    "-object" => ["iothread,", "throttle-group,"]
+                        .iter()
+                        .any(|kind| pair[1].starts_with(kind)),
                     option => ["-chardev", "-device", "-blockdev"].contains(&option),
                 })
                 .flatten()
