@@ -178,7 +178,8 @@ impl Setup {
                 json!({ "logical-block-size": 1024 }),
                 &["logical-block-size", "4096"],
             ),
-            (json!({ "type": "nbd" }), &["type", "nbd"]),
+            (json!({ "type": "fuse" }), &["type", "fuse"]),
+            (json!({ "type": "nbd" }), &["addr"]),
             (json!({ "id": "9" }), &["id"]),
         ];
         let cases = cases.map(|(changes, words)| (with(valid, changes), words));
