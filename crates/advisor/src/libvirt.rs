@@ -2,6 +2,7 @@
 
 mod boot;
 mod convert;
+mod driver;
 mod edit;
 mod guest;
 mod xml;
@@ -15,10 +16,11 @@ use roxmltree::{Attribute, Node};
 
 use crate::input::{Mistake, Reading, THREADS_MAX};
 use crate::model::carried::{Dialect, is_limit};
-use crate::model::{Disk, Thread, ThreadUse, Vm, is_device};
+use crate::model::{Disk, Thread, Vm, is_device};
 use crate::qemu::machine_version;
 use crate::text::Span;
 use crate::work;
+use driver::{driver, driver_queues};
 use xml::parse;
 
 /// Models of SCSI controllers that emulate a PCI device, so that virtio-scsi can replace them.
@@ -308,6 +310,7 @@ fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
                 id: id.to_owned(),
                 span: at,
                 poll_max_ns: max.and_then(|max| max.parse().ok()),
+                others: driver::thread_settings(thread, poll),
             });
             if let Some(poll) = poll {
                 let setting = if max == Some("0") { "off" } else { "set" };
@@ -331,6 +334,7 @@ fn threads(node: Node<'_, '_>, vm: &mut Vm, reading: &mut Reading) {
                         id,
                         span: at,
                         poll_max_ns: None,
+                        others: Vec::new(),
                     });
                 }
                 next += 1;
@@ -577,6 +581,8 @@ fn source(node: Node<'_, '_>, disk: &mut Disk, reading: &mut Reading) {
             let auth = inside("auth").or_else(|| child(node, "auth"));
             disk.ceph.user = text(auth, "username");
             disk.ceph.conf = text(inside("config"), "file");
+            disk.ceph.has_key = auth.and_then(|auth| child(auth, "secret")).is_some();
+            disk.ceph.monitors(driver::monitors(source));
             (word, named("name"))
         }
         other => {
@@ -594,91 +600,5 @@ fn source(node: Node<'_, '_>, disk: &mut Disk, reading: &mut Reading) {
     table.give("disk.protocol", protocol, table_at);
     if protocol == "file" && is_device(&disk.file) {
         disk.table.give("disk.block-as-file", true, at);
-    }
-}
-
-fn driver(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) {
-    let mut word = |attribute_name: &str, name: &'static str, words: &[&'static str]| {
-        let Some((text, at)) = attribute(driver, attribute_name) else {
-            return;
-        };
-        match words.iter().find(|word| **word == text) {
-            Some(word) => disk.table.give(name, *word, at),
-            None if text == "default" => {}
-            None => reading.note(at, format!("unknown {attribute_name}='{text}'")),
-        }
-    };
-    word(
-        "cache",
-        "disk.cache",
-        &["none", "writeback", "writethrough", "directsync", "unsafe"],
-    );
-    word("io", "disk.aio", &["threads", "native", "io_uring"]);
-    word("discard", "disk.discard", &["ignore", "unmap"]);
-    word(
-        "detect_zeroes",
-        "disk.detect-zeroes",
-        &["off", "on", "unmap"],
-    );
-    if let Some((format, at)) = attribute(driver, "type") {
-        disk.table.give("disk.format", format.to_owned(), at);
-    }
-    for (name, property) in [
-        ("ioeventfd", "disk.ioeventfd"),
-        ("copy_on_read", "disk.copy-on-read"),
-    ] {
-        if let Some((value, at)) = attribute(driver, name) {
-            disk.table.give(property, value == "on", at);
-        }
-    }
-    if let Some(size) = driver.and_then(|node| at(node, &["metadata_cache", "max_size"])) {
-        let (amount, span) = text(size);
-        if let Some(bytes) = bytes(amount, size.attribute("unit").unwrap_or("bytes")) {
-            disk.table.give("disk.l2-cache-size", bytes, span);
-        }
-    }
-    driver_queues(driver, disk, reading);
-}
-
-/// Reads the queues, their layout and the I/O threads of a virtio-blk disk or a virtio-scsi controller.
-fn driver_queues(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) {
-    for (name, property) in [("queues", "disk.queues"), ("queue_size", "disk.queue-size")] {
-        if let Some((text, at)) = attribute(driver, name) {
-            match text.parse::<u64>() {
-                Ok(number @ 1..=65_535) => disk.table.give(property, number, at),
-                _ => reading.note(
-                    at,
-                    format!("{name}='{text}' is not a number from 1 to 65535"),
-                ),
-            }
-        }
-    }
-    if let Some((packed, at)) = attribute(driver, "packed") {
-        disk.table.give("disk.packed", packed == "on", at);
-    }
-    if let Some((id, span)) = attribute(driver, "iothread") {
-        disk.threads.push(ThreadUse {
-            id: id.to_owned(),
-            span,
-            queues: None,
-            is_mapped: false,
-        });
-    }
-    let map = driver.and_then(|node| child(node, "iothreads"));
-    for thread in map.into_iter().flat_map(|map| map.children()) {
-        let Some((id, span)) = attribute(Some(thread), "id") else {
-            continue;
-        };
-        let queues: Vec<u64> = thread
-            .children()
-            .filter(|node| node.has_tag_name("queue"))
-            .filter_map(|node| node.attribute("id")?.parse().ok())
-            .collect();
-        disk.threads.push(ThreadUse {
-            id: id.to_owned(),
-            span,
-            queues: (!queues.is_empty()).then_some(queues),
-            is_mapped: true,
-        });
     }
 }

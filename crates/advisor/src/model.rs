@@ -251,6 +251,8 @@ pub struct Disk {
     pub threads: Vec<ThreadUse>,
     /// Settings that a conversion must preserve.
     pub carried: carried::Carried,
+    /// Settings without a property that may change its speed, such as `event_idx=off`.
+    pub others: Vec<String>,
     /// How its image is accessed, if it is in a Ceph cluster.
     pub ceph: CephAccess,
     /// Whether a shell variable may add settings that the input does not show.
@@ -266,6 +268,32 @@ pub struct CephAccess {
     pub user: Option<String>,
     /// The file with the user's key.
     pub keyring: Option<String>,
+    /// Options of librbd and librados, such as `mon_host`. Keys of users are not among them.
+    pub options: Vec<(String, String)>,
+    /// Whether the input has the user's key, or names a secret that has it.
+    pub has_key: bool,
+}
+
+/// The most monitors of a cluster that are read.
+pub const MONITORS_MAX: usize = 64;
+
+impl CephAccess {
+    /// Adds the addresses of monitors, if there are some.
+    pub fn monitors(&mut self, addresses: Vec<String>) {
+        if !addresses.is_empty() {
+            self.options.push(("mon_host".into(), addresses.join(",")));
+        }
+    }
+}
+
+/// The address of a monitor as Ceph's `mon_host` has it.
+pub fn monitor(host: &str, port: Option<&str>) -> String {
+    let host = if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]")
+    } else {
+        host.to_owned()
+    };
+    port.map_or_else(|| host.clone(), |port| format!("{host}:{port}"))
 }
 
 /// The definition of an I/O thread.
@@ -275,6 +303,8 @@ pub struct Thread {
     pub span: Span,
     /// The longest time that it polls, in nanoseconds; none is QEMU's default.
     pub poll_max_ns: Option<u64>,
+    /// Other settings, such as `poll-grow=4`.
+    pub others: Vec<String>,
 }
 
 /// The reference of a disk, or of its controller, to an I/O thread.

@@ -456,6 +456,7 @@ fn disk(
                 id: id.clone(),
                 span: part.span,
                 poll_max_ns: None,
+                others: Vec::new(),
             });
             disk.threads.push(ThreadUse {
                 id,
@@ -673,6 +674,7 @@ impl Storage<'_> {
                 conf: Some("/etc/pve/ceph.conf".into()),
                 user: self.user.map(str::to_owned),
                 keyring: Some(format!("/etc/pve/priv/ceph/{}.keyring", self.id)),
+                ..CephAccess::default()
             };
         }
         // Use the path on the host if the storage has one, so that facts about the host apply.

@@ -260,6 +260,7 @@ fn add_line(line: &Line, vm: &mut Vm, reading: &mut Reading) {
                 id: id.value.clone(),
                 span: id.value_span,
                 poll_max_ns: object.number("poll-max-ns"),
+                others: thread_settings(object),
             });
         }
         if let Some(poll) = object.get("poll-max-ns") {
@@ -538,6 +539,21 @@ fn environment(command: &Command, vm: &mut Vm) {
             .table
             .default_to("vm.library-path", "none", "this command line"),
     }
+}
+
+/// The settings of an IOThread, except how long it polls.
+fn thread_settings(object: &Opt) -> Vec<String> {
+    let keys = [
+        "poll-grow",
+        "poll-shrink",
+        "aio-max-batch",
+        "thread-pool-min",
+        "thread-pool-max",
+    ];
+    let given = keys
+        .into_iter()
+        .filter_map(|key| Some(format!("{key}={}", object.value(key)?)));
+    given.collect()
 }
 
 /// The bytes of a size in QEMU's syntax, such as `4M`.

@@ -139,6 +139,16 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     };
     flag("ioeventfd", "disk.ioeventfd");
     flag("packed", "disk.packed");
+    let others = [
+        ("event_idx", "off"),
+        ("indirect_desc", "off"),
+        ("iommu_platform", "on"),
+    ];
+    let others = others
+        .into_iter()
+        .filter(|(key, value)| carrier.value(key) == Some(*value));
+    disk.others
+        .extend(others.map(|(key, value)| format!("{key}={value}")));
     if let Some(pair) = carrier.get("x-data-plane") {
         table.give("disk.data-plane", true, pair.span);
     }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::line::Line;
 use super::options::{Opt, Pair};
 use crate::model::carried::{Dialect, is_limit};
-use crate::model::{Data, Disk, Origin, is_device};
+use crate::model::{CephAccess, Data, Disk, MONITORS_MAX, Origin, is_device, monitor};
 use crate::text::Span;
 
 /// The maximum number of nodes between a device and its storage.
@@ -191,6 +191,7 @@ impl<'a> Graph<'a> {
         policies(drive, disk);
         cache_size(drive, "", disk);
         encryption(drive, "", disk);
+        part_of_file(drive, "", disk);
         if let Some(pair) = drive.get("copy-on-read").filter(|pair| pair.value == "on") {
             disk.table.give("disk.copy-on-read", true, pair.span);
         }
@@ -288,6 +289,7 @@ impl<'a> Graph<'a> {
             }
             cache_size(option, &prefix, disk);
             encryption(option, &prefix, disk);
+            part_of_file(option, &prefix, disk);
             if let Some(protocol) = protocol(&driver.value) {
                 storage(option, &prefix, driver, protocol, disk);
                 if protocol == "rbd" {
@@ -365,8 +367,7 @@ fn storage(option: &Opt, prefix: &str, driver: &Pair, protocol: &'static str, di
             .filter(|its| !its.is_empty());
         let pool = namespace.map_or(pool.to_owned(), |its| format!("{pool}/{its}"));
         disk.file = format!("{pool}/{}", disk.file);
-        let text = |name: &str| option.value(&key(name)).map(str::to_owned);
-        (disk.ceph.conf, disk.ceph.user) = (text("conf"), text("user"));
+        ceph(option, prefix, &mut disk.ceph);
     }
     let is_file = matches!(driver.value.as_str(), "file" | "host_device");
     if is_file && disk.file.starts_with("/dev/fdset/") {
@@ -394,6 +395,59 @@ fn encryption(option: &Opt, prefix: &str, disk: &mut Disk) {
     {
         disk.table.give("disk.encrypted", true, pair.span);
     }
+}
+
+/// A raw image may be a part of a file, which may begin inside a block.
+fn part_of_file(option: &Opt, prefix: &str, disk: &mut Disk) {
+    let format = option.value(&format!("{prefix}driver"));
+    let format = format.or_else(|| option.value(&format!("{prefix}format")));
+    if format == Some("raw")
+        && let Some(offset) = option.value(&format!("{prefix}offset"))
+        && offset != "0"
+    {
+        disk.others.push(format!("offset={offset}"));
+    }
+}
+
+/// How an RBD image is accessed.
+fn ceph(option: &Opt, prefix: &str, access: &mut CephAccess) {
+    let text = |name: &str| option.value(&format!("{prefix}{name}"));
+    access.conf = text("conf").map(str::to_owned);
+    access.user = text("user").map(str::to_owned);
+    access.has_key = text("key-secret").is_some();
+    let monitors = (0..MONITORS_MAX).map_while(|number| {
+        let host = text(&format!("server.{number}.host"))?;
+        Some(monitor(host, text(&format!("server.{number}.port"))))
+    });
+    access.monitors(monitors.collect());
+}
+
+/// A part of a file name of librbd, `KEY=VALUE` after a colon.
+fn ceph_part(part: &str, access: &mut CephAccess) {
+    match part.split_once('=') {
+        Some(("id", user)) => access.user = Some(user.to_owned()),
+        Some(("conf", conf)) => access.conf = Some(conf.to_owned()),
+        Some(("keyring", file)) => access.keyring = Some(file.to_owned()),
+        Some(("key", _)) => access.has_key = true,
+        // How the key is used.
+        Some(("auth_supported" | "auth_client_required", _)) | None => {}
+        Some((option, value)) => access.options.push((option.to_owned(), value.to_owned())),
+    }
+}
+
+/// The parts of a file name of librbd: a backslash protects the next character.
+fn ceph_parts(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut rest = text.chars();
+    while let Some(c) = rest.next() {
+        match (c, parts.last_mut()) {
+            (':', _) => parts.push(String::new()),
+            ('\\', Some(last)) => last.extend(rest.next()),
+            (c, Some(last)) => last.push(c),
+            (_, None) => {}
+        }
+    }
+    parts
 }
 
 fn limit(name: &str, dialect: Dialect, pair: &Pair, disk: &mut Disk) {
@@ -482,23 +536,13 @@ fn of_name(pair: &Pair, disk: &mut Disk) {
         "file" => name.strip_prefix("file:").unwrap_or(name),
         _ => name,
     };
-    // Leave out keys and monitors after the image's name.
-    let path = if protocol == "rbd" {
-        let mut parts = path.split(':');
-        let image = parts.next().unwrap_or(path);
-        for part in parts {
-            match part.split_once('=') {
-                Some(("id", user)) => disk.ceph.user = Some(user.to_owned()),
-                Some(("conf", conf)) => disk.ceph.conf = Some(conf.to_owned()),
-                Some(("keyring", file)) => disk.ceph.keyring = Some(file.to_owned()),
-                _ => {}
-            }
-        }
-        image
-    } else {
-        path
-    };
     path.clone_into(&mut disk.file);
+    // Leave out keys and monitors after the image's name.
+    if protocol == "rbd" {
+        let mut parts = ceph_parts(path).into_iter();
+        disk.file = parts.next().unwrap_or_default();
+        parts.for_each(|part| ceph_part(&part, &mut disk.ceph));
+    }
     disk.table.give("disk.protocol", protocol, pair.value_span);
 }
 

@@ -87,7 +87,7 @@ pub fn options(text: &str) -> Result<Vec<(String, String)>, String> {
                 && !value.is_empty()
                 && value
                     .chars()
-                    .all(|c| c.is_ascii_graphic() && !"#;[]\"'".contains(c)) =>
+                    .all(|c| c.is_ascii_graphic() && !"#;\"'".contains(c)) =>
         {
             Ok((key.to_owned(), value.to_owned()))
         }
@@ -112,14 +112,23 @@ mod tests {
 
     #[test]
     fn options_are_read_and_others_refused() {
-        let text = "rbd_cache=false ms_client_mode=secure";
+        let text = "rbd_cache=false mon_host=10.0.0.1:6789,[fd00::2]:6789";
         let ceph = Ceph {
             options: options(text).unwrap(),
             ..Ceph::default()
         };
         assert_eq!(ceph.options_text().as_deref(), Some(text));
         assert!(ceph.check(true).unwrap_err().contains("krbd"));
-        for wrong in ["rbd_cache", "=x", "a=", "a=[global]", "a b=c", "x=y;z", " "] {
+        for wrong in [
+            "rbd_cache",
+            "=x",
+            "a=",
+            "[global]",
+            "[a=b",
+            "a b=c",
+            "x=y;z",
+            " ",
+        ] {
             assert!(options(wrong).is_err(), "{wrong}");
         }
         assert_eq!(user("client.vm"), Ok("vm".into()));

@@ -6,7 +6,7 @@ use ::lab::plan::Settings;
 use ::lab::plan::settings::KEYS;
 use ::lab::plan::units::size_text;
 use advisor::model::carried::Dialect;
-use advisor::model::{Disk, Thread, Vm};
+use advisor::model::{Disk, Thread, ThreadUse, Vm};
 use advisor::text::printable;
 
 use super::loads::library;
@@ -51,6 +51,7 @@ impl Configuration {
         configuration.image(disk)?;
         configuration.machine(vm, cpus);
         configuration.disk(vm, disk);
+        configuration.lacking(vm, disk);
         configuration.polling(vm, disk);
         configuration.limits(disk);
         configuration.ceph(vm, disk);
@@ -264,6 +265,40 @@ impl Configuration {
         }
     }
 
+    /// Names the settings of the disk and its I/O threads that the lab does not have.
+    fn lacking(&mut self, vm: &Vm, disk: &Disk) {
+        let mut lacking = disk.others.clone();
+        if disk.table.word("disk.ioeventfd") == Some("no") {
+            lacking.push("ioeventfd=off".into());
+        }
+        if let Some(word @ ("on" | "unmap")) = disk.table.word("disk.detect-zeroes") {
+            lacking.push(format!("detect-zeroes={word}"));
+        }
+        let sizes = disk.carried.block_sizes().into_iter();
+        let sizes = sizes.filter_map(|(key, bytes)| Some((key, bytes.filter(|its| *its != 512)?)));
+        lacking.extend(sizes.map(|(key, bytes)| format!("{key}={bytes}")));
+        let threads = disk.threads.len() as u64;
+        let takes_turns = |(number, thread): (u64, &ThreadUse)| {
+            let mut queues = thread.queues.iter().flatten();
+            queues.all(|queue| queue % threads == number)
+        };
+        if !(0..).zip(&disk.threads).all(takes_turns) {
+            lacking.push("its own assignment of queues to I/O threads".into());
+        }
+        for thread in &vm.threads {
+            if disk.threads.iter().any(|used| used.id == thread.id) {
+                let of_thread = |setting: &String| format!("{setting} of {}", thread.id);
+                lacking.extend(thread.others.iter().map(of_thread));
+            }
+        }
+        if !lacking.is_empty() {
+            self.notes.push(format!(
+                "the lab's disk lacks settings of the VM's disk that may change its speed: {}",
+                printable(&lacking.join(", "))
+            ));
+        }
+    }
+
     /// How long the disk's I/O threads poll.
     fn polling(&mut self, vm: &Vm, disk: &Disk) {
         if !self.settings.has_iothreads() {
@@ -343,6 +378,18 @@ impl Configuration {
             if let Some(value) = value {
                 self.take(key, value);
             }
+        }
+        if !access.options.is_empty() {
+            let words = access.options.iter();
+            let words: Vec<String> = words.map(|(key, value)| format!("{key}={value}")).collect();
+            self.take("ceph-options", &words.join(" "));
+        }
+        if access.has_key && access.keyring.is_none() {
+            let user = printable(access.user.as_deref().unwrap_or("admin"));
+            self.notes.push(format!(
+                "the VM has the key of client.{user} from its own configuration or a secret; the lab reads it from Ceph's \
+                 keyrings, or from ceph-keyring=FILE"
+            ));
         }
     }
 }

@@ -388,6 +388,37 @@ fn the_plan_starts_from_what_the_disk_has_or_says_what_it_lacks() {
     ] {
         assert!(text.contains(words), "{words}: {text}");
     }
+    let unusual = command(
+        ",offset=512,detect-zeroes=unmap",
+        "virtio-blk-pci,ioeventfd=off,event_idx=off,iommu_platform=on,logical_block_size=4096",
+    );
+    let (_, plans) = plans_of(&unusual, &args).unwrap();
+    let text = plans.targets[0].text(Duration::from_secs(600), Duration::from_secs(3));
+    for words in [
+        "ioeventfd=off",
+        "event_idx=off",
+        "iommu_platform=on",
+        "logical_block_size=4096",
+        "detect-zeroes=unmap",
+        "offset=512",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let mapped = "qemu-system-x86_64 -accel kvm -M q35 -smp 4 -object iothread,id=io0,aio-max-batch=8 -object iothread,id=io1 \
+        -blockdev driver=file,node-name=f,filename=/vms/a.raw -blockdev driver=raw,node-name=r,file=f \
+        -device '{\"driver\":\"virtio-blk-pci\",\"drive\":\"r\",\"iothread-vq-mapping\":[{\"iothread\":\"io0\",\"vqs\":[VQS0]},\
+        {\"iothread\":\"io1\",\"vqs\":[VQS1]}]}'";
+    for (first, second, is_noted) in [("0,1", "2,3", true), ("0,2", "1,3", false)] {
+        let mapped = mapped.replace("VQS0", first).replace("VQS1", second);
+        let (_, plans) = plans_of(&mapped, &args).unwrap();
+        let text = plans.targets[0].text(Duration::from_secs(600), Duration::from_secs(3));
+        assert!(text.contains("aio-max-batch=8 of io0"), "{text}");
+        assert_eq!(
+            text.contains("its own assignment of queues"),
+            is_noted,
+            "{text}"
+        );
+    }
     for (options, device, words) in [
         (",encrypt.key-secret=k", virtio, "QEMU encrypts it"),
         ("", "ide-hd", "no disks of the kind 'sata'"),
@@ -403,6 +434,51 @@ fn the_plan_starts_from_what_the_disk_has_or_says_what_it_lacks() {
         domain(&[("raw", "/vms/a.raw")]).replace("<target", "<encryption format='luks'/><target");
     let (_, plans) = plans_of(&luks, &args).unwrap();
     assert!(plans.targets.is_empty(), "{:?}", plans.targets);
+}
+
+/// Without the monitors that the VM names, the lab might measure another cluster.
+#[test]
+fn the_plan_has_the_monitors_and_options_of_librbd() {
+    let args = Args {
+        plan: Some("-".into()),
+        ..Args::default()
+    };
+    let command = |drive: &str| {
+        format!(
+            "qemu-system-x86_64 -accel kvm -M q35 -smp 4 {drive} -device virtio-blk-pci,drive=a"
+        )
+    };
+    let by_name = command(
+        "-drive 'id=a,if=none,format=raw,cache=writeback,\
+         file=rbd:bench/vm1:id=vm:key=c2VjcmV0:mon_host=10.9.9.9\\:6789:ms_client_mode=secure'",
+    );
+    let by_node = command(
+        "-blockdev '{\"driver\":\"rbd\",\"node-name\":\"a\",\"pool\":\"bench\",\"image\":\"vm1\",\"user\":\"vm\",\"key-secret\":\"s\",\
+         \"server\":[{\"host\":\"10.0.0.1\",\"port\":\"6789\"},{\"host\":\"fd00::2\",\"port\":\"6789\"}]}'",
+    );
+    let by_libvirt = domain(&[("raw", "")])
+        .replace("type='file'", "type='network'")
+        .replace(
+            "<source file=''/>",
+            "<source protocol='rbd' name='bench/vm1'><host name='10.0.0.1' port='3300'/><host name='m2'/>\
+             <auth username='vm'><secret type='ceph' uuid='x'/></auth></source>",
+        );
+    for (text, options) in [
+        (by_name, "mon_host=10.9.9.9:6789 ms_client_mode=secure"),
+        (by_node, "mon_host=10.0.0.1:6789,[fd00::2]:6789"),
+        (by_libvirt, "mon_host=10.0.0.1:3300,m2"),
+    ] {
+        let (_, plans) = plans_of(&text, &args).unwrap();
+        let plan = plans.targets[0].text(Duration::from_secs(600), Duration::from_secs(3));
+        assert!(
+            plan.contains(&format!("ceph-options = \"{options}\"")),
+            "{plan}"
+        );
+        assert!(
+            plan.contains("the key of client.vm") && !plan.contains("c2VjcmV0"),
+            "{plan}"
+        );
+    }
 }
 
 /// A rule names libraries, and a plan their files.
