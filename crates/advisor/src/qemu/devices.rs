@@ -139,16 +139,7 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     };
     flag("ioeventfd", "disk.ioeventfd");
     flag("packed", "disk.packed");
-    let others = [
-        ("event_idx", "off"),
-        ("indirect_desc", "off"),
-        ("iommu_platform", "on"),
-    ];
-    let others = others
-        .into_iter()
-        .filter(|(key, value)| carrier.value(key) == Some(*value));
-    disk.others
-        .extend(others.map(|(key, value)| format!("{key}={value}")));
+    disk.others.extend(others(carrier));
     if let Some(pair) = carrier.get("x-data-plane") {
         table.give("disk.data-plane", true, pair.span);
     }
@@ -192,6 +183,18 @@ fn of_device(device: &Opt, driver: &str, line: &Line, vm: &Vm) -> Option<Disk> {
     graph::hide(device, &mut disk);
     graph::hide(carrier, &mut disk);
     Some(disk)
+}
+
+/// Settings of a virtio device that no rule is about, unlike their defaults.
+fn others(carrier: &Opt) -> impl Iterator<Item = String> {
+    let settings = [
+        ("event_idx", "off"),
+        ("indirect_desc", "off"),
+        ("iommu_platform", "on"),
+    ];
+    let is_set = |(key, value): &(&str, &str)| carrier.value(key) == Some(*value);
+    let set = settings.into_iter().filter(is_set);
+    set.map(|(key, value)| format!("{key}={value}"))
 }
 
 /// The bus of a disk, and the device with its queues and threads: the disk, or its SCSI controller.
