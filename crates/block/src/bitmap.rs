@@ -19,8 +19,8 @@ pub struct DirtyBitmap {
     segments: [OnceLock<Box<[AtomicU64]>>; SEGMENTS],
     /// Bytes of the disk.
     size: AtomicU64,
-    /// Changes of the disk are recorded.
-    is_recording: AtomicBool,
+    is_recording: bool,
+    is_persistent: bool,
     /// Some changes were not recorded.
     is_inconsistent: AtomicBool,
 }
@@ -37,7 +37,8 @@ impl fmt::Debug for DirtyBitmap {
 }
 
 impl DirtyBitmap {
-    /// A bitmap without dirty bits.
+    /// A bitmap without dirty bits. `is_recording`: changes of the disk are recorded. `is_persistent`: it is stored in the
+    /// disk's image.
     ///
     /// # Errors
     /// The disk is too large for this granularity.
@@ -46,13 +47,15 @@ impl DirtyBitmap {
         granularity_bits: u32,
         size: u64,
         is_recording: bool,
+        is_persistent: bool,
     ) -> Result<Self, TooLarge> {
         let bitmap = Self {
             name,
             granularity_bits,
             segments: [const { OnceLock::new() }; SEGMENTS],
             size: AtomicU64::new(0),
-            is_recording: AtomicBool::new(is_recording),
+            is_recording,
+            is_persistent,
             is_inconsistent: AtomicBool::new(false),
         };
         bitmap.grow(size)?;
@@ -91,7 +94,12 @@ impl DirtyBitmap {
 
     /// Whether changes of the disk are recorded.
     pub fn is_recording(&self) -> bool {
-        self.is_recording.load(SeqCst)
+        self.is_recording
+    }
+
+    /// Whether it is stored in the disk's image.
+    pub fn is_persistent(&self) -> bool {
+        self.is_persistent
     }
 
     /// Whether the bitmap lacks some changes, and is of no use any more.
@@ -102,6 +110,55 @@ impl DirtyBitmap {
     /// Some changes of the disk were not recorded.
     pub fn set_inconsistent(&self) {
         self.is_inconsistent.store(true, SeqCst);
+    }
+
+    /// The same bitmap without dirty bits.
+    #[must_use]
+    pub fn cleared(&self) -> Self {
+        Self {
+            name: self.name.clone(),
+            granularity_bits: self.granularity_bits,
+            segments: [const { OnceLock::new() }; SEGMENTS],
+            size: AtomicU64::new(0),
+            is_recording: self.is_recording,
+            is_persistent: self.is_persistent,
+            is_inconsistent: AtomicBool::new(self.is_inconsistent()),
+        }
+        .grown_to(self.size())
+    }
+
+    /// A copy that records changes, or does not.
+    #[must_use]
+    pub fn recording(&self, is_recording: bool) -> Self {
+        let mut copy = self.cleared();
+        copy.is_recording = is_recording;
+        copy.merge(self);
+        copy
+    }
+
+    /// Sets the bits of what is dirty in another bitmap, which has the same size.
+    pub fn merge(&self, other: &Self) {
+        if self.granularity_bits == other.granularity_bits {
+            for number in 0..other.bits().div_ceil(64) {
+                if let Some(word) = other.word(number) {
+                    self.set(number, word.load(Relaxed) & self.inside(number));
+                }
+            }
+            return;
+        }
+        let mut at = 0;
+        while let Some((is_dirty, len)) = other.extent(at) {
+            if is_dirty {
+                self.mark(at, len);
+            }
+            at += len;
+        }
+    }
+
+    fn grown_to(self, size: u64) -> Self {
+        // A bitmap of the same size and granularity exists.
+        let _ = self.grow(size);
+        self
     }
 
     /// Covers a disk that has grown. The new part is clean. Only one thread at a time may call this.
@@ -194,36 +251,46 @@ impl DirtyBitmap {
         Some((is_dirty, end - at))
     }
 
-    /// The number of dirty bytes.
-    pub fn dirty_bytes(&self) -> u64 {
-        let (mut at, mut dirty) = (0, 0);
-        while let Some((is_dirty, len)) = self.extent(at) {
-            dirty += if is_dirty { len } else { 0 };
-            at += len;
-        }
-        dirty
+    /// The number of dirty bits.
+    pub fn dirty_bits(&self) -> u64 {
+        let dirty_in = |number| {
+            let word = self.word(number).map_or(0, |word| word.load(Relaxed));
+            u64::from((word & self.inside(number)).count_ones())
+        };
+        (0..self.bits().div_ceil(64)).map(dirty_in).sum()
     }
 
-    /// Copies bits into `to`, from the byte at `from` on: the lowest bit of a byte comes first. Bits after the end are 0.
+    /// Copies bits into `to`, from the byte at `from` on, which is a multiple of 8: the lowest bit of a byte comes first. Bits
+    /// after the end are 0.
     pub fn copy_to(&self, from: u64, to: &mut [u8]) {
-        let bits = self.bits();
-        for (at, byte) in (from..).zip(to) {
-            let word = self.word(at / 8).map_or(0, |word| word.load(Relaxed));
-            *byte = word.to_le_bytes()[(at % 8) as usize];
-            let inside = bits.saturating_sub(at * 8).min(8);
-            *byte &= ((1_u16 << inside) - 1) as u8;
+        debug_assert!(from.is_multiple_of(8));
+        for (number, bytes) in (from / 8..).zip(to.chunks_mut(8)) {
+            let word = self.word(number).map_or(0, |word| word.load(Relaxed));
+            let word = word & self.inside(number);
+            bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
         }
     }
 
-    /// Sets the bits that are set in `bytes`, from the byte at `at` on. Bits after the end are ignored.
+    /// Sets the bits that are set in `bytes`, from the byte at `at` on, which is a multiple of 8. Bits after the end are
+    /// ignored.
     pub fn merge_bytes(&self, at: u64, bytes: &[u8]) {
-        let bits = self.bits();
-        for (at, &byte) in (at..).zip(bytes) {
-            let inside = bits.saturating_sub(at * 8).min(8);
-            let byte = byte & ((1_u16 << inside) - 1) as u8;
-            if byte != 0 {
-                self.set(at / 8, u64::from(byte) << (at % 8 * 8));
+        debug_assert!(at.is_multiple_of(8));
+        for (number, bytes) in (at / 8..).zip(bytes.chunks(8)) {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            let word = u64::from_le_bytes(word) & self.inside(number);
+            if word != 0 {
+                self.set(number, word);
             }
+        }
+    }
+
+    /// The bits of a word that are not after the end.
+    fn inside(&self, word: u64) -> u64 {
+        match self.bits().saturating_sub(word.saturating_mul(64)) {
+            0 => 0,
+            bits @ 1..64 => mask(0, bits - 1),
+            _ => u64::MAX,
         }
     }
 }
@@ -248,6 +315,11 @@ pub struct DirtyBitmaps(Mutex<Vec<Arc<DirtyBitmap>>>);
 impl DirtyBitmaps {
     fn lock(&self) -> MutexGuard<'_, Vec<Arc<DirtyBitmap>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces all of them.
+    pub fn set(&self, bitmaps: Vec<Arc<DirtyBitmap>>) {
+        *self.lock() = bitmaps;
     }
 
     /// Adds a bitmap with a new name.

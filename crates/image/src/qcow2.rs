@@ -51,7 +51,7 @@ use std::task::Waker;
 
 use block::{DirtyBitmaps, GuestOffset};
 
-pub use bitmaps::UnusableBitmap;
+pub use bitmaps::{BITMAP_BYTES_MAX, UnusableBitmap};
 pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, DamagedPart, ImageError};

@@ -24,7 +24,7 @@ macro_rules! needs_qemu {
 }
 
 /// The dirty ranges of a bitmap that was loaded.
-fn dirty(bitmap: &DirtyBitmap) -> Vec<Range<u64>> {
+pub fn dirty(bitmap: &DirtyBitmap) -> Vec<Range<u64>> {
     let (mut at, mut found) = (0, Vec::new());
     while let Some((is_dirty, len)) = bitmap.extent(at) {
         if is_dirty {
@@ -36,15 +36,15 @@ fn dirty(bitmap: &DirtyBitmap) -> Vec<Range<u64>> {
 }
 
 /// The same operations, bit by bit.
-#[derive(Clone)]
-struct Bits {
+#[derive(Clone, Debug)]
+pub struct Bits {
     granularity: u64,
-    size: u64,
+    pub size: u64,
     bits: BTreeSet<u64>,
 }
 
 impl Bits {
-    fn new(granularity: u64, size: u64) -> Self {
+    pub fn new(granularity: u64, size: u64) -> Self {
         let bits = BTreeSet::new();
         Self {
             granularity,
@@ -53,14 +53,18 @@ impl Bits {
         }
     }
 
-    fn mark(&mut self, at: u64, len: u64) {
+    pub fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    pub fn mark(&mut self, at: u64, len: u64) {
         if len > 0 {
             let last = (at + len - 1) / self.granularity;
             self.bits.extend(at / self.granularity..=last);
         }
     }
 
-    fn ranges(&self) -> Vec<Range<u64>> {
+    pub fn ranges(&self) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         for bit in &self.bits {
             let (start, end) = (bit * self.granularity, (bit + 1) * self.granularity);
@@ -76,7 +80,7 @@ impl Bits {
     }
 }
 
-fn info(directory: &Path) -> String {
+pub fn info(directory: &Path) -> String {
     let output = std::process::Command::new("qemu-img")
         .args(["info", "disk.qcow2"])
         .current_dir(directory)
@@ -108,7 +112,7 @@ fn change(disk: &Disk, random: &mut Random, operations: u64, mut changed: impl F
 }
 
 /// The same by QEMU. Returns the ranges.
-fn change_by_qemu(directory: &Path, random: &mut Random, size: u64) -> Vec<(u64, u64)> {
+pub fn change_by_qemu(directory: &Path, random: &mut Random, size: u64) -> Vec<(u64, u64)> {
     let (mut commands, mut ranges) = (Vec::new(), Vec::new());
     for number in 0..4 {
         let (at, len) = random.range(size, 65536);
@@ -270,7 +274,7 @@ fn bitmaps_follow_writes_of_several_threads() {
     qemu::check(directory, "disk.qcow2", false);
 }
 
-fn in_memory(memory: &Memory, directory: &Path, how: crate::support::How) -> Disk {
+pub fn in_memory(memory: &Memory, directory: &Path, how: crate::support::How) -> Disk {
     let allowed = AllowedDirectories::of_image(&directory.join("x")).unwrap();
     let path = directory.join("disk.qcow2");
     let storage = Arc::new(memory.clone());

@@ -2,6 +2,7 @@
 
 mod any_bytes;
 mod bitmaps;
+mod changed_bitmaps;
 mod checks;
 mod crash;
 mod golden;

@@ -3,7 +3,7 @@ use std::thread;
 use super::*;
 
 fn bitmap(granularity_bits: u32, size: u64) -> DirtyBitmap {
-    DirtyBitmap::new("b".into(), granularity_bits, size, true).unwrap()
+    DirtyBitmap::new("b".into(), granularity_bits, size, true, false).unwrap()
 }
 
 /// The dirty ranges, in units of the granularity.
@@ -62,7 +62,7 @@ fn ranges_are_marked_bit_by_bit() {
         }
     }
     let count = model.iter().filter(|&&is_dirty| is_dirty).count() as u64;
-    assert_eq!(bitmap.dirty_bytes(), count << 9);
+    assert_eq!(bitmap.dirty_bits(), count);
     let copy = self::bitmap(9, size);
     copy.merge_bytes(0, &bytes);
     assert_eq!(dirty(&copy), dirty(&bitmap));
@@ -90,12 +90,32 @@ fn end_of_disk_within_a_bit() {
     let bitmap = bitmap(31, (3 << 31) + 512);
     bitmap.mark(3 << 31, 512);
     assert_eq!(dirty(&bitmap), [(3, 4)]);
-    assert_eq!(bitmap.dirty_bytes(), 512);
+    assert_eq!(bitmap.dirty_bits(), 1);
     let mut byte = [0xff];
     bitmap.copy_to(0, &mut byte);
     assert_eq!(byte, [8]);
     bitmap.merge_bytes(0, &[0xff, 0xff]);
     assert_eq!(dirty(&bitmap), [(0, 4)]);
+}
+
+#[test]
+fn merged_bitmaps_may_have_other_granularities() {
+    let (fine, coarse) = (bitmap(9, 1 << 20), bitmap(16, 1 << 20));
+    fine.mark(512, 512);
+    fine.mark(0x2_fe00, 1024);
+    coarse.merge(&fine);
+    assert_eq!(dirty(&coarse), [(0, 1), (2, 4)]);
+    fine.merge(&coarse);
+    assert_eq!(dirty(&fine), [(0, 128), (256, 512)]);
+    let copy = coarse.recording(false);
+    coarse.mark(0x8_0000, 1);
+    assert_eq!(
+        (dirty(&copy), copy.is_recording()),
+        (vec![(0, 1), (2, 4)], false)
+    );
+    let cleared = coarse.cleared();
+    assert_eq!((cleared.dirty_bits(), cleared.size()), (0, 1 << 20));
+    assert!(cleared.is_recording());
 }
 
 #[test]

@@ -117,9 +117,8 @@ fn report_bitmaps(disk: &str, chain: &Chain) {
     let Some(image) = chain.image() else {
         return;
     };
-    let advice = "an incremental backup that relies on it must be followed by a full one; 'qemu-img bitmap --remove' \
-        deletes it while the disk is not in use";
-    for UnusableBitmap { name, why } in image.unusable_bitmaps() {
+    let advice = "an incremental backup that relies on it must be followed by a full one; 'ringdisk bitmap remove' deletes it";
+    for UnusableBitmap { name, why, .. } in image.unusable_bitmaps() {
         warn!("disk {disk}: bitmap '{name}' of its image is not continued: {why}; {advice}");
     }
     let disk = disk.to_owned();

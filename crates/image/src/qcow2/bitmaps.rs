@@ -8,12 +8,15 @@
 //! it {as it was, if nothing was written}, {in use}, or {stored}; it never has fewer bits than there were writes. If the
 //! process is killed, its bitmaps stay in use and are of no use any more, as in QEMU.
 
+mod directory;
 mod load;
 mod store;
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use block::{DirtyBitmap, DirtyBitmaps};
+
+use directory::{Part, PartOf};
 
 use super::error::ImageError;
 use super::types::HostOffset;
@@ -25,8 +28,8 @@ pub(crate) const BITMAP_DIRECTORY_BYTES_MAX: u64 = 65535 * 1024;
 
 /// Most bitmaps of an image that are loaded.
 const LOADED_MAX: usize = 256;
-/// Most bytes of all bits that are loaded: at 4 KiB a bit, those of 4 TiB.
-const LOADED_BYTES_MAX: u64 = 128 << 20;
+/// Most bytes of the bits of all bitmaps of an image: at 4 KiB a bit, those of 4 TiB.
+pub const BITMAP_BYTES_MAX: u64 = 128 << 20;
 
 const IN_USE: u32 = 1;
 const AUTO: u32 = 2;
@@ -107,19 +110,21 @@ pub(crate) fn bitmap_directory(directory: &[u8], bitmaps: u32) -> Option<Vec<Bit
 pub(super) struct StoredBitmaps {
     loaded: Vec<StoredBitmap>,
     unusable: Vec<UnusableBitmap>,
+    /// What the header says about bitmaps is not known.
+    is_broken: bool,
 }
 
-/// A bitmap that was loaded.
+/// A bitmap that was loaded, or will be stored.
 struct StoredBitmap {
     bits: Arc<DirtyBitmap>,
-    /// Where its entry is in the directory, in bytes.
-    entry_at: usize,
+    /// Where its entry is in the directory, in bytes. `None` if it has none yet.
+    entry_at: Option<usize>,
     table_at: HostOffset,
     /// The table as in the file, or as it will be stored.
     table: Vec<u64>,
     /// The number of its entries in the file.
     table_entries: u32,
-    /// It may be marked as in use, because of this process.
+    /// It may be marked as in use, because of this process, or is not in the file.
     is_in_use: bool,
 }
 
@@ -128,6 +133,8 @@ struct StoredBitmap {
 pub struct UnusableBitmap {
     /// Its name; empty if it is not known.
     pub name: String,
+    /// Bytes of the disk for each bit; 0 if it is not known.
+    pub granularity: u64,
     /// Why it is not continued.
     pub why: String,
 }
@@ -138,8 +145,18 @@ impl StoredBitmaps {
     /// The bitmap whose entry is here in the directory is being marked as in use.
     pub fn set_in_use(&mut self, entry_at: usize) {
         let mut bitmaps = self.loaded.iter_mut();
-        if let Some(bitmap) = bitmaps.find(|bitmap| bitmap.entry_at == entry_at) {
+        if let Some(bitmap) = bitmaps.find(|bitmap| bitmap.entry_at == Some(entry_at)) {
             bitmap.is_in_use = true;
+        }
+    }
+
+    /// The directory consists of these parts from now on.
+    fn set_places(&mut self, parts: &[Part]) {
+        for (number, bitmap) in self.loaded.iter_mut().enumerate() {
+            let of = bitmap.entry_at.map_or(PartOf::New(number), PartOf::Old);
+            let place = parts.iter().position(|part| part.of == of);
+            let before = |place: usize| parts[..place].iter().map(|part| part.bytes.len()).sum();
+            bitmap.entry_at = place.map(before);
         }
     }
 }
@@ -169,13 +186,55 @@ impl Qcow2 {
         }
     }
 
+    /// Marks all bitmaps that were loaded as in use, durably, before they are changed other than by writes. Blocks.
+    ///
+    /// # Errors
+    /// They could not be marked.
+    pub fn use_bitmaps(&self) -> Result<(), ImageError> {
+        self.begin_writing()?;
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.outdate_bitmaps(&mut self.lock(), true)
+    }
+
+    /// Replaces all bitmaps. New persistent ones are stored when the others are. Those that are missing must have been
+    /// [removed](Self::remove_stored_bitmaps) from the image. No request is in flight, and
+    /// [`use_bitmaps`](Self::use_bitmaps) was called if persistent bitmaps change.
+    pub fn set_bitmaps(&self, bitmaps: Vec<Arc<DirtyBitmap>>) {
+        let mut state = self.lock();
+        let loaded = &mut state.bitmaps.loaded;
+        let mut stored = std::mem::take(loaded);
+        for bits in bitmaps.iter().filter(|bitmap| bitmap.is_persistent()) {
+            let same = |stored: &StoredBitmap| stored.bits.name() == bits.name();
+            let bits = bits.clone();
+            loaded.push(match stored.iter().position(same) {
+                Some(place) => StoredBitmap {
+                    bits,
+                    ..stored.swap_remove(place)
+                },
+                None => StoredBitmap {
+                    bits,
+                    entry_at: None,
+                    table_at: HostOffset::START,
+                    table: Vec::new(),
+                    table_entries: 0,
+                    is_in_use: true,
+                },
+            });
+        }
+        // The disk may have grown since they were made.
+        for bitmap in &bitmaps {
+            let _ = bitmap.grow(self.size());
+        }
+        self.bitmaps.set(bitmaps);
+    }
+
     /// The disk grows to `size`. The bitmaps are in use, and no request beyond the old end is accepted yet. The new part
     /// is clean, as in QEMU: it was not written.
-    pub(super) fn grow_bitmaps(&self, state: &ImageState, size: u64) {
+    pub(super) fn grow_bitmaps(&self, size: u64) {
         let mut bytes = 0;
-        for StoredBitmap { bits, .. } in &state.bitmaps.loaded {
+        for bits in &self.bitmaps.all() {
             bytes += size.div_ceil(bits.granularity()).div_ceil(8);
-            if bytes > LOADED_BYTES_MAX || bits.grow(size).is_err() {
+            if bytes > BITMAP_BYTES_MAX || bits.grow(size).is_err() {
                 let why = "the bitmaps of the larger disk would take more than 128 MiB of memory";
                 self.bitmap_lost(bits, &ImageError::Unsupported(why));
             }

@@ -86,7 +86,7 @@ impl Qcow2 {
             self.lose_bitmaps(&state);
             return Err(error);
         }
-        self.grow_bitmaps(&state, growth.new.end.0);
+        self.grow_bitmaps(growth.new.end.0);
         self.size.store(growth.new.end.0, SeqCst);
         Ok(())
     }

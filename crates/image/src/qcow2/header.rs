@@ -60,10 +60,21 @@ pub(crate) struct Header {
     pub backing: Option<(String, Option<String>)>,
     pub data_file: Option<String>,
     pub bitmaps: Option<BitmapsExtension>,
+    /// Where another extension could begin: where the list of extensions ends, in bytes.
+    pub extensions_end: u64,
 }
+
+/// The type of the bitmaps extension.
+pub(crate) const BITMAPS_EXTENSION: u32 = 0x2385_2875;
+/// Bytes of an extension's type and length, which precede its data.
+pub(crate) const EXTENSION_HEAD: u64 = 8;
+/// Bytes of the data of the bitmaps extension.
+pub(crate) const BITMAPS_EXTENSION_BYTES: u64 = 24;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BitmapsExtension {
+    /// Where its data is in the file, in bytes.
+    pub at: u64,
     pub bitmaps: u32,
     pub directory_bytes: u64,
     /// Not checked: nothing but the bitmaps depends on it.
@@ -174,6 +185,7 @@ impl Header {
             backing: backing(first, cluster, extensions.backing_format)?,
             data_file: extensions.data_file,
             bitmaps: extensions.bitmaps,
+            extensions_end: extensions.end,
         };
         match be32(first, 32) {
             0 => {}
@@ -375,6 +387,7 @@ struct Extensions<'a> {
     data_file: Option<String>,
     bitmaps: Option<BitmapsExtension>,
     feature_names: &'a [u8],
+    end: u64,
 }
 
 impl<'a> Extensions<'a> {
@@ -399,18 +412,22 @@ impl<'a> Extensions<'a> {
                 0xe279_2aca => found.backing_format = Some(text("backing format", data)?),
                 0x4441_5441 => found.data_file = Some(text("data file", data)?),
                 0x6803_f857 => found.feature_names = data,
-                0x2385_2875 if len == 24 => {
+                BITMAPS_EXTENSION if len as u64 == BITMAPS_EXTENSION_BYTES => {
                     found.bitmaps = Some(BitmapsExtension {
+                        at: at as u64 + EXTENSION_HEAD,
                         bitmaps: be32(data, 0),
                         directory_bytes: be64(data, 8),
                         directory_at: HostOffset::new(be64(data, 16)),
                     });
                 }
-                0x2385_2875 => return Err(field("bitmaps extension", len as u64, "not 24 bytes")),
+                BITMAPS_EXTENSION => {
+                    return Err(field("bitmaps extension", len as u64, "not 24 bytes"));
+                }
                 _ => {}
             }
             at += 8 + len.next_multiple_of(8);
         }
+        found.end = at as u64;
         Ok(found)
     }
 

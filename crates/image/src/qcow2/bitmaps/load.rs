@@ -5,13 +5,13 @@ use std::sync::Arc;
 use block::DirtyBitmap;
 
 use super::{
-    ALL_ONES, AUTO, BITMAP_DIRECTORY_BYTES_MAX, BitmapEntry, EXTRA_DATA_COMPATIBLE,
-    LOADED_BYTES_MAX, LOADED_MAX, OFFSET, StoredBitmap, UnusableBitmap, bitmap_directory,
+    ALL_ONES, AUTO, BITMAP_BYTES_MAX, BITMAP_DIRECTORY_BYTES_MAX, BitmapEntry,
+    EXTRA_DATA_COMPATIBLE, LOADED_MAX, OFFSET, StoredBitmap, UnusableBitmap, bitmap_directory,
 };
 use crate::bytes::be64;
 use crate::qcow2::error::ImageError;
 use crate::qcow2::header::AUTOCLEAR_BITMAPS;
-use crate::qcow2::types::{HostOffset, Run};
+use crate::qcow2::types::{HostCluster, HostOffset, Run};
 use crate::qcow2::{ImageState, Qcow2};
 
 /// Granularities that the specification allows, as powers of two.
@@ -49,8 +49,12 @@ impl Qcow2 {
         let entries = match self.read_directory(state) {
             Ok(entries) => entries,
             Err(why) => {
-                let (name, why) = (String::new(), why.text());
-                return state.bitmaps.unusable.push(UnusableBitmap { name, why });
+                let (name, granularity, why) = (String::new(), 0, why.text());
+                return state.bitmaps.unusable.push(UnusableBitmap {
+                    name,
+                    granularity,
+                    why,
+                });
             }
         };
         let is_valid = state.header.autoclear & AUTOCLEAR_BITMAPS != 0;
@@ -62,8 +66,13 @@ impl Qcow2 {
                 Err("a program that does not know bitmaps has written to the image".into())
             };
             if let Err(why) = loaded {
-                let (name, why) = (name(entry), why.text());
-                state.bitmaps.unusable.push(UnusableBitmap { name, why });
+                state.bitmaps.unusable.push(UnusableBitmap {
+                    name: name(entry),
+                    granularity: 1_u64
+                        .checked_shl(entry.granularity_bits.into())
+                        .unwrap_or(0),
+                    why: why.text(),
+                });
             }
         }
     }
@@ -94,13 +103,14 @@ impl Qcow2 {
         let size = self.size();
         let bits = self.new_bitmap(entry, size)?;
         *bytes += bits.bytes();
-        if *bytes > LOADED_BYTES_MAX || state.bitmaps.loaded.len() >= LOADED_MAX {
+        if *bytes > BITMAP_BYTES_MAX || state.bitmaps.loaded.len() >= LOADED_MAX {
             let why = "more than 256 bitmaps, or 128 MiB of bits, are not loaded; delete bitmaps, or use a larger \
                 granularity";
             return Err(why.into());
         }
         let bits = bits.make(size)?;
-        let table = self.read_table(state, entry, &bits)?;
+        debug_assert_eq!(self.g.clusters(bits.bytes()), entry.table_entries.into());
+        let table = self.read_table(state, entry)?;
         let mut buffer = vec![0; self.g.cluster() as usize];
         for (number, &word) in (0..).zip(&table) {
             match word & OFFSET {
@@ -118,7 +128,7 @@ impl Qcow2 {
         self.bitmaps.add(bits.clone());
         state.bitmaps.loaded.push(StoredBitmap {
             bits,
-            entry_at: entry.at,
+            entry_at: Some(entry.at),
             table_at: entry.table_at,
             table,
             table_entries: entry.table_entries,
@@ -158,9 +168,7 @@ impl Qcow2 {
         &self,
         state: &mut ImageState,
         entry: &BitmapEntry,
-        bits: &DirtyBitmap,
     ) -> Result<Vec<u64>, Unusable> {
-        debug_assert_eq!(self.g.clusters(bits.bytes()), entry.table_entries.into());
         let mut bytes = vec![0; entry.table_entries as usize * 8];
         let clusters = self.g.clusters(bytes.len() as u64);
         self.claim(state, entry.table_at, clusters)?;
@@ -180,6 +188,37 @@ impl Qcow2 {
             true => Ok(table),
             false => Err("its table has an invalid entry".into()),
         }
+    }
+
+    /// The clusters of a bitmap that was not loaded, checked as if it was. None if it is damaged.
+    pub(super) fn claim_all(
+        &self,
+        state: &mut ImageState,
+        entry: &BitmapEntry,
+    ) -> Vec<HostCluster> {
+        let limit = BITMAP_BYTES_MAX / self.g.cluster();
+        if u64::from(entry.table_entries) > limit {
+            return Vec::new();
+        }
+        let Ok(table) = self.read_table(state, entry) else {
+            return Vec::new();
+        };
+        let table_run = Run {
+            first: entry.table_at.cluster(&self.g),
+            clusters: self.g.clusters(table.len() as u64 * 8),
+        };
+        let mut clusters: Vec<_> = table_run.each().collect();
+        for word in table.iter().map(|word| word & OFFSET) {
+            let at = HostOffset::new(word);
+            if at == HostOffset::START {
+                continue;
+            }
+            if self.claim(state, at, 1).is_err() {
+                return Vec::new();
+            }
+            clusters.push(at.cluster(&self.g));
+        }
+        clusters
     }
 
     /// Checks that clusters can be those of a bitmap, which will be written: they are used once, and for nothing that is
@@ -221,8 +260,14 @@ impl NewBitmap {
     }
 
     fn make(self, size: u64) -> Result<DirtyBitmap, Unusable> {
-        DirtyBitmap::new(self.name, self.granularity_bits, size, self.is_recording)
-            .map_err(|_| "it has too many bits".into())
+        DirtyBitmap::new(
+            self.name,
+            self.granularity_bits,
+            size,
+            self.is_recording,
+            true,
+        )
+        .map_err(|_| "it has too many bits".into())
     }
 }
 

@@ -6,7 +6,8 @@
 //! 2. The tables, which refer to these clusters. fdatasync.
 //! 3. The offset of each table that has become larger, and is therefore elsewhere. fdatasync. Then its length. fdatasync. An
 //!    entry of the directory may be in two sectors, and a table must never have a length that is not its own.
-//! 4. The flags, without "in use". fdatasync.
+//! 4. The flags, without "in use". fdatasync. If there are new bitmaps, [the directory is replaced](super::directory)
+//!    instead of 3 and 4.
 //! 5. The clusters of the tables that were replaced are freed.
 //!
 //! A crash before the end of 4 leaves each bitmap {in use} or, if its flags were written, {stored}; and possibly leaked
@@ -17,7 +18,8 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use block::is_no_space;
 
-use super::{IN_USE, OFFSET, StoredBitmap};
+use super::directory::{Part, PartOf, entry_bytes};
+use super::{AUTO, IN_USE, OFFSET, StoredBitmap};
 use crate::bytes::{be32, put32, put64};
 use crate::qcow2::error::ImageError;
 use crate::qcow2::retry::MayBlock;
@@ -30,10 +32,12 @@ const FILE_TOO_LARGE: i32 = 27;
 /// What step 3 and 4 write of the entry of a bitmap.
 struct NewEntry {
     number: usize,
-    at: usize,
+    /// Where it is in the directory; `None` if the bitmap has no entry yet.
+    at: Option<usize>,
     table_at: HostOffset,
     table_entries: u32,
     old_table: Run,
+    is_recording: bool,
 }
 
 impl Qcow2 {
@@ -46,14 +50,86 @@ impl Qcow2 {
         if self.read_only || self.damage.get().is_some() {
             return Ok(());
         }
+        // First, so that a full disk loses only the new bitmaps.
+        let mut larger = self.allocate_larger_directory()?;
         let entries = self.write_bits()?;
+        if entries.iter().all(|entry| entry.at.is_some())
+            && let Some(unused) = larger.take()
+        {
+            self.free_clusters(&unused.each().collect::<Vec<_>>())?;
+        }
         if entries.is_empty() {
             return Ok(());
         }
         self.flush()?;
         self.write_tables(&entries)?;
-        self.write_directory(&entries)?;
+        match larger {
+            Some(run) => self.extend_directory(run, &entries)?,
+            None => self.write_directory(&entries)?,
+        }
         self.end_of_use(&entries)
+    }
+
+    /// Allocates clusters for a directory that has the new bitmaps, if there are any. If there is no space, they are lost.
+    fn allocate_larger_directory(&self) -> Result<Option<Run>, ImageError> {
+        let mut parts: Vec<_> = {
+            let state = self.lock();
+            let parts = self.directory(&state)?.into_iter();
+            parts.map(|(_, part)| part).collect()
+        };
+        let old = parts.len();
+        let new: Vec<_> = {
+            let state = self.lock();
+            let loaded = state.bitmaps.loaded.iter();
+            let new = loaded.filter(|b| b.entry_at.is_none() && !b.bits.is_inconsistent());
+            new.map(|bitmap| bitmap.bits.clone()).collect()
+        };
+        parts.extend(new.iter().enumerate().map(|(number, bits)| Part {
+            of: PartOf::New(number),
+            bytes: entry_bytes(bits, HostOffset::START, 0),
+        }));
+        if parts.len() == old {
+            return Ok(None);
+        }
+        let bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
+        match self.allocate_directory(&parts) {
+            Ok(at) => Ok(Some(Run {
+                first: at.cluster(&self.g),
+                clusters: self.g.clusters(bytes),
+            })),
+            Err(error) if is_full(&error) => {
+                new.iter().for_each(|bits| self.bitmap_lost(bits, &error));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Steps 3 and 4 if there are new bitmaps: the directory that was allocated takes the place of the old one.
+    fn extend_directory(&self, run: Run, entries: &[NewEntry]) -> Result<(), ImageError> {
+        let old = self.directory(&self.lock())?;
+        let mut parts: Vec<_> = old.into_iter().map(|(_, part)| part).collect();
+        for part in &mut parts {
+            let same = |entry: &&NewEntry| entry.at.map(PartOf::Old) == Some(part.of);
+            if let Some(entry) = entries.iter().find(same) {
+                for change in [set_table_offset, set_table_length, set_flags] {
+                    change(&mut part.bytes, entry);
+                }
+            }
+        }
+        let new = entries.iter().filter(|entry| entry.at.is_none());
+        parts.extend(new.map(|entry| {
+            let bits = self.lock().bitmaps.loaded[entry.number].bits.clone();
+            Part {
+                of: PartOf::New(entry.number),
+                bytes: entry_bytes(&bits, entry.table_at, entry.table_entries),
+            }
+        }));
+        self.replace_directory(Some(run.first.start(&self.g)), &parts)?;
+        // A bitmap for which there was no space has no entry.
+        let bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
+        let unused = Run::between(run.first + self.g.clusters(bytes), run.end());
+        self.free_clusters(&unused.each().collect::<Vec<_>>())
     }
 
     /// Step 1.
@@ -74,8 +150,7 @@ impl Qcow2 {
                 Ok(entry) => entries.push(entry),
                 Err(error) => {
                     self.free_new(number, &new)?;
-                    let errno = error.errno();
-                    if !is_no_space(errno) && errno != FILE_TOO_LARGE {
+                    if !is_full(&error) {
                         return Err(error);
                     }
                     self.bitmap_lost(&bits, &error);
@@ -100,6 +175,7 @@ impl Qcow2 {
                 table_at: bitmap.table_at,
                 table_entries: bitmap.table_entries,
                 old_table: self.table_run(bitmap),
+                is_recording: bitmap.bits.is_recording(),
             };
             (bitmap.bits.clone(), bitmap.table.clone(), entry)
         };
@@ -127,14 +203,14 @@ impl Qcow2 {
         Ok(entry)
     }
 
-    fn table_run(&self, bitmap: &StoredBitmap) -> Run {
+    pub(super) fn table_run(&self, bitmap: &StoredBitmap) -> Run {
         Run {
             first: bitmap.table_at.cluster(&self.g),
             clusters: self.g.clusters(u64::from(bitmap.table_entries) * 8),
         }
     }
 
-    fn allocate_for_bitmap(
+    pub(super) fn allocate_for_bitmap(
         &self,
         clusters: u64,
         new: &mut Vec<HostCluster>,
@@ -204,9 +280,13 @@ impl Qcow2 {
                 .write_at("writing the bitmap directory", at, bytes)?;
             self.file.flush()
         };
-        for change in [set_table_offset, set_table_length, clear_in_use] {
+        for change in [set_table_offset, set_table_length, set_flags] {
             let before = bytes.clone();
-            entries.iter().for_each(|entry| change(&mut bytes, entry));
+            for entry in entries {
+                if let Some(at) = entry.at {
+                    change(&mut bytes[at..], entry);
+                }
+            }
             if bytes != before {
                 write(&bytes)?;
             }
@@ -239,15 +319,21 @@ impl Qcow2 {
     }
 }
 
-fn set_table_offset(directory: &mut [u8], entry: &NewEntry) {
-    put64(directory, entry.at, entry.table_at.bytes());
+/// Whether there is no space for more.
+fn is_full(error: &ImageError) -> bool {
+    is_no_space(error.errno()) || error.errno() == FILE_TOO_LARGE
 }
 
-fn set_table_length(directory: &mut [u8], entry: &NewEntry) {
-    put32(directory, entry.at + 8, entry.table_entries);
+fn set_table_offset(directory_entry: &mut [u8], entry: &NewEntry) {
+    put64(directory_entry, 0, entry.table_at.bytes());
 }
 
-fn clear_in_use(directory: &mut [u8], entry: &NewEntry) {
-    let flags = be32(directory, entry.at + 12);
-    put32(directory, entry.at + 12, flags & !IN_USE);
+fn set_table_length(directory_entry: &mut [u8], entry: &NewEntry) {
+    put32(directory_entry, 8, entry.table_entries);
+}
+
+fn set_flags(directory_entry: &mut [u8], entry: &NewEntry) {
+    let flags = be32(directory_entry, 12);
+    let auto = if entry.is_recording { AUTO } else { 0 };
+    put32(directory_entry, 12, flags & !(IN_USE | AUTO) | auto);
 }
