@@ -1,7 +1,8 @@
-//! Operations that control the data path: starting and stopping queues, replacing a disk's file, and what is done about
-//! storage that fails.
+//! Operations that control the data path: starting and stopping queues, holding disks, replacing a disk's file, and what is
+//! done about storage that fails.
 
 mod error_policy;
+pub(crate) mod hold;
 mod queues;
 pub(crate) mod replace;
 

@@ -24,6 +24,7 @@ mod polling;
 mod wake;
 
 pub use command::QueueId;
+pub use control::hold::hold;
 pub use control::replace::Replacement;
 pub use disk::source::Storage;
 pub use disk::{AllocatedExtent, Disk, Measuring, Options};

@@ -126,7 +126,7 @@ impl Queue {
     /// Takes over where the disk is now. No request of the queue is in flight.
     pub fn update_content(&mut self, thread_disk: &ThreadDisk) {
         self.image = self.disk.content().image;
-        self.bitmaps = (self.image.bitmaps()).map_or_else(Default::default, |all| all.recording());
+        self.update_bitmaps();
         if self.image.chain().is_some() {
             self.file = None;
             self.mapped.reserve(self.slots.len());
@@ -137,6 +137,12 @@ impl Queue {
         if let Some(source) = &thread_disk.source {
             self.alignment = source.alignment;
         }
+    }
+
+    /// Takes over which bitmaps record changes. No request of the queue is in flight.
+    pub fn update_bitmaps(&mut self) {
+        let all = self.image.bitmaps();
+        self.bitmaps = all.map_or_else(Default::default, |all| all.recording());
     }
 
     /// Whether nothing is completed any more.

@@ -147,17 +147,29 @@ impl Disk {
 }
 
 /// Sends a command to every thread, and waits for all of them.
-fn ask_all(
+pub(super) fn ask_all(
     threads: &[impl Borrow<IoThread>],
     command: impl Fn(Sender<io::Result<()>>) -> Command,
 ) -> io::Result<()> {
+    // All at once: each waits for its own requests.
+    answers(&ask(threads, command))
+}
+
+/// Sends a command to every thread.
+pub(super) fn ask(
+    threads: &[impl Borrow<IoThread>],
+    command: impl Fn(Sender<io::Result<()>>) -> Command,
+) -> Vec<Receiver<io::Result<()>>> {
     let ask = |thread| {
         let (reply, result) = mpsc::channel();
         IoThread::send(thread, command(reply));
         result
     };
-    // All at once: each waits for its own requests.
-    let results: Vec<Receiver<_>> = threads.iter().map(Borrow::borrow).map(ask).collect();
+    threads.iter().map(Borrow::borrow).map(ask).collect()
+}
+
+/// Waits until all threads have answered. Returns the first error.
+pub(super) fn answers(results: &[Receiver<io::Result<()>>]) -> io::Result<()> {
     let wait = |result: &Receiver<io::Result<()>>| answer(result)?;
     let results: Vec<_> = results.iter().map(wait).collect();
     results.into_iter().collect()
@@ -251,6 +263,7 @@ impl<E: Engine> Worker<E> {
         }
         for number in self.queues.of_disk(disk) {
             let queue = self.queues.get(number);
+            queue.update_bitmaps();
             if matches!(queue.state, QueueState::Paused) {
                 queue.state = QueueState::Running;
                 self.queues.activate(number);
