@@ -1,11 +1,13 @@
 //! The commands, in one table: the parser, `query-commands` and `query-qmp-schema` are generated from it.
 
+mod bitmap;
 mod blockdev;
 mod export;
 mod object;
 mod ringdisk;
 mod throttle;
 
+pub use bitmap::*;
 pub use blockdev::*;
 pub use export::*;
 pub use object::*;
@@ -74,6 +76,18 @@ commands! {
     BlockdevAdd(BlockdevOptions) -> Empty = "blockdev-add",
     /// Closes a block node that is not in use.
     BlockdevDel(BlockdevDel) -> Empty = "blockdev-del",
+    /// Adds a dirty bitmap to a disk.
+    BlockDirtyBitmapAdd(BlockDirtyBitmapAdd) -> Empty = "block-dirty-bitmap-add",
+    /// Removes the bits of a dirty bitmap.
+    BlockDirtyBitmapClear(BlockDirtyBitmap) -> Empty = "block-dirty-bitmap-clear",
+    /// Has a dirty bitmap record no changes.
+    BlockDirtyBitmapDisable(BlockDirtyBitmap) -> Empty = "block-dirty-bitmap-disable",
+    /// Has a dirty bitmap record changes.
+    BlockDirtyBitmapEnable(BlockDirtyBitmap) -> Empty = "block-dirty-bitmap-enable",
+    /// Sets the bits of several dirty bitmaps in one.
+    BlockDirtyBitmapMerge(BlockDirtyBitmapMerge) -> Empty = "block-dirty-bitmap-merge",
+    /// Removes a dirty bitmap.
+    BlockDirtyBitmapRemove(BlockDirtyBitmap) -> Empty = "block-dirty-bitmap-remove",
     /// Exports a block node.
     BlockExportAdd(BlockExportOptions) -> Empty = "block-export-add",
     /// Removes an export; `BLOCK_EXPORT_DELETED` is sent when this is done.
@@ -118,6 +132,8 @@ commands! {
     RingdiskResume(RingdiskResume) -> Empty = "x-ringdisk-resume",
     /// Returns statistics of every disk, with histograms.
     RingdiskStats(Empty) -> Value = "x-ringdisk-stats",
+    /// Does several actions at one moment: all of them or none.
+    Transaction(Transaction) -> Empty = "transaction",
 }
 
 /// Commands that the session answers itself.

@@ -82,6 +82,8 @@ record! {
         detect_zeroes: DetectZeroes = "detect_zeroes",
         /// The node's image.
         image: ImageInfo = "image",
+        /// The disk's dirty bitmaps, if there are any.
+        dirty_bitmaps: Option<Vec<BlockDirtyInfo>> = "dirty-bitmaps",
         /// The node's cache mode.
         cache: BlockdevCacheInfo = "cache",
         /// Always 0: no threshold is set.
@@ -113,6 +115,25 @@ impl Record for BlockDeviceInfo {
         self.node.put_members(map);
         put_limits(&self.limits, COMMAND, map);
         Member::put(&self.group, "group", map);
+    }
+}
+
+record! {
+    /// `BlockDirtyInfo`
+    BlockDirtyInfo {
+        name: Option<String> = "name",
+        /// Dirty bytes.
+        count: u64 = "count",
+        /// Bytes of the disk for each bit.
+        granularity: u32 = "granularity",
+        /// Whether changes of the disk are recorded.
+        recording: bool = "recording",
+        /// Always false: no operation uses it exclusively.
+        busy: bool = "busy",
+        /// Whether it is stored in the image.
+        persistent: bool = "persistent",
+        /// Whether it lacks changes, and can only be removed. Absent if not.
+        inconsistent: Option<bool> = "inconsistent",
     }
 }
 

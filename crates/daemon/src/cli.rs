@@ -44,6 +44,8 @@ enum Command {
     Throttle(client::ThrottleArgs),
     /// Move a disk to another file while its VM runs
     Replace(client::ReplaceArgs),
+    /// List and change the dirty bitmaps of disks
+    Bitmap(client::BitmapArgs),
     /// Retry or fail the requests that wait because storage failed
     Resume(client::ResumeArgs),
     /// Reload the configuration
@@ -112,6 +114,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Top(args) => client::top(args),
         Command::Throttle(args) => client::throttle(args),
         Command::Replace(args) => client::replace(args),
+        Command::Bitmap(args) => client::bitmap(args),
         Command::Resume(args) => client::resume(args),
         Command::Reload(args) => {
             if args.upgrade && upgrade::if_changed(&args.connection)? {

@@ -1,10 +1,12 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
+mod bitmap;
 mod export;
 mod rates;
 mod stats;
 mod top;
 
+pub use bitmap::{BitmapArgs, bitmap};
 pub use export::{ExportArgs, export};
 pub use stats::{StatsArgs, stats};
 pub use top::{TopArgs, top};

@@ -11,6 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use block::DirtyBitmap;
 use engine::Identity;
 use guest::SavedSession;
 use rustix::fs::{OFlags, fcntl_getfl};
@@ -56,6 +57,8 @@ pub struct InheritedParts {
     /// The files of all sockets.
     pub sockets: Vec<(PathBuf, FileIdentity)>,
     pub exports: Vec<(PathBuf, InheritedExport)>,
+    /// Temporary bitmaps, each with the name of its disk.
+    pub bitmaps: Vec<(String, DirtyBitmap)>,
     /// Opened when this process serves.
     pub gate: Option<Arc<Gate>>,
 }
@@ -260,6 +263,15 @@ impl Inherited {
         Some(parts.exports.swap_remove(place).1)
     }
 
+    /// The temporary bitmaps of a disk.
+    pub fn bitmaps(&self, disk: &str) -> Vec<DirtyBitmap> {
+        let mut parts = self.parts();
+        let all = std::mem::take(&mut parts.bitmaps).into_iter();
+        let (its, others): (Vec<_>, Vec<_>) = all.partition(|(of, _)| of == disk);
+        parts.bitmaps = others;
+        its.into_iter().map(|(_, bitmap)| bitmap).collect()
+    }
+
     /// Whether the old process continues to serve if this one exits now.
     pub fn is_uncommitted(&self) -> bool {
         self.parts().uncommitted
@@ -290,6 +302,7 @@ impl Inherited {
         // A disk that gets one of these names from now on is another one.
         parts.disks.clear();
         parts.released.clear();
+        parts.bitmaps.clear();
         for file in parts.files.drain(..) {
             if let Err(e) = rustix::fs::fdatasync(&file) {
                 warn!("a disk that is no longer served could not be made durable: {e}");

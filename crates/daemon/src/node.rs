@@ -5,6 +5,7 @@ pub mod journal;
 pub mod progress;
 pub mod storage;
 
+mod bitmaps;
 mod chain;
 mod close;
 mod open;

@@ -1,6 +1,8 @@
 //! Everything that this process serves. All changes go through [`Server`], whether they come from the command line, the
 //! configuration or the control socket.
 
+pub mod bitmap_plan;
+pub mod bitmaps;
 pub mod clients;
 pub mod connection_info;
 pub mod device;
@@ -254,6 +256,7 @@ impl Server {
         let (name, limits) = (node.name().to_owned(), node.spec.limits);
         let group = node.spec.throttle_group.clone();
         self.watch_damage(&node);
+        node.add_temporary_bitmaps(self.context.inherited.bitmaps(&name));
         let mut state = self.state();
         state.check_new_node(&node.spec)?;
         if let Some(file) = node.file_identity() {

@@ -158,7 +158,14 @@ impl Handler for FakeDisks {
                 let desc = format!("there is no disk '{id}'");
                 return Err(CommandError::device_not_found(desc));
             }
-            Command::BlockResize(_)
+            Command::BlockDirtyBitmapAdd(_)
+            | Command::BlockDirtyBitmapClear(_)
+            | Command::BlockDirtyBitmapDisable(_)
+            | Command::BlockDirtyBitmapEnable(_)
+            | Command::BlockDirtyBitmapMerge(_)
+            | Command::BlockDirtyBitmapRemove(_)
+            | Command::Transaction(_)
+            | Command::BlockResize(_)
             | Command::NbdServerStart(_)
             | Command::NbdServerStop(_)
             | Command::ObjectAdd(_)
@@ -190,6 +197,7 @@ fn node_info(name: &str, drv: &str, limits: ThrottleLimits) -> BlockDeviceInfo {
                 virtual_size: 1 << 30,
                 actual_size: Some(4096),
             },
+            dirty_bitmaps: None,
             cache: BlockdevCacheInfo {
                 writeback: true,
                 direct: true,

@@ -1,5 +1,6 @@
 //! QMP commands as changes of the [`Server`].
 
+mod bitmaps;
 mod objects;
 mod queries;
 
@@ -54,6 +55,13 @@ impl Qmp {
         match command {
             Command::BlockdevAdd(options) => done(objects::add_node(server, &options)),
             Command::BlockdevDel(which) => done(server.remove_node(&which.node_name)),
+            Command::BlockDirtyBitmapAdd(wanted) => bitmaps::add(server, wanted),
+            Command::BlockDirtyBitmapClear(which) => bitmaps::clear(server, which),
+            Command::BlockDirtyBitmapDisable(which) => bitmaps::disable(server, which),
+            Command::BlockDirtyBitmapEnable(which) => bitmaps::enable(server, which),
+            Command::BlockDirtyBitmapMerge(wanted) => bitmaps::merge(server, wanted),
+            Command::BlockDirtyBitmapRemove(which) => bitmaps::remove(server, which),
+            Command::Transaction(wanted) => bitmaps::transaction(server, wanted),
             Command::BlockExportAdd(options) => done(objects::add_export(server, &options)),
             Command::BlockExportDel(which) => {
                 let removal = match which.mode {

@@ -75,7 +75,7 @@ impl ServedDisk {
         self.threads.len() as u16
     }
 
-    /// Held while the node is acquired or released, so that it is not replaced meanwhile.
+    /// The node, which is neither acquired, released nor replaced while the guard exists.
     pub fn node(&self) -> MutexGuard<'_, Arc<Node>> {
         self.node.lock().unwrap_or_else(PoisonError::into_inner)
     }

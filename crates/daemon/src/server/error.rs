@@ -12,6 +12,7 @@ use crate::config::nbd::NbdAddress;
 use crate::config::spec::Problem;
 use crate::node::NodeError;
 use crate::sandbox::OutsideSandbox;
+use crate::server::bitmap_plan::BitmapError;
 use crate::server::iothreads::IoThreadError;
 use crate::socket::SocketError;
 
@@ -81,6 +82,8 @@ pub enum ServerError {
     Throttle(#[from] ThrottleError),
     #[error(transparent)]
     Node(#[from] NodeError),
+    #[error(transparent)]
+    Bitmap(#[from] BitmapError),
     #[error(transparent)]
     Export(#[from] ExportError),
     #[error(transparent)]

@@ -1,6 +1,7 @@
 //! The old process's side of an upgrade: see [`protocol`](crate::upgrade::protocol).
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process;
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use guest::SavedSession;
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
 use thiserror::Error;
@@ -25,8 +27,9 @@ use crate::server::handover::{PendingPause, locked, socket_file};
 use crate::socket::BoundPath;
 use crate::socket::accept::Client;
 use crate::upgrade::protocol::{
-    Channel, FirstMessage, Handover, HandoverDisk, HandoverExport, HandoverNbd, HandoverNbdExport,
-    HandoverSession, Launched, Outcome, PROTOCOL, Step, UpgradeReply, UpgradeRequest,
+    BITMAP_UNIT, Channel, FirstMessage, Handover, HandoverBitmap, HandoverDisk, HandoverExport,
+    HandoverNbd, HandoverNbdExport, HandoverSession, Launched, Outcome, PROTOCOL, Step,
+    UpgradeReply, UpgradeRequest,
 };
 
 /// How long the new process may take for a step while guests are served.
@@ -325,6 +328,7 @@ fn send(
     let files = server.descriptors()?;
     let lock = server.state_lock()?;
     let nbd = server.nbd.handover()?;
+    let (bitmaps, bits) = temporary_bitmaps(server)?;
     let state = &server.handover;
     let (control, upgrade) = (locked(&state.control), locked(&state.upgrade));
     let (control, upgrade, metrics) = (control.as_ref(), upgrade.as_ref(), state.metrics.get());
@@ -346,6 +350,7 @@ fn send(
         sockets,
         exports: Vec::new(),
         nbd: nbd.as_ref().map(handover_nbd),
+        bitmaps,
     };
     let singles = lock.iter().chain(control).chain(upgrade).chain(metrics);
     let mut descriptors: Vec<BorrowedFd<'_>> =
@@ -371,6 +376,7 @@ fn send(
         });
     }
     descriptors.extend(nbd.iter().map(|nbd| nbd.listener.as_fd()));
+    descriptors.extend(bits.iter().map(AsFd::as_fd));
     channel.send(&handover, &descriptors, deadline)
 }
 
@@ -390,6 +396,35 @@ fn handover_nbd(nbd: &NbdService) -> HandoverNbd {
         address: nbd.address.to_string(),
         exports: nbd.exports.iter().map(export).collect(),
     }
+}
+
+/// The temporary bitmaps, and a file with their bits, if there are any.
+fn temporary_bitmaps(server: &Server) -> io::Result<(Vec<HandoverBitmap>, Option<OwnedFd>)> {
+    let all = server.temporary_bitmaps();
+    if all.is_empty() {
+        return Ok((Vec::new(), None));
+    }
+    let mut file = File::from(memfd_create(c"bitmaps", MemfdFlags::CLOEXEC)?);
+    let mut described = Vec::new();
+    let mut buffer = vec![0; 1 << 20];
+    for (disk, bitmap) in all {
+        let bytes = bitmap.bytes().next_multiple_of(BITMAP_UNIT);
+        for at in (0..bytes).step_by(buffer.len()) {
+            let part = &mut buffer[..usize::try_from(bytes - at)
+                .unwrap_or(usize::MAX)
+                .min(1 << 20)];
+            bitmap.copy_to(at, part);
+            file.write_all(part)?;
+        }
+        described.push(HandoverBitmap {
+            disk,
+            name: bitmap.name().to_owned(),
+            granularity_bits: bitmap.granularity_bits(),
+            size: bitmap.size(),
+            recording: bitmap.is_recording(),
+        });
+    }
+    Ok((described, Some(file.into())))
 }
 
 fn expect(channel: &Channel, step: Step, deadline: Instant) -> io::Result<()> {

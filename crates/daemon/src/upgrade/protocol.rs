@@ -102,7 +102,7 @@ pub struct Hello {
 
 /// Everything that is handed over. Its descriptors, in this order: `files` files; the lock of the state directory; the
 /// sockets for commands, upgrades and metrics; for each export, its socket, and then its connection with the
-/// descriptors of the session.
+/// descriptors of the session; the socket of the NBD server; a file with the bits of the temporary bitmaps.
 #[derive(Serialize, Deserialize)]
 pub struct Handover {
     pub files: usize,
@@ -120,9 +120,12 @@ pub struct Handover {
     #[serde(default)]
     pub sockets: Vec<(PathBuf, FileIdentity)>,
     pub exports: Vec<HandoverExport>,
-    /// The NBD server. Its socket is the last descriptor, so that versions without it find all others.
+    /// The NBD server. Versions without it ignore its socket.
     #[serde(default)]
     pub nbd: Option<HandoverNbd>,
+    /// Temporary bitmaps, in the order of their bits. Older versions do not know them.
+    #[serde(default)]
+    pub bitmaps: Vec<HandoverBitmap>,
 }
 
 /// The NBD server, without its clients, which connect again.
@@ -142,6 +145,20 @@ pub struct HandoverNbdExport {
     /// Pairs of a key and a number.
     pub limits: Vec<(String, u64)>,
 }
+
+/// A bitmap that is not stored in the disk's image.
+#[derive(Serialize, Deserialize)]
+pub struct HandoverBitmap {
+    pub disk: String,
+    pub name: String,
+    pub granularity_bits: u32,
+    /// Bytes of the disk.
+    pub size: u64,
+    pub recording: bool,
+}
+
+/// The file of the bits of bitmaps has each in a multiple of this.
+pub const BITMAP_UNIT: u64 = 8;
 
 /// A disk, served or not, in the syntax of the command line.
 #[derive(Serialize, Deserialize)]

@@ -1,12 +1,14 @@
 //! The new process's side of an upgrade: see [`protocol`](crate::upgrade::protocol).
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use block::ThrottleLimits;
+use block::{DirtyBitmap, ThrottleLimits};
 use engine::Identity;
 use guest::SavedSession;
 
@@ -17,7 +19,8 @@ use crate::inherited::{
 };
 use crate::state::Overrides;
 use crate::upgrade::protocol::{
-    Channel, Handover, HandoverExport, HandoverNbd, HandoverNbdExport, Hello, PROTOCOL, Step,
+    BITMAP_UNIT, Channel, Handover, HandoverBitmap, HandoverExport, HandoverNbd, HandoverNbdExport,
+    Hello, PROTOCOL, Step,
 };
 
 /// How long the old process may take to pause all disks. It gives up sooner.
@@ -116,6 +119,9 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
     if let Some(nbd) = handover.nbd {
         parts.nbd = Some(inherited_nbd(nbd, descriptors.next()?)?);
     }
+    if let Some(bits) = descriptors.next_if(!handover.bitmaps.is_empty())? {
+        parts.bitmaps = bitmaps(&handover.bitmaps, &bits)?;
+    }
     for disk in &handover.disks {
         let disk = InheritedDisk::try_from(disk).map_err(|e| invalid("disk", e.to_string()))?;
         parts.disks.insert(disk.spec.name.clone(), disk);
@@ -127,6 +133,34 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
         .transpose()
         .map_err(|e| invalid("list of changes made at run time", e.to_string()))?;
     Ok(parts)
+}
+
+/// The temporary bitmaps, each with its disk.
+fn bitmaps(all: &[HandoverBitmap], bits: &File) -> io::Result<Vec<(String, DirtyBitmap)>> {
+    let mut at = 0;
+    let mut bitmaps = Vec::new();
+    for bitmap in all {
+        let HandoverBitmap {
+            disk,
+            name,
+            granularity_bits,
+            size,
+            recording,
+        } = bitmap;
+        let new = DirtyBitmap::new(name.clone(), *granularity_bits, *size, *recording, false);
+        let new = new.map_err(|_| io::Error::other("received a bitmap that is too large"))?;
+        let bytes = new.bytes().next_multiple_of(BITMAP_UNIT);
+        let mut buffer = vec![0; 1 << 20];
+        for from in (0..bytes).step_by(buffer.len()) {
+            let len = usize::try_from(bytes - from).unwrap_or(usize::MAX);
+            let part = &mut buffer[..len.min(1 << 20)];
+            bits.read_exact_at(part, at + from)?;
+            new.merge_bytes(from, part);
+        }
+        at += bytes;
+        bitmaps.push((disk.clone(), new));
+    }
+    Ok(bitmaps)
 }
 
 fn inherited_export(

@@ -1,6 +1,8 @@
 //! Changes to a running ringdisk: over its control socket, by the subcommands that use it, and by reloading a
 //! configuration.
 
+mod bitmaps;
+mod bitmaps_of_qemu;
 mod churn;
 mod cli;
 mod limits;

@@ -142,6 +142,7 @@ pub(super) fn node_info(disk: &DiskView<'_>) -> BlockDeviceInfo {
                 virtual_size: disk.size(),
                 actual_size: node.allocated(),
             },
+            dirty_bitmaps: super::bitmaps::info(node),
             cache: BlockdevCacheInfo {
                 writeback: match disk.export {
                     Some(export) => export.disk.write_cache(),

@@ -1,0 +1,127 @@
+//! Commands about dirty bitmaps.
+
+use control::{
+    BlockDirtyBitmap, BlockDirtyBitmapAdd, BlockDirtyBitmapMerge, BlockDirtyBitmapOrStr,
+    BlockDirtyInfo, Transaction, TransactionActionKind,
+};
+
+use super::{Reply, done};
+use crate::node::Node;
+use crate::server::Server;
+use crate::server::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
+
+pub(super) fn add(server: &Server, wanted: BlockDirtyBitmapAdd) -> Reply {
+    run(server, &[added(wanted)])
+}
+
+pub(super) fn clear(server: &Server, which: BlockDirtyBitmap) -> Reply {
+    run(server, &[one(which, BitmapChange::Clear)])
+}
+
+pub(super) fn disable(server: &Server, which: BlockDirtyBitmap) -> Reply {
+    run(server, &[one(which, BitmapChange::Disable)])
+}
+
+pub(super) fn enable(server: &Server, which: BlockDirtyBitmap) -> Reply {
+    run(server, &[one(which, BitmapChange::Enable)])
+}
+
+pub(super) fn merge(server: &Server, wanted: BlockDirtyBitmapMerge) -> Reply {
+    run(server, &[merged(wanted)])
+}
+
+pub(super) fn remove(server: &Server, which: BlockDirtyBitmap) -> Reply {
+    run(server, &[one(which, BitmapChange::Remove)])
+}
+
+pub(super) fn transaction(server: &Server, wanted: Transaction) -> Reply {
+    let action = |kind| match kind {
+        TransactionActionKind::Abort(_) => BitmapAction::Abort,
+        TransactionActionKind::BitmapAdd(wanted) => added(wanted.data),
+        TransactionActionKind::BitmapRemove(which) => one(which.data, BitmapChange::Remove),
+        TransactionActionKind::BitmapClear(which) => one(which.data, BitmapChange::Clear),
+        TransactionActionKind::BitmapEnable(which) => one(which.data, BitmapChange::Enable),
+        TransactionActionKind::BitmapDisable(which) => one(which.data, BitmapChange::Disable),
+        TransactionActionKind::BitmapMerge(wanted) => merged(wanted.data),
+    };
+    let actions = wanted.actions.into_iter();
+    let actions: Vec<_> = actions.map(|wanted| action(wanted.action)).collect();
+    run(server, &actions)
+}
+
+fn run(server: &Server, actions: &[BitmapAction]) -> Reply {
+    done(server.change_bitmaps(actions))
+}
+
+fn name(which: BlockDirtyBitmap) -> BitmapName {
+    BitmapName {
+        disk: which.node,
+        name: which.name,
+    }
+}
+
+fn one(which: BlockDirtyBitmap, change: BitmapChange) -> BitmapAction {
+    BitmapAction::Change(name(which), change)
+}
+
+fn added(wanted: BlockDirtyBitmapAdd) -> BitmapAction {
+    let BlockDirtyBitmapAdd {
+        node: disk,
+        name,
+        granularity,
+        persistent,
+        disabled,
+    } = wanted;
+    let change = BitmapChange::Add {
+        granularity,
+        is_recording: disabled != Some(true),
+        is_persistent: persistent == Some(true),
+    };
+    BitmapAction::Change(BitmapName { disk, name }, change)
+}
+
+fn merged(wanted: BlockDirtyBitmapMerge) -> BitmapAction {
+    let BlockDirtyBitmapMerge {
+        node: disk,
+        target,
+        bitmaps,
+    } = wanted;
+    let source = |source| match source {
+        BlockDirtyBitmapOrStr::Local(name) => BitmapName {
+            disk: disk.clone(),
+            name,
+        },
+        BlockDirtyBitmapOrStr::External(bitmap) => name(bitmap),
+    };
+    let sources = bitmaps.into_iter().map(source).collect();
+    let target = BitmapName {
+        disk: disk.clone(),
+        name: target,
+    };
+    BitmapAction::Change(target, BitmapChange::Merge(sources))
+}
+
+/// The bitmaps of a disk, the newest first, as in QEMU; or `None` if it has none.
+pub(super) fn info(node: &Node) -> Option<Vec<BlockDirtyInfo>> {
+    let usable = node.bitmaps().into_iter().map(|bitmap| BlockDirtyInfo {
+        name: Some(bitmap.name().to_owned()),
+        count: bitmap.dirty_bits() * bitmap.granularity(),
+        granularity: u32::try_from(bitmap.granularity()).unwrap_or(0),
+        recording: bitmap.is_recording() && !bitmap.is_inconsistent(),
+        busy: false,
+        persistent: bitmap.is_persistent(),
+        inconsistent: bitmap.is_inconsistent().then_some(true),
+    });
+    let unusable = node.unusable_bitmaps().into_iter();
+    let unusable = unusable.map(|bitmap| BlockDirtyInfo {
+        name: Some(bitmap.name),
+        count: 0,
+        granularity: u32::try_from(bitmap.granularity).unwrap_or(0),
+        recording: false,
+        busy: false,
+        persistent: true,
+        inconsistent: Some(true),
+    });
+    let all: Vec<_> = unusable.chain(usable).collect();
+    (!all.is_empty()).then(|| all.into_iter().rev().collect())
+}

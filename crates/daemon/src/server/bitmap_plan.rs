@@ -1,0 +1,339 @@
+//! Changes of dirty bitmaps, made in copies: [`Plan`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Arc;
+
+use block::DirtyBitmap;
+use image::UnusableBitmap;
+use thiserror::Error;
+
+use crate::node::Node;
+
+/// Most bitmaps of a disk.
+const BITMAPS_MAX: usize = 256;
+/// The longest name in bytes, as in the format of images.
+const NAME_MAX: usize = 1023;
+/// Granularities that images can have, in bytes.
+const GRANULARITY: std::ops::RangeInclusive<u32> = 512..=1 << 31;
+/// Default granularities follow the cluster size within these bounds, as in QEMU.
+const GRANULARITY_DEFAULT: (u64, u64) = (4096, 65536);
+
+/// A bitmap, by the name of its disk and its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BitmapName {
+    /// As a command names it: a node, or an export.
+    pub disk: String,
+    pub name: String,
+}
+
+/// An action of a group.
+#[derive(Clone, Debug)]
+pub enum BitmapAction {
+    Change(BitmapName, BitmapChange),
+    /// Fails.
+    Abort,
+}
+
+/// A change of a bitmap.
+#[derive(Clone, Debug)]
+pub enum BitmapChange {
+    Add {
+        /// In bytes.
+        granularity: Option<u32>,
+        is_recording: bool,
+        is_persistent: bool,
+    },
+    Remove,
+    Clear,
+    Enable,
+    Disable,
+    /// Sets what is dirty in these.
+    Merge(Vec<BitmapName>),
+}
+
+/// The messages begin with those of QEMU, which programs know.
+#[derive(Debug, Error)]
+pub enum BitmapError {
+    #[error("Transaction aborted using Abort action")]
+    Abort,
+    #[error("Cannot find device='{0}' nor node-name='{0}'; 'ringdisk list' shows the disks")]
+    NoDevice(String),
+    #[error("Node '{0}' not found; 'ringdisk list' shows the disks")]
+    NoNode(String),
+    #[error(
+        "disk '{0}' is not in a qcow2 image that is open for writing; ringdisk has bitmaps only for such disks"
+    )]
+    NoImage(String),
+    #[error("Dirty bitmap '{1}' not found; 'ringdisk bitmap list {0}' shows those of the disk")]
+    Missing(String, String),
+    #[error("Bitmap already exists: {1} (of disk '{0}')")]
+    Exists(String, String),
+    #[error(
+        "Bitmap '{1}' is inconsistent and cannot be used; 'ringdisk bitmap remove {0} {1}' deletes it, and the next backup \
+         must be a full one"
+    )]
+    Inconsistent(String, String),
+    #[error(
+        "Bitmap '{0}' is currently in use by another operation and cannot be used: the same transaction removes it"
+    )]
+    Busy(String),
+    #[error("Can't make bitmap '{1}' persistent in '{0}': {2}")]
+    Unstorable(String, String, String),
+    #[error("Bitmap name cannot be empty")]
+    NoName,
+    #[error("Bitmap name too long: {0} (at most 1023 bytes)")]
+    LongName(String),
+    #[error("Granularity must be power of 2 and at least 512 (and at most 2147483648)")]
+    Granularity,
+    #[error(
+        "disk '{0}' has 256 bitmaps, which is the limit, or its bits would take more than 128 MiB of memory"
+    )]
+    TooMany(String),
+    #[error(
+        "Bitmaps are of different sizes (destination size is {0}, source size is {1}) and can't be merged"
+    )]
+    Size(u64, u64),
+    #[error("disk '{0}': its bitmaps could not be marked as in use: {1}")]
+    Mark(String, io::Error),
+    #[error("disk '{0}': bitmaps could not be removed from its image: {1}")]
+    Remove(String, io::Error),
+    #[error("its requests in flight have not ended: {0}")]
+    Hold(io::Error),
+}
+
+/// The bitmaps as they will be.
+pub struct Plan {
+    disks: Vec<PlannedDisk>,
+    /// The disk of each name that the actions use.
+    places: BTreeMap<String, usize>,
+}
+
+struct PlannedDisk {
+    node: Arc<Node>,
+    is_in_image: bool,
+    bitmaps: Vec<Arc<DirtyBitmap>>,
+    unusable: Vec<UnusableBitmap>,
+    /// They stay until the end, as in QEMU.
+    removed: BTreeSet<String>,
+}
+
+impl PlannedDisk {
+    fn new(node: &Arc<Node>) -> Self {
+        Self {
+            is_in_image: node.has_bitmaps(),
+            bitmaps: node.bitmaps(),
+            unusable: node.unusable_bitmaps(),
+            removed: BTreeSet::new(),
+            node: node.clone(),
+        }
+    }
+
+    fn find(&self, name: &str) -> Option<&Arc<DirtyBitmap>> {
+        self.bitmaps.iter().find(|bitmap| bitmap.name() == name)
+    }
+
+    fn is_unusable(&self, name: &str) -> bool {
+        self.unusable.iter().any(|bitmap| bitmap.name == name)
+    }
+
+    /// Checks that there is such a bitmap.
+    fn check_exists(&self, name: &str) -> Result<(), BitmapError> {
+        if self.find(name).is_none() && !self.is_unusable(name) {
+            let disk = self.node.name().into();
+            return Err(BitmapError::Missing(disk, name.into()));
+        }
+        Ok(())
+    }
+
+    fn check_not_removed(&self, name: &str) -> Result<(), BitmapError> {
+        if self.removed.contains(name) {
+            return Err(BitmapError::Busy(name.into()));
+        }
+        Ok(())
+    }
+
+    /// A bitmap that exists, if it can be used.
+    fn usable(&self, name: &str) -> Result<&Arc<DirtyBitmap>, BitmapError> {
+        self.check_not_removed(name)?;
+        let found = self.find(name).filter(|bitmap| !bitmap.is_inconsistent());
+        found.ok_or_else(|| BitmapError::Inconsistent(self.node.name().into(), name.into()))
+    }
+}
+
+impl Plan {
+    /// `places` has the place among the nodes of each name that the actions use.
+    pub fn new(nodes: &[Arc<Node>], places: BTreeMap<String, usize>) -> Self {
+        Self {
+            disks: nodes.iter().map(PlannedDisk::new).collect(),
+            places,
+        }
+    }
+
+    /// Marks what is stored in the images as in use, where actions may change it.
+    ///
+    /// # Errors
+    /// It could not be marked.
+    pub fn begin(&self, actions: &[BitmapAction]) -> Result<(), BitmapError> {
+        for disk in &self.disks {
+            if disk.is_in_image && self.changes_stored(disk, actions) {
+                let used = disk.node.use_bitmaps();
+                used.map_err(|e| BitmapError::Mark(disk.node.name().into(), e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether actions may change what is stored in the image of a disk.
+    fn changes_stored(&self, disk: &PlannedDisk, actions: &[BitmapAction]) -> bool {
+        actions.iter().any(|action| match action {
+            BitmapAction::Abort => false,
+            BitmapAction::Change(target, change) => {
+                let new =
+                    matches!(change, BitmapChange::Add { is_persistent, .. } if *is_persistent);
+                let old = disk.find(&target.name).is_some_and(|b| b.is_persistent());
+                let is_on_it = (self.places.get(&target.disk))
+                    .is_some_and(|&place| Arc::ptr_eq(&self.disks[place].node, &disk.node));
+                is_on_it && (new || old)
+            }
+        })
+    }
+
+    fn disk(&self, name: &str) -> Option<usize> {
+        self.places.get(name).copied()
+    }
+
+    /// The disk of a bitmap that exists.
+    fn disk_of(&self, bitmap: &BitmapName) -> Result<usize, BitmapError> {
+        let missing = || BitmapError::NoNode(bitmap.disk.clone());
+        let place = self.disk(&bitmap.disk).ok_or_else(missing)?;
+        self.disks[place].check_exists(&bitmap.name)?;
+        Ok(place)
+    }
+
+    /// Makes a change in the copies.
+    ///
+    /// # Errors
+    /// It is not possible.
+    pub fn apply(&mut self, target: &BitmapName, change: &BitmapChange) -> Result<(), BitmapError> {
+        let new = match change {
+            BitmapChange::Add {
+                granularity,
+                is_recording,
+                is_persistent,
+            } => return self.add(target, *granularity, *is_recording, *is_persistent),
+            BitmapChange::Remove => {
+                let place = self.disk_of(target)?;
+                self.disks[place].check_not_removed(&target.name)?;
+                self.disks[place].removed.insert(target.name.clone());
+                return Ok(());
+            }
+            BitmapChange::Clear => self.target(target)?.cleared(),
+            BitmapChange::Enable => self.target(target)?.recording(true),
+            BitmapChange::Disable => self.target(target)?.recording(false),
+            BitmapChange::Merge(sources) => self.merged(target, sources)?,
+        };
+        let place = self.disk_of(target)?;
+        let mut bitmaps = self.disks[place].bitmaps.iter_mut();
+        if let Some(old) = bitmaps.find(|bitmap| bitmap.name() == target.name) {
+            *old = Arc::new(new);
+        }
+        Ok(())
+    }
+
+    /// A bitmap that can be changed.
+    fn target(&self, target: &BitmapName) -> Result<&Arc<DirtyBitmap>, BitmapError> {
+        self.disks[self.disk_of(target)?].usable(&target.name)
+    }
+
+    fn merged(
+        &self,
+        target: &BitmapName,
+        sources: &[BitmapName],
+    ) -> Result<DirtyBitmap, BitmapError> {
+        let place = self.disk_of(target)?;
+        let size = self.disks[place].node.known_size();
+        let mut found = Vec::new();
+        for source in sources {
+            let bitmap = self.target(source)?;
+            if bitmap.size() != size {
+                return Err(BitmapError::Size(size, bitmap.size()));
+            }
+            found.push(bitmap);
+        }
+        let old = self.disks[place].usable(&target.name)?;
+        let new = old.recording(old.is_recording());
+        found.into_iter().for_each(|bitmap| new.merge(bitmap));
+        Ok(new)
+    }
+
+    fn add(
+        &mut self,
+        target: &BitmapName,
+        granularity: Option<u32>,
+        is_recording: bool,
+        is_persistent: bool,
+    ) -> Result<(), BitmapError> {
+        let BitmapName { disk: given, name } = target.clone();
+        if name.is_empty() {
+            return Err(BitmapError::NoName);
+        }
+        let place = self.disk(&given).ok_or(BitmapError::NoDevice(given))?;
+        let disk = &mut self.disks[place];
+        let node = disk.node.name().to_owned();
+        let (least, most) = GRANULARITY_DEFAULT;
+        let default = || disk.node.cluster_bytes().clamp(least, most) as u32;
+        let granularity = granularity.unwrap_or_else(default);
+        if !granularity.is_power_of_two() || !GRANULARITY.contains(&granularity) {
+            return Err(BitmapError::Granularity);
+        }
+        if !disk.is_in_image {
+            return Err(BitmapError::NoImage(node));
+        }
+        if disk.check_exists(&name).is_ok() {
+            return Err(BitmapError::Exists(node, name));
+        }
+        if name.len() > NAME_MAX {
+            return Err(BitmapError::LongName(name));
+        }
+        if is_persistent {
+            let checked = disk.node.check_new_bitmap();
+            checked.map_err(|why| BitmapError::Unstorable(node.clone(), name.clone(), why))?;
+        }
+        let size = disk.node.known_size();
+        let bytes = disk.bitmaps.iter().map(|b| b.bytes()).sum::<u64>()
+            + size.div_ceil(granularity.into()).div_ceil(8);
+        if disk.bitmaps.len() + disk.unusable.len() >= BITMAPS_MAX
+            || bytes > image::BITMAP_BYTES_MAX
+        {
+            return Err(BitmapError::TooMany(node));
+        }
+        let bits = granularity.trailing_zeros();
+        let new = DirtyBitmap::new(name, bits, size, is_recording, is_persistent);
+        let new = new.map_err(|_| BitmapError::TooMany(node))?;
+        disk.bitmaps.push(Arc::new(new));
+        Ok(())
+    }
+
+    /// Steps 4 and 5 of a [change](super::bitmaps): no request is in flight.
+    ///
+    /// # Errors
+    /// The bitmaps stay.
+    pub fn carry_out(self) -> Result<(), BitmapError> {
+        for disk in &self.disks {
+            let is_stored = |name: &&str| {
+                disk.is_unusable(name) || disk.find(name).is_some_and(|b| b.is_persistent())
+            };
+            let names = disk.removed.iter().map(String::as_str).filter(is_stored);
+            let removed = disk.node.remove_stored_bitmaps(&names.collect::<Vec<_>>());
+            removed.map_err(|e| BitmapError::Remove(disk.node.name().into(), e))?;
+        }
+        for mut disk in self.disks {
+            let removed = &disk.removed;
+            disk.bitmaps
+                .retain(|bitmap| !removed.contains(bitmap.name()));
+            disk.node.set_bitmaps(disk.bitmaps);
+        }
+        Ok(())
+    }
+}

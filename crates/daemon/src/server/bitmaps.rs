@@ -1,0 +1,121 @@
+//! Changes of dirty bitmaps: all of a group or none, at one moment for all disks.
+//!
+//! 1. If persistent bitmaps change, those in the images are marked as in use, so that a crash does not bring them back as
+//!    they were before.
+//! 2. The disks are held: nothing is fetched, and requests in flight end.
+//! 3. The changes are made in order, in copies. If one of them fails, nothing has changed.
+//! 4. Persistent bitmaps that are removed are removed from the images, durably.
+//! 5. The copies take the place of the old bitmaps, and the disks continue.
+//!
+//! If 4 fails, the bitmaps stay: one that is in its image no more is stored again with the others. A crash leaves each image
+//! {with its bitmaps in use} or {without those that were removed}.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use block::DirtyBitmap;
+
+use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, Plan};
+use super::{Server, ServerError};
+use crate::node::Node;
+
+impl Server {
+    /// Does all these actions, or none of them, at one moment for all disks.
+    ///
+    /// # Errors
+    /// Nothing has changed.
+    pub fn change_bitmaps(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+        let (nodes, places) = self.nodes_of(actions);
+        let is_ours = |name: &String| nodes.iter().any(|node| node.name() == name);
+        {
+            let mut state = self.state();
+            let mut names = nodes.iter().map(|node| node.name());
+            if let Some(name) = names.find(|name| state.is_moving(name)) {
+                return Err(ServerError::Moving(name.into()));
+            }
+            // Nobody moves, removes or resizes them meanwhile.
+            let names = nodes.iter().map(|node| node.name().to_owned());
+            state.moving.extend(names);
+        }
+        let changed = self.change_held(&nodes, places, actions);
+        self.state().moving.retain(|moving| !is_ours(moving));
+        Ok(changed?)
+    }
+
+    /// The bitmaps that are not stored in images, each with the name of its disk.
+    pub fn temporary_bitmaps(&self) -> Vec<(String, Arc<DirtyBitmap>)> {
+        let nodes: Vec<_> = {
+            let state = self.state();
+            let entries = state.nodes.values().filter(|entry| entry.child.is_none());
+            entries.map(|entry| entry.node.clone()).collect()
+        };
+        let of_node = |node: &Arc<Node>| {
+            let bitmaps = node.bitmaps().into_iter();
+            let temporary = bitmaps.filter(|b| !b.is_persistent() && !b.is_inconsistent());
+            let name = node.name().to_owned();
+            temporary.map(move |bitmap| (name.clone(), bitmap))
+        };
+        nodes.iter().flat_map(of_node).collect()
+    }
+
+    /// The nodes that actions are about, each once, and the place among them of each name.
+    fn nodes_of(&self, actions: &[BitmapAction]) -> (Vec<Arc<Node>>, BTreeMap<String, usize>) {
+        let mut names = BTreeSet::new();
+        for action in actions {
+            let BitmapAction::Change(target, change) = action else {
+                continue;
+            };
+            names.insert(&target.disk);
+            if let BitmapChange::Merge(sources) = change {
+                names.extend(sources.iter().map(|source| &source.disk));
+            }
+        }
+        let (mut nodes, mut places) = (Vec::<Arc<Node>>::new(), BTreeMap::new());
+        for name in names {
+            let Some(node) = self.node_of(name) else {
+                continue;
+            };
+            let Ok(node) = self.state().top(&node).map(|entry| entry.node.clone()) else {
+                continue;
+            };
+            let place = nodes.iter().position(|other| Arc::ptr_eq(other, &node));
+            places.insert(name.clone(), place.unwrap_or(nodes.len()));
+            if place.is_none() {
+                nodes.push(node);
+            }
+        }
+        (nodes, places)
+    }
+
+    fn change_held(
+        &self,
+        nodes: &[Arc<Node>],
+        places: BTreeMap<String, usize>,
+        actions: &[BitmapAction],
+    ) -> Result<(), BitmapError> {
+        let served: Vec<_> = {
+            let state = self.state();
+            let exports = state.exports.values();
+            let exports = exports.filter(|e| nodes.iter().any(|node| Arc::ptr_eq(&e.node, node)));
+            let devices = exports.map(|export| export.device.clone());
+            devices.collect()
+        };
+        // None of them is released meanwhile: that would store its bitmaps.
+        let _kept: Vec<_> = served.iter().map(|device| device.node()).collect();
+        let mut plan = Plan::new(nodes, places);
+        plan.begin(actions)?;
+        let disks: Vec<_> = (served.iter())
+            .map(|device| (device.disk.clone(), device.io_threads()))
+            .collect();
+        let change = || {
+            for action in actions {
+                match action {
+                    BitmapAction::Abort => return Err(BitmapError::Abort),
+                    BitmapAction::Change(target, change) => plan.apply(target, change)?,
+                }
+            }
+            plan.carry_out()
+        };
+        datapath::hold(&disks, change).map_err(BitmapError::Hold)?
+    }
+}
