@@ -165,6 +165,52 @@ fn old_images_cannot_store_bitmaps() {
     assert!(why.contains("qcow2 v2"), "{why}");
 }
 
+#[test]
+fn outdated_and_oddly_named_bitmaps_are_removed() {
+    if !qemu::is_there("outdated_and_oddly_named_bitmaps_are_removed") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+    let make = || {
+        qemu::img(directory, "create -q -f qcow2 disk.qcow2 1M");
+        qemu::img(directory, "bitmap --add disk.qcow2 first-of-two");
+        qemu::img(directory, "bitmap --add disk.qcow2 second-of-two");
+        std::fs::read(&file).unwrap()
+    };
+    // A program that does not know bitmaps clears the feature bit.
+    let mut bytes = make();
+    bytes[95] &= !1;
+    std::fs::write(&file, bytes).unwrap();
+    for left in [2, 0] {
+        let disk = Disk::open(&file, WRITE).unwrap();
+        let image = disk.chain.image().unwrap();
+        assert_eq!(image.unusable_bitmaps().len(), left);
+        remove(image, "first-of-two");
+        assert_eq!(image.unusable_bitmaps(), []);
+    }
+    assert!(!info(directory).contains("bitmaps"), "{}", info(directory));
+    // A name that is not UTF-8.
+    let mut bytes = make();
+    // QEMU leaves its old directories in the file.
+    for at in 0..bytes.len() - 12 {
+        if &bytes[at..at + 12] == b"first-of-two" {
+            bytes[at] = 0xff;
+        }
+    }
+    std::fs::write(&file, bytes).unwrap();
+    let disk = Disk::open(&file, WRITE).unwrap();
+    let image = disk.chain.image().unwrap();
+    let odd = image.bitmaps().all()[0].name().to_owned();
+    assert_eq!(odd, "\u{fffd}irst-of-two");
+    remove(image, &odd);
+    disk.chain.close().unwrap();
+    drop(disk);
+    let left = info(directory);
+    assert!(left.contains("second-of-two") && !left.contains("irst-of-two"));
+    qemu::check(directory, "disk.qcow2", false);
+}
+
 /// What must be known of the bitmaps from a mark on.
 #[derive(Clone, Debug, Default)]
 struct Moment {

@@ -171,7 +171,10 @@ fn list(names: &[String], connection: &Connection) -> CommandResult {
             };
             rows.push(vec![
                 disk.clone(),
-                bitmap["name"].as_str().unwrap_or_default().into(),
+                // It comes from the image, and may be anything.
+                (bitmap["name"].as_str().unwrap_or_default())
+                    .escape_debug()
+                    .to_string(),
                 size("count"),
                 size("granularity"),
                 state.into(),

@@ -12,6 +12,7 @@ mod directory;
 mod load;
 mod store;
 
+use std::borrow::Cow;
 use std::sync::{Arc, PoisonError};
 
 use block::{DirtyBitmap, DirtyBitmaps};
@@ -64,6 +65,11 @@ impl BitmapEntry {
 
     pub fn tracks_writes(&self) -> bool {
         self.flags & AUTO != 0
+    }
+
+    /// Its name, which may be any bytes in the file.
+    fn name(&self) -> Cow<'_, str> {
+        String::from_utf8_lossy(&self.name)
     }
 
     /// Where it begins in the directory, in bytes.

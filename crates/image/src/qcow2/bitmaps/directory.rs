@@ -102,7 +102,10 @@ impl Qcow2 {
     /// The image has them, or does not.
     pub fn remove_stored_bitmaps(&self, names: &[&str]) -> Result<(), ImageError> {
         self.begin_writing()?;
-        let has_name = |entry: &BitmapEntry| names.iter().any(|n| n.as_bytes() == entry.name);
+        if self.remove_outdated()? {
+            return Ok(());
+        }
+        let has_name = |entry: &BitmapEntry| names.contains(&&*entry.name());
         let all = self.directory(&self.lock())?.into_iter();
         let (removed, kept): (Vec<_>, Vec<_>) = all.partition(|(entry, _)| has_name(entry));
         if removed.is_empty() {
@@ -134,6 +137,20 @@ impl Qcow2 {
         }
         self.free_clusters(&clusters)?;
         self.flush()
+    }
+
+    /// Removes all bitmaps if a program that does not know them has written to the image: none of them is of use. Their
+    /// clusters may have been freed since, and are left alone. Returns false if there are no such bitmaps.
+    fn remove_outdated(&self) -> Result<bool, ImageError> {
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        let is_valid = state.header.autoclear & AUTOCLEAR_BITMAPS != 0;
+        if is_valid || state.header.bitmaps.is_none() || state.bitmaps.is_broken {
+            return Ok(false);
+        }
+        self.remove_extension(&mut state)?;
+        state.bitmaps.unusable.clear();
+        Ok(true)
     }
 
     /// The clusters that only these bitmaps use. Those of a damaged bitmap are left alone, and leak.

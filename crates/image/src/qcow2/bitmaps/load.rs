@@ -67,7 +67,7 @@ impl Qcow2 {
             };
             if let Err(why) = loaded {
                 state.bitmaps.unusable.push(UnusableBitmap {
-                    name: name(entry),
+                    name: entry.name().into_owned(),
                     granularity: 1_u64
                         .checked_shl(entry.granularity_bits.into())
                         .unwrap_or(0),
@@ -146,7 +146,7 @@ impl Qcow2 {
         if entry.has_extra_data && entry.flags & EXTRA_DATA_COMPATIBLE == 0 {
             return Err("it has extra data of an unknown kind".into());
         }
-        let name = name(entry);
+        let name = entry.name().into_owned();
         let is_named =
             (1..=NAME_MAX).contains(&entry.name.len()) && self.bitmaps.find(&name).is_none();
         if !is_named || !GRANULARITY_BITS.contains(&entry.granularity_bits) {
@@ -278,8 +278,4 @@ impl Unusable {
             Self::Image(error) => error.to_string(),
         }
     }
-}
-
-fn name(entry: &BitmapEntry) -> String {
-    String::from_utf8_lossy(&entry.name).into_owned()
 }
