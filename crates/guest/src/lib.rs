@@ -22,7 +22,7 @@ mod socket;
 mod virtqueue;
 
 pub use inflight::{Inflight, InflightError, InflightLayout, InflightQueue};
-pub use local::{Buffer, Finished, LOCAL_ZEROES_MAX, LocalOp, LocalQueue};
+pub use local::{Buffer, Finished, LOCAL_KEPT_BYTES, LOCAL_ZEROES_MAX, LocalOp, LocalQueue};
 pub use log::{DirtyLog, LogError, LogLayout};
 pub use memory::{GuestMemory, MemoryError, RegionLayout};
 #[doc(hidden)]

@@ -54,7 +54,7 @@ const STATUS_AT: usize = 32;
 const UNIT: usize = 4096;
 
 /// Memory for buffers that stays after they have been used, in bytes.
-const KEPT: usize = 1 << 20;
+pub const LOCAL_KEPT_BYTES: usize = 1 << 20;
 
 /// What the device is to do; a read or write has the length of its buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -218,6 +218,14 @@ impl LocalQueue {
         Some(Buffer { queue, at, len })
     }
 
+    /// Length of the memory that buffers have used once the next [`alloc`](Self::alloc) has succeeded, in bytes; `None` if it
+    /// has no space.
+    pub fn bytes_used_with(&self, len: usize) -> Option<usize> {
+        let len = len.next_multiple_of(UNIT);
+        let (_, at) = self.space.place(len)?;
+        Some(self.space.high_water.max(at + len) - DATA)
+    }
+
     /// Gives a buffer back.
     ///
     /// # Panics
@@ -230,18 +238,21 @@ impl LocalQueue {
 
     /// Whether [`shrink`](Self::shrink) would give memory back, if no buffer is in use.
     pub fn can_shrink(&self) -> bool {
-        self.space.high_water > DATA + KEPT
+        self.space.high_water > DATA + LOCAL_KEPT_BYTES
     }
 
-    /// Gives unused memory back to the system, if no buffer is in use.
-    pub fn shrink(&mut self) {
-        let end = self.space.forget_high_water();
-        if end > DATA + KEPT {
+    /// Gives unused memory back to the system. Returns false if a buffer is in use.
+    pub fn shrink(&mut self) -> bool {
+        let Some(end) = self.space.forget_high_water() else {
+            return false;
+        };
+        if end > DATA + LOCAL_KEPT_BYTES {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            let (at, len) = (DATA + KEPT, end - DATA - KEPT);
+            let (at, len) = (DATA + LOCAL_KEPT_BYTES, end - DATA - LOCAL_KEPT_BYTES);
             // If it fails, the memory stays in use, as it was.
             let _ = fallocate(&self.file, flags, at as u64, len as u64);
         }
+        true
     }
 
     /// The content of a buffer.
@@ -442,10 +453,15 @@ impl Space {
         }
     }
 
-    /// The lowest free place, so that the same memory is used again.
-    fn take(&mut self, len: usize) -> Option<usize> {
+    /// The lowest free place, so that the same memory is used again, and its index.
+    fn place(&self, len: usize) -> Option<(usize, usize)> {
         let index = self.free.iter().position(|&(_, free)| free >= len)?;
-        let (at, free) = self.free[index];
+        Some((index, self.free[index].0))
+    }
+
+    fn take(&mut self, len: usize) -> Option<usize> {
+        let (index, at) = self.place(len)?;
+        let free = self.free[index].1;
         if free == len {
             self.free.remove(index);
         } else {
@@ -475,12 +491,9 @@ impl Space {
         }
     }
 
-    /// Returns the end of what was in use since the last call, or 0 if anything is in use.
-    fn forget_high_water(&mut self) -> usize {
-        if self.used > 0 {
-            return 0;
-        }
-        std::mem::take(&mut self.high_water)
+    /// Returns the end of what was in use since the last call; `None` if anything is in use.
+    fn forget_high_water(&mut self) -> Option<usize> {
+        (self.used == 0).then(|| std::mem::take(&mut self.high_water))
     }
 }
 
@@ -565,6 +578,6 @@ mod tests {
             space.give_back(taken[i], 2);
         }
         assert_eq!(space.free, [(0, 10)]);
-        assert_eq!(space.forget_high_water(), 10);
+        assert_eq!(space.forget_high_water(), Some(10));
     }
 }

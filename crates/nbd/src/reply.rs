@@ -20,8 +20,8 @@ pub const STATE_HOLE: u32 = 1 << 0;
 /// `base:allocation`: the range reads as zeroes.
 pub const STATE_ZERO: u32 = 1 << 1;
 
-/// Limit of the extents of one reply to NBD_CMD_BLOCK_STATUS. With 16 bytes for each, 2 MiB.
-pub const EXTENTS_MAX: usize = 128 << 10;
+/// Limit of the extents of one reply to NBD_CMD_BLOCK_STATUS. With 16 bytes for each, 512 KiB.
+pub const EXTENTS_MAX: usize = 32 << 10;
 
 /// The state of the beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,12 +60,21 @@ impl Replies {
         out.extend_from_slice(message);
     }
 
-    /// Everything before the bytes that were read, which are sent next.
-    pub fn data_header(&self, cookie: u64, offset: u64, len: u32, out: &mut Vec<u8>) {
+    /// Everything before the bytes that were read, which are sent next. `is_last` if there are no others. Simple replies have
+    /// one header for all bytes.
+    pub fn data_header(
+        &self,
+        cookie: u64,
+        offset: u64,
+        len: u32,
+        is_last: bool,
+        out: &mut Vec<u8>,
+    ) {
         if self.mode == Mode::Simple {
             return simple(cookie, 0, out);
         }
-        self.chunk(OFFSET_DATA, cookie, offset, u64::from(len) + 8, out);
+        let (flags, len) = (if is_last { DONE } else { 0 }, u64::from(len) + 8);
+        self.chunk_with(flags, OFFSET_DATA, cookie, offset, len, out);
         out.extend_from_slice(&offset.to_be_bytes());
     }
 

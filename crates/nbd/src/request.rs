@@ -89,6 +89,8 @@ pub enum Command {
         at: u64,
         /// Length in bytes.
         len: u32,
+        /// The reply must have all bytes in one chunk.
+        whole: bool,
     },
     /// Write the payload.
     Write {
@@ -245,7 +247,11 @@ impl RequestHeader {
             _ => Err(invalid("the range is longer than 32 MiB")),
         };
         Ok(match self.kind {
-            READ => Command::Read { at, len: short()? },
+            READ => Command::Read {
+                at,
+                len: short()?,
+                whole: self.flags & DF != 0,
+            },
             WRITE => {
                 let len = short()?;
                 Command::Write { at, len, fua }

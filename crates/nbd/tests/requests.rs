@@ -41,7 +41,13 @@ fn command(mode: Mode, flags: u16, kind: u16, at: u64, len: u64) -> Result<Comma
 fn requests_are_checked() {
     let simple = |flags, kind, at, len| command(Mode::Simple, flags, kind, at, len);
     let at = 4096;
-    assert_eq!(simple(0, 0, at, 512), Ok(Command::Read { at, len: 512 }));
+    let whole = false;
+    let read = Command::Read {
+        at,
+        len: 512,
+        whole,
+    };
+    assert_eq!(simple(0, 0, at, 512), Ok(read));
     let fua = true;
     assert_eq!(
         simple(FUA, 1, at, 512),
@@ -157,7 +163,9 @@ fn replies_have_their_layout() {
     );
     assert_eq!(done(Mode::Extended).len(), 32);
 
-    let data = reply(Mode::Structured, &|r, out| r.data_header(9, 4096, 512, out));
+    let data = reply(Mode::Structured, &|r, out| {
+        r.data_header(9, 4096, 512, true, out)
+    });
     assert_eq!(data[4..8], [0, 1, 0, 1]);
     assert_eq!(data[16..20], 520u32.to_be_bytes());
     assert_eq!(data[20..], 4096u64.to_be_bytes());

@@ -7,6 +7,7 @@ pub mod export;
 pub mod listener;
 
 mod connection;
+mod memory;
 mod output;
 mod queue;
 mod status;

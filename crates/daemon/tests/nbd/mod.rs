@@ -2,6 +2,7 @@
 
 mod clients;
 mod commands;
+mod hostile;
 mod raw;
 
 use std::path::{Path, PathBuf};

@@ -13,26 +13,56 @@ use crate::support::Disk;
 pub struct Client(UnixStream);
 
 impl Client {
-    /// Uses an export, by its name only.
-    pub fn connect(socket: &Path, export: &str) -> Self {
+    /// Before any option.
+    pub fn greeted(socket: &Path) -> Self {
         let mut stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(HANG)).unwrap();
         let mut greeting = [0; 18];
         stream.read_exact(&mut greeting).unwrap();
         assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
-        let mut hello = 3u32.to_be_bytes().to_vec();
-        hello.extend(b"IHAVEOPT");
-        hello.extend(1u32.to_be_bytes());
-        hello.extend((export.len() as u32).to_be_bytes());
-        hello.extend(export.as_bytes());
-        stream.write_all(&hello).unwrap();
-        stream.read_exact(&mut [0; 10]).unwrap();
+        stream.write_all(&3u32.to_be_bytes()).unwrap();
         Self(stream)
     }
 
+    /// Uses an export, by its name only.
+    pub fn connect(socket: &Path, export: &str) -> Self {
+        let mut client = Self::greeted(socket);
+        client.option(1, export.as_bytes());
+        client.0.read_exact(&mut [0; 10]).unwrap();
+        client
+    }
+
+    /// Sends an option.
+    pub fn option(&mut self, option: u32, data: &[u8]) {
+        let mut bytes = b"IHAVEOPT".to_vec();
+        bytes.extend(option.to_be_bytes());
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+        self.0.write_all(&bytes).unwrap();
+    }
+
+    /// The type of the next reply to an option, and its data.
+    pub fn option_reply(&mut self) -> (u32, Vec<u8>) {
+        let mut header = [0; 20];
+        self.0.read_exact(&mut header).unwrap();
+        let word = |at: usize| u32::from_be_bytes(header[at..at + 4].try_into().unwrap());
+        let mut data = vec![0; word(16) as usize];
+        self.0.read_exact(&mut data).unwrap();
+        (word(12), data)
+    }
+
+    /// Another handle of the same connection.
+    pub fn stream(&self) -> UnixStream {
+        self.0.try_clone().unwrap()
+    }
+
     pub fn header(kind: u16, cookie: u64, at: u64, len: u32) -> Vec<u8> {
+        Self::header_with(0, kind, cookie, at, len)
+    }
+
+    pub fn header_with(flags: u16, kind: u16, cookie: u64, at: u64, len: u32) -> Vec<u8> {
         let mut bytes = 0x2560_9513u32.to_be_bytes().to_vec();
-        bytes.extend(0u16.to_be_bytes());
+        bytes.extend(flags.to_be_bytes());
         bytes.extend(kind.to_be_bytes());
         bytes.extend(cookie.to_be_bytes());
         bytes.extend(at.to_be_bytes());

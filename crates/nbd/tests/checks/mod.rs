@@ -90,7 +90,7 @@ fn requests(mut bytes: &[u8], mode: Mode, export: &ExportInfo) {
 fn sound(command: Command, payload: u32, export: &ExportInfo) {
     let (at, len, changes) = match command {
         Command::Flush | Command::Disconnect => return,
-        Command::Read { at, len } => {
+        Command::Read { at, len, .. } => {
             assert!(len <= PAYLOAD_BYTES_MAX);
             (at, u64::from(len), false)
         }

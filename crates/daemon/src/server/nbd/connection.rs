@@ -13,15 +13,13 @@ use thiserror::Error;
 use tracing::info;
 
 use super::export::{Exports, NbdExport, locked};
+use super::memory::{CONNECTION_MAX, ConnectionMemory, SharedMemory};
 use super::queue::ClientQueue;
 use super::transfer::{Transfer, TransferError};
 use crate::server::clients::Client;
 
 /// How long a handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-
-/// Memory for the payload of one connection's requests in bytes: one of the largest, and some others.
-const PAYLOADS: usize = 36 << 20;
 
 #[derive(Debug, Error)]
 pub enum ConnectionError {
@@ -44,6 +42,7 @@ pub enum ConnectionError {
 pub fn serve(
     socket: &OwnedFd,
     exports: &Mutex<Exports>,
+    memory: &Arc<SharedMemory>,
     stop: &Arc<OwnedFd>,
     peer: &str,
 ) -> Result<(), ConnectionError> {
@@ -64,7 +63,9 @@ pub fn serve(
         let found = found.cloned();
         found.ok_or_else(|| failed(io::Error::other("was removed during the handshake")))?
     };
-    let (queue, new) = LocalQueue::new(PAYLOADS).map_err(failed)?;
+    // Given back when the queue has stopped.
+    let mut memory = ConnectionMemory::new(memory.clone());
+    let (queue, new) = LocalQueue::new(CONNECTION_MAX).map_err(failed)?;
     let client = Client {
         export: export.id.clone(),
         stop: stop.clone(),
@@ -79,7 +80,8 @@ pub fn serve(
     info!("NBD: {peer} uses export '{name}'");
     greeted.send(&reply)?;
     let Greeted { input, .. } = greeted;
-    let transfer = Transfer::new(socket, stop.as_fd(), queue, &export, negotiated, input);
+    let queue = (queue, &mut memory);
+    let transfer = Transfer::new(socket, stop.as_fd(), queue, &export, negotiated, &input);
     Ok(transfer.run()?)
 }
 

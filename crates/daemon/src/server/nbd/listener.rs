@@ -14,6 +14,7 @@ use tracing::{error, info, warn};
 
 use super::connection;
 use super::export::{Exports, locked};
+use super::memory::SharedMemory;
 use crate::config::nbd::NbdAddress;
 use crate::server::error::{NbdError, ServerError};
 use crate::socket::Socket;
@@ -165,6 +166,7 @@ struct Serving {
 fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
     let mut clients: Vec<Serving> = Vec::new();
     let (mut accepting, lines) = (Backoff::default(), Arc::new(LogLimiter::default()));
+    let memory = Arc::new(SharedMemory::default());
     loop {
         let mut ready = [
             PollFd::new(stop, PollFlags::IN),
@@ -202,7 +204,7 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
             });
             continue;
         }
-        match start_client(socket, peer, exports, &lines) {
+        match start_client(socket, peer, exports, &memory, &lines) {
             Ok(client) => clients.push(client),
             Err(e) => lines.log(|left_out| {
                 let e = block::explain_thread(&e);
@@ -219,12 +221,14 @@ fn start_client(
     socket: OwnedFd,
     peer: String,
     exports: &Arc<Mutex<Exports>>,
+    memory: &Arc<SharedMemory>,
     lines: &Arc<LogLimiter>,
 ) -> io::Result<Serving> {
     let stop = Arc::new(event()?);
     let (its_stop, exports, lines) = (stop.clone(), exports.clone(), lines.clone());
+    let memory = memory.clone();
     let serve = move || {
-        if let Err(e) = connection::serve(&socket, &exports, &its_stop, &peer) {
+        if let Err(e) = connection::serve(&socket, &exports, &memory, &its_stop, &peer) {
             lines.log(|left_out| warn!("NBD: {peer} was disconnected: {e}{left_out}"));
         }
     };

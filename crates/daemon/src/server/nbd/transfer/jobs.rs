@@ -1,0 +1,227 @@
+//! The requests of a client, from the queue to the reply.
+
+use std::time::Instant;
+
+use guest::blk::Status;
+use guest::{Buffer, Finished, LOCAL_ZEROES_MAX, LocalOp};
+use nbd::{ErrorCode, Mode, Negotiated, Refusal, RequestHeader};
+use tracing::{debug, warn};
+
+use super::{Reading, STOPPED, Transfer, TransferError};
+use crate::server::nbd::output::Part;
+use crate::server::nbd::status;
+
+/// Bytes that are read ahead at once for NBD_CMD_CACHE.
+const CACHE_BYTES: u64 = 1 << 20;
+
+const FAILED: Refusal = Refusal {
+    code: ErrorCode::Io,
+    message: "the storage failed; the log of ringdisk says more",
+};
+const FULL: Refusal = Refusal {
+    code: ErrorCode::NoSpace,
+    message: "there is no space left",
+};
+const UNSUPPORTED: Refusal = Refusal {
+    code: ErrorCode::NotSupported,
+    message: "the storage cannot do this",
+};
+/// A request of the client.
+pub(super) struct Job {
+    pub cookie: u64,
+    /// Where the request begins.
+    pub offset: u64,
+    pub work: Work,
+    /// What is left of a range that is done piece by piece.
+    pub at: u64,
+    pub left: u64,
+    /// A flush comes last.
+    pub fua: bool,
+    /// Data that was read has been put into the reply.
+    pub is_replied: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    Read,
+    Write,
+    Flush,
+    Trim,
+    Zeroes { unmap: bool },
+    Cache,
+}
+
+impl Transfer<'_> {
+    /// Submits the next operation of a request.
+    pub(super) fn submit(&mut self, mut job: Job, buffer: Option<Buffer>) {
+        let at = job.at;
+        let piece = |max: u64| job.left.min(max);
+        let bytes = buffer.as_ref().map_or(0, Buffer::len) as u64;
+        let (op, buffer, len) = match job.work {
+            Work::Read => (LocalOp::Read { at }, buffer, bytes),
+            Work::Write => (LocalOp::Write { at }, buffer, bytes),
+            Work::Flush => (LocalOp::Flush, None, 0),
+            Work::Trim => {
+                let len = piece(LOCAL_ZEROES_MAX);
+                (LocalOp::Discard { at, len }, None, len)
+            }
+            Work::Zeroes { unmap } => {
+                let len = piece(LOCAL_ZEROES_MAX);
+                (LocalOp::WriteZeroes { at, len, unmap }, None, len)
+            }
+            Work::Cache => {
+                let len = piece(CACHE_BYTES);
+                match self.memory.alloc(&mut self.queue, len as usize) {
+                    Ok(buffer) => (LocalOp::Read { at }, Some(buffer), len),
+                    // It is a hint.
+                    Err(_) => return self.done(&job),
+                }
+            }
+        };
+        job.at += len;
+        job.left -= len;
+        let number = self.free.pop().expect("has_room was asked");
+        self.jobs[number as usize] = Some(job);
+        self.queue.submit(number, op, buffer);
+    }
+
+    /// Continues or answers the requests whose operations the disk has finished. Returns whether there were any.
+    ///
+    /// # Errors
+    /// The client must be disconnected.
+    pub(super) fn take_finished(&mut self) -> Result<bool, TransferError> {
+        let mut any = false;
+        while let Some(Finished {
+            tag,
+            status,
+            buffer,
+        }) = self.queue.take()
+        {
+            any = true;
+            let mut job = self.jobs[tag as usize].take().expect("it was submitted");
+            self.free.push(tag);
+            let refusal = match status {
+                Status::Ok => None,
+                Status::IoError => Some(FAILED),
+                Status::NoSpace => Some(FULL),
+                Status::Unsupported => Some(UNSUPPORTED),
+            };
+            match (refusal, buffer) {
+                (None, Some(buffer)) if job.work == Work::Read => {
+                    self.reply_data(&mut job, buffer);
+                    if job.left > 0 {
+                        self.advance(job)?;
+                    }
+                }
+                (refusal, buffer) => {
+                    buffer.into_iter().for_each(|b| self.queue.give_back(b));
+                    match refusal {
+                        Some(refusal) => self.fail(&job, refusal)?,
+                        None => self.advance(job)?,
+                    }
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    /// Continues or answers a request whose last operation has succeeded.
+    fn advance(&mut self, mut job: Job) -> Result<(), TransferError> {
+        let has_more = job.left > 0;
+        match (self.reading, job.work) {
+            // The rest may take long.
+            (Reading::Stopped(_), _) if has_more => self.fail(&job, STOPPED)?,
+            (_, Work::Read | Work::Write) if has_more => self.continue_in_pieces(job),
+            // Nobody will read what would be read ahead.
+            (Reading::Ended, Work::Cache) if has_more => self.done(&job),
+            _ if has_more => self.submit(job, None),
+            _ if job.fua => {
+                (job.work, job.fua) = (Work::Flush, false);
+                self.submit(job, None);
+            }
+            _ => self.done(&job),
+        }
+        Ok(())
+    }
+
+    /// Answers a request that has no data to return.
+    pub(super) fn done(&mut self, job: &Job) {
+        let replies = self.replies;
+        self.output.add(|out| replies.done(job.cookie, out));
+    }
+
+    /// Answers a read with data, which may be a piece of it.
+    fn reply_data(&mut self, job: &mut Job, data: Buffer) {
+        let (replies, len) = (self.replies, data.len() as u32);
+        let (at, is_last) = (job.at - u64::from(len), job.left == 0);
+        if replies.mode != Mode::Simple || !job.is_replied {
+            self.output
+                .add(|out| replies.data_header(job.cookie, at, len, is_last, out));
+        }
+        self.output.parts.push_back(Part::Data(data));
+        job.is_replied = true;
+    }
+
+    /// Answers a request with an error, although a part of it may be done.
+    fn fail(&mut self, job: &Job, refusal: Refusal) -> Result<(), TransferError> {
+        if job.is_replied && self.replies.mode == Mode::Simple {
+            return Err(TransferError::CutShort);
+        }
+        let has_more = job.left > 0;
+        match job.work {
+            // The client sends the payload of the rest.
+            Work::Write if has_more && self.reading == Reading::Yes => {
+                self.skip_payload(job, refusal);
+                return Ok(());
+            }
+            Work::Read | Work::Write if has_more => self.end_pieces(),
+            _ => {}
+        }
+        self.refuse(job.cookie, job.offset, refusal);
+        Ok(())
+    }
+
+    pub(super) fn refuse(&mut self, cookie: u64, offset: u64, refusal: Refusal) {
+        debug!("NBD: export '{}': {}", self.export.name, refusal.message);
+        let replies = self.replies;
+        self.output
+            .add(|out| replies.error(cookie, refusal, offset, out));
+    }
+
+    /// Reads tables of the image in this thread, which delays only this client.
+    pub(super) fn block_status(&mut self, header: &RequestHeader, at: u64, len: u64, one: bool) {
+        // What was submitted before does not wait for it.
+        self.queue.publish();
+        let Negotiated {
+            contexts, export, ..
+        } = &*self.negotiated;
+        let (block, disk) = (u64::from(export.blocks.minimum), &self.export.device.disk);
+        // Short headers have 32 bits for an extent.
+        let len = match self.negotiated.mode {
+            Mode::Extended => len,
+            _ => len.min(u64::from(u32::MAX) / block * block),
+        };
+        let deadline = Instant::now() + status::TIME_MAX;
+        let look_up = |at, len| disk.allocated(at, len);
+        let states = match status::states(look_up, contexts, (at, len), one, block, deadline) {
+            Ok(states) => states,
+            Err(e) => {
+                self.export.lines.log(|left_out| {
+                    warn!(
+                        "disk {}: its allocation cannot be read: {e}{left_out}",
+                        disk.name
+                    );
+                });
+                return self.refuse(header.cookie, header.offset, FAILED);
+            }
+        };
+        let replies = self.replies;
+        for (i, state) in states.iter().enumerate() {
+            let is_last = i + 1 == states.len();
+            self.output.add(|out| {
+                let (context, extents) = (state.context, &state.extents);
+                replies.block_status(header.cookie, header.offset, context, extents, is_last, out);
+            });
+        }
+    }
+}
