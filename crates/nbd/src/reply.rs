@@ -40,11 +40,11 @@ pub struct Replies {
 }
 
 impl Replies {
-    /// The request has succeeded, and has no data to return.
-    pub fn done(&self, cookie: u64, out: &mut Vec<u8>) {
+    /// The request has succeeded, and has no data to return. Extended headers repeat its offset.
+    pub fn done(&self, cookie: u64, offset: u64, out: &mut Vec<u8>) {
         match self.mode {
             Mode::Simple => simple(cookie, 0, out),
-            _ => self.chunk(NONE, cookie, 0, 0, out),
+            _ => self.chunk(NONE, cookie, offset, 0, out),
         }
     }
 

@@ -152,7 +152,7 @@ fn replies_have_their_layout() {
         write(&Replies { mode }, &mut out);
         out
     };
-    let done = |mode| reply(mode, &|r, out| r.done(9, out));
+    let done = |mode| reply(mode, &|r, out| r.done(9, 4096, out));
     assert_eq!(
         done(Mode::Simple),
         b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x09"
@@ -161,7 +161,11 @@ fn replies_have_their_layout() {
         done(Mode::Structured),
         b"\x66\x8e\x33\xef\0\x01\0\0\0\0\0\0\0\0\0\x09\0\0\0\0"
     );
-    assert_eq!(done(Mode::Extended).len(), 32);
+    let extended = done(Mode::Extended);
+    assert_eq!(
+        (extended.len(), &extended[16..24]),
+        (32, &4096u64.to_be_bytes()[..])
+    );
 
     let data = reply(Mode::Structured, &|r, out| {
         r.data_header(9, 4096, 512, true, out)

@@ -11,8 +11,8 @@ pub const END_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// A client with a queue in service.
 pub struct Client {
-    /// The id of its export.
-    pub export: String,
+    /// The number of its export.
+    pub export: u64,
     /// Becomes readable when the client is to end.
     pub stop: Arc<OwnedFd>,
 }
@@ -26,13 +26,8 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// Whether an export has clients.
-    pub fn any(&self, export: &str) -> bool {
-        self.count(export) > 0
-    }
-
-    /// Number of clients of an export.
-    pub fn count(&self, export: &str) -> usize {
+    /// Number of clients of an export, which is named by its number.
+    pub fn count(&self, export: u64) -> usize {
         let running = self.lock();
         running.iter().filter(|c| c.export == export).count()
     }
@@ -89,10 +84,10 @@ mod tests {
     fn ending_clients_has_a_limit() {
         let clients = Clients::default();
         let stop = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
-        let export = "a".to_owned();
+        let export = 1;
         let client = Arc::new(Client { export, stop });
         clients.add(client.clone());
-        assert!(clients.end(|c| c.export == "b", Instant::now()));
+        assert!(clients.end(|c| c.export == 2, Instant::now()));
         assert!(!clients.end(|_| true, Instant::now() + Duration::from_millis(10)));
         let mut told = [0; 8];
         rustix::io::read(&client.stop, &mut told).unwrap();

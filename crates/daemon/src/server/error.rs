@@ -167,6 +167,8 @@ pub enum NbdError {
     Sandboxed(NbdAddress),
     #[error(transparent)]
     Socket(#[from] SocketError),
+    #[error("there is an NBD export with the id '{0}' already; choose another id")]
+    SameId(String),
     #[error("there is an NBD export named '{0}' already; choose another name")]
     SameName(String),
     #[error("'{0}' is {1} bytes long; names of NBD exports have at most {max}", max = nbd::NAME_BYTES_MAX)]

@@ -182,12 +182,14 @@ impl Server {
             return Err(NbdError::ReadOnly(device.disk.name.clone()).into());
         }
         let mut exports = locked(&self.nbd.exports);
-        let same_id = exports.by_id.contains_key(&spec.id) || state.exports.contains_key(&spec.id);
-        if same_id {
-            return Err(ConflictError::SameName(spec.id).into());
-        }
         if exports.by_id.values().any(|other| other.name == spec.name) {
             return Err(NbdError::SameName(spec.name).into());
+        }
+        if exports.by_id.contains_key(&spec.id) {
+            return Err(NbdError::SameId(spec.id).into());
+        }
+        if state.exports.contains_key(&spec.id) {
+            return Err(ConflictError::SameName(spec.id).into());
         }
         if exports.by_id.len() >= EXPORTS_MAX {
             return Err(ServerError::TooMany(format!("{EXPORTS_MAX} NBD exports")));
@@ -196,7 +198,8 @@ impl Server {
             "NBD: disk {} is exported as '{}'",
             device.disk.name, spec.name
         );
-        let export = NbdExport::new(spec, device)?;
+        exports.made += 1;
+        let export = NbdExport::new(exports.made, spec, device)?;
         exports.by_id.insert(export.id.clone(), Arc::new(export));
         Ok(())
     }
@@ -211,7 +214,7 @@ impl Server {
             let Some(export) = exports.by_id.get(id) else {
                 return Ok(false);
             };
-            if removal == Removal::Safe && export.device.clients.any(id) {
+            if removal == Removal::Safe && export.device.clients.count(export.number) > 0 {
                 return Err(NbdError::Connected(id.into()).into());
             }
             let export = export.clone();
@@ -219,7 +222,8 @@ impl Server {
             exports.by_id.remove(id);
             export
         };
-        self.end_nbd_export(&export, Instant::now() + END_TIMEOUT);
+        disconnect(&export, Instant::now() + END_TIMEOUT);
+        self.say_removed(&export);
         Ok(true)
     }
 
@@ -237,20 +241,33 @@ impl Server {
         }
     }
 
-    /// Removes an export if it is still there, and disconnects its clients.
-    fn end_nbd_export(&self, export: &NbdExport, deadline: Instant) {
-        let (id, clients) = (&export.id, &export.device.clients);
-        locked(&self.nbd.exports).by_id.remove(id);
-        if !clients.end(|client| client.export == *id, deadline) {
-            warn!(
-                "NBD: export '{id}': clients were disconnected without replies, because the storage of disk {} does not \
-                 answer",
-                export.device.disk.name
-            );
+    /// Removes an export, unless another thread does so, and disconnects its clients.
+    fn end_nbd_export(&self, export: &Arc<NbdExport>, deadline: Instant) {
+        let is_removed = locked(&self.nbd.exports).remove(export);
+        disconnect(export, deadline);
+        if is_removed {
+            self.say_removed(export);
         }
+    }
+
+    fn say_removed(&self, export: &NbdExport) {
+        let id = export.id.clone();
         info!("NBD: export '{id}' removed");
-        let id = id.clone();
         let event = Event::BlockExportDeleted(BlockExportDeleted { id });
         self.events.emit(&event);
+    }
+}
+
+/// Disconnects the clients of an export, but not those of a new one with the same id.
+fn disconnect(export: &NbdExport, deadline: Instant) {
+    let device = &export.device;
+    if !device
+        .clients
+        .end(|client| client.export == export.number, deadline)
+    {
+        warn!(
+            "NBD: export '{}': clients were disconnected without replies, because the storage of disk {} does not answer",
+            export.id, device.disk.name
+        );
     }
 }

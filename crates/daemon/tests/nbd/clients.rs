@@ -181,6 +181,8 @@ fn holes_and_depths_are_told() {
     assert_eq!(map(&served, "qemu:allocation-depth"), [(0, DISK_BYTES, 1)]);
     drop(served.server);
 
+    // Behind the end of the backing file there are zeroes, which count as that file's.
+    let overlay_bytes = DISK_BYTES + 2 * MIB;
     let create = [
         "create",
         "-q",
@@ -191,6 +193,7 @@ fn holes_and_depths_are_told() {
         "-F",
         "raw",
         text(&overlay.file),
+        &overlay_bytes.to_string(),
     ];
     run("qemu-img", &create);
     let write = [
@@ -210,13 +213,13 @@ fn holes_and_depths_are_told() {
         (2 * MIB, MIB, 0),
         (3 * MIB, MIB, 3),
         (4 * MIB, MIB, 0),
-        (5 * MIB, DISK_BYTES - 5 * MIB, 3),
+        (5 * MIB, overlay_bytes - 5 * MIB, 3),
     ];
     assert_eq!(map(&served, "base:allocation"), chain);
     let depth = [
         (0, 4 * MIB, 2),
         (4 * MIB, 2 * MIB, 1),
-        (6 * MIB, DISK_BYTES - 6 * MIB, 2),
+        (6 * MIB, overlay_bytes - 6 * MIB, 2),
     ];
     assert_eq!(map(&served, "qemu:allocation-depth"), depth);
 }

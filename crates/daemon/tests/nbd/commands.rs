@@ -17,7 +17,7 @@ fn exports_are_added_and_removed() {
     let served = Served::start(Disk::new(), "");
     let reply = served.done(&["export", "vm"]);
     assert_eq!(reply["uri"], served.uri("vm"));
-    served.refused(&["export", "vm"], "nbd-vm");
+    served.refused(&["export", "vm"], "an NBD export named 'vm' already");
     served.refused(&["export", "none"], "there is no disk 'none'");
     served.done(&["export", "vm", "--name", "b", "--bps", "1M", "--writable"]);
     let client = Client::connect(&served.nbd(), "b");
@@ -54,6 +54,95 @@ fn clients_do_not_keep_ringdisk_from_stopping() {
     assert!(served.server.terminate().unwrap().success());
     idle.expect_end();
     assert!(!served.nbd().exists());
+}
+
+/// A client of `export` whose connection takes a second to end: it reads no replies.
+fn slow_client(served: &Served, export: &str) -> Client {
+    let mut client = Client::connect(&served.nbd(), export);
+    for cookie in 0..200 {
+        client.try_read(cookie, 0, 1 << 20);
+    }
+    client
+}
+
+/// The names of the exports.
+fn exports(served: &Served) -> Vec<String> {
+    let list = served.done(&["export"]);
+    let list = list.as_array().unwrap().iter();
+    list.map(|export| export["name"].as_str().unwrap().to_owned())
+        .collect()
+}
+
+/// While clients of an export are disconnected, there may be a new one with its name, whose clients stay.
+#[test]
+fn clients_of_a_new_export_are_not_those_of_the_old_one() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let old = slow_client(&served, "vm");
+    std::thread::scope(|scope| {
+        let removal = scope.spawn(|| served.done(&["export", "vm", "--remove", "--force"]));
+        while !exports(&served).is_empty() {}
+        served.done(&["export", "vm"]);
+        let mut new = Client::connect(&served.nbd(), "vm");
+        new.read(1, 0, 4096);
+        removal.join().unwrap();
+        new.read(2, 0, 4096);
+    });
+    drop(old);
+    assert_eq!(exports(&served), ["vm"]);
+}
+
+/// An export that two commands remove at the same time has one event.
+#[test]
+fn the_end_of_an_export_is_told_once() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm", "--name", "a"]);
+    served.done(&["export", "vm", "--name", "b"]);
+    let _slow = slow_client(&served, "a");
+    let mut qmp = control::Client::connect(served.path("control.qmp"), HANG).unwrap();
+    std::thread::scope(|scope| {
+        let stop = || {
+            let socket = served.path("control.qmp");
+            let mut qmp = control::Client::connect(socket, HANG).unwrap();
+            qmp.call("nbd-server-stop", json!({})).unwrap();
+        };
+        let stop = scope.spawn(stop);
+        while exports(&served) != ["b"] {}
+        served.done(&["export", "vm", "--name", "b", "--remove"]);
+        stop.join().unwrap();
+    });
+    let mut ended = Vec::new();
+    while let Some(event) = qmp.event(Duration::from_millis(100)).unwrap() {
+        if event["event"] == "BLOCK_EXPORT_DELETED" {
+            ended.push(event["data"]["id"].as_str().unwrap().to_owned());
+        }
+    }
+    ended.sort();
+    assert_eq!(ended, ["nbd-a", "nbd-b"]);
+}
+
+/// What belongs to clients goes with them, even if no other client comes.
+#[test]
+fn clients_that_have_left_leave_no_descriptors() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let pid = served.server.pid();
+    let count = || {
+        let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        descriptors.count()
+    };
+    drop(Client::connect(&served.nbd(), "vm"));
+    while served.done(&["export"])[0]["clients"] != 0 {}
+    let before = count();
+    let clients: Vec<_> = (0..20)
+        .map(|_| Client::connect(&served.nbd(), "vm"))
+        .collect();
+    assert!(count() > before + 20);
+    drop(clients);
+    let began = Instant::now();
+    while count() > before {
+        assert!(began.elapsed() < HANG, "{} instead of {before}", count());
+    }
 }
 
 /// A request that takes long is not finished first: 256 MiB are read ahead, an eighth of a second for each piece.

@@ -48,8 +48,9 @@ impl Chain {
         let mut len = len;
         let found = |depth, len, form| Ok(Allocated { len, depth, form });
         for (depth, layer) in (1..).zip(&self.layers) {
+            // Behind its end, an image hides those below it.
             let Some(inside) = layer.size().checked_sub(at.0).filter(|&inside| inside > 0) else {
-                return found(0, len, AllocatedIn::Zeroes);
+                return found(depth, len, AllocatedIn::Zeroes);
             };
             len = len.min(inside);
             let image = match &layer.image {

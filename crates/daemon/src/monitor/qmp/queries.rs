@@ -48,7 +48,7 @@ pub(super) fn nbd(server: &Server) -> Value {
                 .into_iter()
                 .map(|(key, n)| (key.to_owned(), n.into()))
                 .collect::<serde_json::Map<_, _>>(),
-            "clients": export.device.clients.count(&export.id),
+            "clients": export.device.clients.count(export.number),
         })
     });
     let address = server.nbd.address().map(|address| address.to_string());

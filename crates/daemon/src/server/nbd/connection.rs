@@ -67,7 +67,7 @@ pub fn serve(
     let mut memory = ConnectionMemory::new(memory.clone());
     let (queue, new) = LocalQueue::new(CONNECTION_MAX).map_err(failed)?;
     let client = Client {
-        export: export.id.clone(),
+        export: export.number,
         stop: stop.clone(),
     };
     let started = ClientQueue::start(&export.device, client, new, export.limits.clone());

@@ -12,6 +12,8 @@ use crate::server::device::ServedDisk;
 
 /// An export.
 pub struct NbdExport {
+    /// No other export of this process has or had it.
+    pub number: u64,
     pub id: String,
     pub node: String,
     pub name: String,
@@ -24,10 +26,15 @@ pub struct NbdExport {
 }
 
 impl NbdExport {
-    pub fn new(spec: NbdExportSpec, device: Arc<ServedDisk>) -> Result<Self, ThrottleError> {
+    pub fn new(
+        number: u64,
+        spec: NbdExportSpec,
+        device: Arc<ServedDisk>,
+    ) -> Result<Self, ThrottleError> {
         let limits = Arc::new(Admission::default());
         limits.set_limits(&spec.limits)?;
         Ok(Self {
+            number,
             id: spec.id,
             node: spec.node,
             name: spec.name,
@@ -94,12 +101,24 @@ impl Exports {
         }
         all.find(|export| export.name == name)
     }
+
+    /// Removes an export. Returns false if it is not there, even if another one has its id.
+    pub fn remove(&mut self, export: &Arc<NbdExport>) -> bool {
+        let same = self.by_id.get(&export.id);
+        let is_there = same.is_some_and(|same| Arc::ptr_eq(same, export));
+        if is_there {
+            self.by_id.remove(&export.id);
+        }
+        is_there
+    }
 }
 
 /// Exports by id.
 #[derive(Default)]
 pub struct Exports {
     pub by_id: BTreeMap<String, Arc<NbdExport>>,
+    /// Number of exports that were ever there.
+    pub made: u64,
     /// Number of reasons to accept no connection for now: the process is being replaced, or has just replaced another.
     pub pauses: usize,
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 
 use datapath::LogLimiter;
@@ -157,14 +157,9 @@ fn event() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-/// A client's thread, and what ends it.
-struct Serving {
-    thread: JoinHandle<()>,
-    stop: Arc<OwnedFd>,
-}
-
 fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
-    let mut clients: Vec<Serving> = Vec::new();
+    // What ends each client, while its thread runs. Nobody waits for the threads, so nothing is left when they end.
+    let mut clients: Vec<Weak<OwnedFd>> = Vec::new();
     let (mut accepting, lines) = (Backoff::default(), Arc::new(LogLimiter::default()));
     let memory = Arc::new(SharedMemory::default());
     loop {
@@ -181,7 +176,7 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
             Ok(_) if !ready[0].revents().is_empty() => break,
             Ok(_) => {}
         }
-        clients.retain(|client| !client.thread.is_finished());
+        clients.retain(|client| client.strong_count() > 0);
         if locked(exports).pauses > 0 {
             // Clients wait in the socket's queue: for the new process, or for this one if that fails.
             thread::sleep(std::time::Duration::from_millis(10));
@@ -212,8 +207,8 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
             }),
         }
     }
-    for client in clients {
-        let _ = rustix::io::write(&client.stop, &1u64.to_ne_bytes());
+    for stop in clients.iter().filter_map(Weak::upgrade) {
+        let _ = rustix::io::write(&stop, &1u64.to_ne_bytes());
     }
 }
 
@@ -223,17 +218,18 @@ fn start_client(
     exports: &Arc<Mutex<Exports>>,
     memory: &Arc<SharedMemory>,
     lines: &Arc<LogLimiter>,
-) -> io::Result<Serving> {
+) -> io::Result<Weak<OwnedFd>> {
     let stop = Arc::new(event()?);
-    let (its_stop, exports, lines) = (stop.clone(), exports.clone(), lines.clone());
+    let client = Arc::downgrade(&stop);
+    let (exports, lines) = (exports.clone(), lines.clone());
     let memory = memory.clone();
     let serve = move || {
-        if let Err(e) = connection::serve(&socket, &exports, &memory, &its_stop, &peer) {
+        if let Err(e) = connection::serve(&socket, &exports, &memory, &stop, &peer) {
             lines.log(|left_out| warn!("NBD: {peer} was disconnected: {e}{left_out}"));
         }
     };
-    let thread = thread::Builder::new()
+    thread::Builder::new()
         .name("nbd-client".into())
         .spawn(serve)?;
-    Ok(Serving { thread, stop })
+    Ok(client)
 }

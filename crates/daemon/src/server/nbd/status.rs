@@ -38,8 +38,8 @@ pub fn states(
             if at == end || !extents.is_empty() && Instant::now() >= deadline {
                 break;
             }
-            let extent = look_up(at, end - at)?;
-            let (len, extent) = whole_blocks(extent, block, end - at);
+            let extent = whole_blocks(&look_up, (at, end - at), block)?;
+            let len = extent.len;
             let flags = flags(context, &extent);
             match extents.last_mut() {
                 Some(last) if last.flags == flags => last.len += len,
@@ -53,20 +53,32 @@ pub fn states(
     Ok(all)
 }
 
-/// What is smaller than a block counts as data.
-fn whole_blocks(extent: AllocatedExtent, block: u64, rest: u64) -> (u64, AllocatedExtent) {
-    let len = extent.len / block * block;
+/// The state of whole blocks from `at` on. A block whose parts differ is data if one of them is, and in the first image that
+/// has one of them: a client that copies what is in an image copies the whole block.
+fn whole_blocks(
+    look_up: &impl Fn(u64, u64) -> io::Result<AllocatedExtent>,
+    (at, rest): (u64, u64),
+    block: u64,
+) -> io::Result<AllocatedExtent> {
+    let mut extent = look_up(at, rest)?;
     if extent.len == rest {
-        return (rest, extent);
+        return Ok(extent);
     }
-    match extent {
-        AllocatedExtent { is_hole: true, .. } if len > 0 => (len, extent),
-        _ => {
-            let is_hole = false;
-            let len = extent.len.next_multiple_of(block).min(rest);
-            (len, AllocatedExtent { is_hole, ..extent })
-        }
+    if extent.len >= block {
+        extent.len = extent.len / block * block;
+        return Ok(extent);
     }
+    let len = block.min(rest);
+    while extent.len < len {
+        let part = look_up(at + extent.len, len - extent.len)?;
+        extent.len += part.len;
+        extent.is_hole &= part.is_hole;
+        extent.depth = match (extent.depth, part.depth) {
+            (0, depth) | (depth, 0) => depth,
+            (one, other) => one.min(other),
+        };
+    }
+    Ok(extent)
 }
 
 fn flags(context: Context, extent: &AllocatedExtent) -> u32 {
@@ -120,21 +132,46 @@ mod tests {
         }
     }
 
+    /// Backing files may have smaller clusters than the disk has blocks.
     #[test]
     fn extents_are_whole_blocks() {
-        let extent = |len, is_hole| AllocatedExtent {
-            len,
-            depth: 1,
-            is_hole,
+        // The lengths of the parts of a disk, each with its depth; 0 is a hole.
+        let blocks = |parts: &[(u64, u32)]| {
+            let all: u64 = parts.iter().map(|(len, _)| len).sum();
+            let look_up = |at: u64, max: u64| {
+                let mut end = 0;
+                let mut parts = parts.iter();
+                let part = parts.find(|(len, _)| {
+                    end += len;
+                    at < end
+                });
+                let &(_, depth) = part.unwrap();
+                Ok(AllocatedExtent {
+                    len: max.min(end - at),
+                    depth,
+                    is_hole: depth == 0,
+                })
+            };
+            let (mut at, mut found) = (0, Vec::new());
+            while at < all {
+                let extent = whole_blocks(&look_up, (at, all - at), 4096).unwrap();
+                assert_eq!(extent.is_hole, extent.depth == 0);
+                found.push((extent.len, extent.depth));
+                at += extent.len;
+            }
+            found
         };
-        let blocks = |len, is_hole, rest| {
-            let (len, extent) = whole_blocks(extent(len, is_hole), 4096, rest);
-            (len, extent.is_hole)
-        };
-        assert_eq!(blocks(8192, true, 1 << 20), (8192, true));
-        assert_eq!(blocks(8193, true, 1 << 20), (8192, true));
-        assert_eq!(blocks(4095, true, 1 << 20), (4096, false));
-        assert_eq!(blocks(8193, false, 1 << 20), (12288, false));
-        assert_eq!(blocks(1000, true, 1000), (1000, true));
+        assert_eq!(blocks(&[(8192, 0), (4096, 1)]), [(8192, 0), (4096, 1)]);
+        assert_eq!(
+            blocks(&[(8193, 0), (4095, 1), (4096, 0)]),
+            [(8192, 0), (4096, 1), (4096, 0)]
+        );
+        // The first part is in the second image, or in none.
+        for depth in [2, 0] {
+            let parts = [(3584, depth), (512, 1), (4608, 2), (3584, 0)];
+            assert_eq!(blocks(&parts), [(4096, 1), (4096, 2), (4096, 2)]);
+        }
+        assert_eq!(blocks(&[(4096, 1), (1000, 0)]), [(4096, 1), (1000, 0)]);
+        assert_eq!(blocks(&[(500, 2), (500, 1)]), [(1000, 1)]);
     }
 }

@@ -291,7 +291,7 @@ impl Transfer<'_> {
             (Work::Trim, _) if self.export.device.disk.facts.discard_granularity == 0 => {
                 // It is a hint, and the space is not to be given back.
                 (job.work, job.left) = (Work::Flush, 0);
-                if job.fua {
+                if std::mem::take(&mut job.fua) {
                     self.submit(job, None);
                 } else {
                     self.done(&job);

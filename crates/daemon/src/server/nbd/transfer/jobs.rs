@@ -147,7 +147,8 @@ impl Transfer<'_> {
     /// Answers a request that has no data to return.
     pub(super) fn done(&mut self, job: &Job) {
         let replies = self.replies;
-        self.output.add(|out| replies.done(job.cookie, out));
+        self.output
+            .add(|out| replies.done(job.cookie, job.offset, out));
     }
 
     /// Answers a read with data, which may be a piece of it.
