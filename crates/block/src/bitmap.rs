@@ -1,8 +1,8 @@
 //! Dirty bitmaps: which parts of a disk have changed since some moment.
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::{fmt, io};
 
 /// Words of the first segment; each further segment has twice as many. 2,048 words are 8 GiB of disk at 64 KiB a bit.
 const FIRST: u64 = 2048;
@@ -16,7 +16,7 @@ const SEGMENTS: usize = 18;
 pub struct DirtyBitmap {
     name: String,
     granularity_bits: u32,
-    segments: [OnceLock<Box<[AtomicU64]>>; SEGMENTS],
+    words: Words,
     /// Bytes of the disk.
     size: AtomicU64,
     is_recording: bool,
@@ -25,9 +25,68 @@ pub struct DirtyBitmap {
     is_inconsistent: AtomicBool,
 }
 
-/// The disk is too large for the bitmap.
+/// The disk is too large for the bitmap, or there is no space for more words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooLarge;
+
+/// Memory for the words of a bitmap that survives a kill of the process.
+pub trait SharedWords: Send + Sync {
+    /// All words that there are. They never move.
+    fn words(&self) -> &[AtomicU64];
+
+    /// Makes sure that there are so many words; new ones are 0. Only one thread at a time may call this.
+    ///
+    /// # Errors
+    /// There is no space for them.
+    fn grow(&self, words: u64) -> io::Result<()>;
+
+    /// Notes that something is about to be written to the disk, so that a later time of writing is that of another program.
+    fn note_time(&self);
+}
+
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a pointer more would be one more access to memory for each write"
+)]
+enum Words {
+    Own([OnceLock<Box<[AtomicU64]>>; SEGMENTS]),
+    Shared(Arc<dyn SharedWords>),
+}
+
+impl Words {
+    #[expect(
+        clippy::declare_interior_mutable_const,
+        reason = "each use is a new value"
+    )]
+    const NONE: Self = Self::Own([const { OnceLock::new() }; SEGMENTS]);
+
+    #[inline]
+    fn get(&self, word: u64) -> Option<&AtomicU64> {
+        match self {
+            Self::Own(segments) => {
+                let (segment, word) = locate(word);
+                segments.get(segment)?.get()?.get(word)
+            }
+            Self::Shared(shared) => shared.words().get(usize::try_from(word).ok()?),
+        }
+    }
+
+    fn grow(&self, words: u64) -> Result<(), TooLarge> {
+        let segments = match self {
+            Self::Shared(shared) => return shared.grow(words).map_err(|_| TooLarge),
+            Self::Own(_) if words == 0 => return Ok(()),
+            Self::Own(segments) => segments,
+        };
+        let (last, _) = locate(words - 1);
+        let segments = segments.get(..=last).ok_or(TooLarge)?;
+        for (number, segment) in segments.iter().enumerate() {
+            // Its pages exist once bits are set in them.
+            let words = || vec![0; (FIRST << number) as usize].into_iter();
+            segment.get_or_init(|| words().map(AtomicU64::new).collect());
+        }
+        Ok(())
+    }
+}
 
 impl fmt::Debug for DirtyBitmap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -37,8 +96,8 @@ impl fmt::Debug for DirtyBitmap {
 }
 
 impl DirtyBitmap {
-    /// A bitmap without dirty bits. `is_recording`: changes of the disk are recorded. `is_persistent`: it is stored in the
-    /// disk's image.
+    /// A bitmap without dirty bits. `is_recording`: changes of the disk are recorded. `is_persistent`: it is stored
+    /// when the disk is no longer in use.
     ///
     /// # Errors
     /// The disk is too large for this granularity.
@@ -52,7 +111,7 @@ impl DirtyBitmap {
         let bitmap = Self {
             name,
             granularity_bits,
-            segments: [const { OnceLock::new() }; SEGMENTS],
+            words: Words::NONE,
             size: AtomicU64::new(0),
             is_recording,
             is_persistent,
@@ -60,6 +119,23 @@ impl DirtyBitmap {
         };
         bitmap.grow(size)?;
         Ok(bitmap)
+    }
+
+    /// The same bitmap with its bits in `shared`, in addition to those that are set there.
+    ///
+    /// # Errors
+    /// There is no space for them.
+    pub fn in_shared(&self, shared: Arc<dyn SharedWords>) -> Result<Self, TooLarge> {
+        let mut copy = self.cleared_without_words();
+        copy.words = Words::Shared(shared);
+        copy.grow(self.size())?;
+        copy.merge(self);
+        Ok(copy)
+    }
+
+    /// Whether its bits survive a kill of the process.
+    pub fn is_shared(&self) -> bool {
+        matches!(self.words, Words::Shared(_))
     }
 
     /// Its name, which is unique among those of a disk.
@@ -97,7 +173,7 @@ impl DirtyBitmap {
         self.is_recording
     }
 
-    /// Whether it is stored in the disk's image.
+    /// Whether it is stored when the disk is no longer in use.
     pub fn is_persistent(&self) -> bool {
         self.is_persistent
     }
@@ -115,16 +191,19 @@ impl DirtyBitmap {
     /// The same bitmap without dirty bits.
     #[must_use]
     pub fn cleared(&self) -> Self {
+        self.cleared_without_words().grown_to(self.size())
+    }
+
+    fn cleared_without_words(&self) -> Self {
         Self {
             name: self.name.clone(),
             granularity_bits: self.granularity_bits,
-            segments: [const { OnceLock::new() }; SEGMENTS],
+            words: Words::NONE,
             size: AtomicU64::new(0),
             is_recording: self.is_recording,
             is_persistent: self.is_persistent,
             is_inconsistent: AtomicBool::new(self.is_inconsistent()),
         }
-        .grown_to(self.size())
     }
 
     /// A copy that records changes, or does not.
@@ -167,15 +246,7 @@ impl DirtyBitmap {
     /// The disk is too large for this granularity. Nothing changes.
     pub fn grow(&self, size: u64) -> Result<(), TooLarge> {
         let words = size.div_ceil(self.granularity()).div_ceil(64);
-        if words > 0 {
-            let (last, _) = locate(words - 1);
-            let segments = self.segments.get(..=last).ok_or(TooLarge)?;
-            for (number, segment) in segments.iter().enumerate() {
-                // Its pages exist once bits are set in them.
-                let words = || vec![0; (FIRST << number) as usize].into_iter();
-                segment.get_or_init(|| words().map(AtomicU64::new).collect());
-            }
-        }
+        self.words.grow(words)?;
         self.size.fetch_max(size, SeqCst);
         Ok(())
     }
@@ -185,6 +256,9 @@ impl DirtyBitmap {
     pub fn mark(&self, at: u64, len: u64) {
         if len == 0 {
             return;
+        }
+        if let Words::Shared(shared) = &self.words {
+            shared.note_time();
         }
         let (first, last) = (
             at >> self.granularity_bits,
@@ -220,8 +294,7 @@ impl DirtyBitmap {
 
     #[inline]
     fn word(&self, word: u64) -> Option<&AtomicU64> {
-        let (segment, word) = locate(word);
-        self.segments.get(segment)?.get()?.get(word)
+        self.words.get(word)
     }
 
     /// The length in bytes of the part from `at` on that is all dirty or all clean, and whether it is dirty. `None` at

@@ -13,7 +13,7 @@ mod request;
 mod throttle;
 mod units;
 
-pub use bitmap::{DirtyBitmap, DirtyBitmaps, RecordingBitmaps, TooLarge};
+pub use bitmap::{DirtyBitmap, DirtyBitmaps, RecordingBitmaps, SharedWords, TooLarge};
 pub use engine::{Completion, Engine, FileId, Op, Remote, Segment, Token};
 pub use facts::{Backing, BlockSizeError, DiskFacts};
 pub use limits::{explain, explain_thread, is_no_space, is_out_of_descriptors};

@@ -1,6 +1,6 @@
 //! Opens the file or block device that holds a disk and determines its properties.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -26,6 +26,7 @@ pub struct DiskFile {
     file: Arc<OwnedFd>,
     backing: Backing,
     identity: Identity,
+    found: Metadata,
     facts: DiskFacts,
     cached: bool,
 }
@@ -248,6 +249,8 @@ impl DiskFile {
                 warn!("{name}: cannot be locked ({e}); a second writer would not be detected")
             }
         }
+        let found = file.metadata();
+        let found = found.map_err(|e| OpenError::Io(name.clone(), "examine it", e))?;
         let facts = match backing {
             Backing::File => regular_facts(&file, cache, read_only, locking),
             Backing::BlockDevice => device_facts(&file, cache, read_only),
@@ -259,6 +262,7 @@ impl DiskFile {
             file: Arc::new(file.into()),
             backing,
             identity,
+            found,
             facts,
             cached: !cache.direct(),
         })
@@ -348,6 +352,11 @@ impl DiskFile {
     /// The file's identity, determined when it was opened.
     pub fn identity(&self) -> Identity {
         self.identity
+    }
+
+    /// What the file was like once it was locked. Its times have changed since: whether it can have holes was tested.
+    pub fn found(&self) -> &Metadata {
+        &self.found
     }
 
     /// A current path of the file, if the kernel knows one; it may differ from the path at which it was
