@@ -130,7 +130,7 @@ record! {
         recording: bool = "recording",
         /// Always false: no operation uses it exclusively.
         busy: bool = "busy",
-        /// Whether it is stored in the image.
+        /// Whether it is stored when the disk is no longer in use.
         persistent: bool = "persistent",
         /// Whether it lacks changes, and can only be removed. Absent if not.
         inconsistent: Option<bool> = "inconsistent",

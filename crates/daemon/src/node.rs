@@ -1,15 +1,16 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU calls it a block node.
 
+pub mod bitmaps;
 pub mod context;
 pub mod journal;
 pub mod progress;
 pub mod storage;
 
-mod bitmaps;
 mod chain;
 mod close;
 mod open;
 mod paths;
+mod raw_bitmaps;
 mod released;
 mod snapshot;
 
@@ -31,6 +32,7 @@ use crate::config::spec::DiskSpec;
 use crate::inherited::FileIdentity;
 use crate::node::context::OpenContext;
 use crate::node::journal::JournalError;
+use crate::node::raw_bitmaps::RawBitmaps;
 
 pub use paths::FileUse;
 
@@ -78,6 +80,8 @@ struct NodeState {
     depth: usize,
     /// The journal of an image that is writable.
     journal: Option<PathBuf>,
+    /// The bitmaps of a disk that is writable and not in an image.
+    raw_bitmaps: Option<Arc<RawBitmaps>>,
     on_damage: Option<OnDamage>,
 }
 
@@ -125,6 +129,10 @@ pub enum NodeError {
          a new file would not have the guest's data"
     )]
     Gone(String, String),
+    #[error(
+        "{0}: its bitmaps can neither be marked as in use nor removed: {1}; make room in the state directory, or let this          user write there"
+    )]
+    Bitmaps(String, io::Error),
     #[error("{0}: {RELEASED}")]
     Released(String),
     #[error("{0}: cannot {1}: {cause}", cause = block::explain(.2, ""))]
@@ -201,8 +209,10 @@ impl Node {
         let (name, serial) = (wanted.name.clone(), &self.spec.serial);
         let size = self.known_size();
         if let Some(rbd) = &self.rbd {
+            let image = self.state().image.clone().unwrap_or_else(Image::raw);
             return Ok(Disk::remote(
                 name,
+                image,
                 rbd.clone(),
                 facts,
                 size,
@@ -213,7 +223,7 @@ impl Node {
         let state = self.state();
         let files = self.descriptors(&state);
         // The real image is known once the node is acquired.
-        let image = state.image.clone().unwrap_or(Image::Raw);
+        let image = state.image.clone().unwrap_or_else(Image::raw);
         let disk = Disk::new(name, image, files, facts, size, serial, options);
         if state.image.is_none() {
             disk.release(self.descriptors(&state).pop());
@@ -320,6 +330,9 @@ impl Node {
             (None, None) => return Ok(self.size),
         };
         let size = size - size % u64::from(self.facts.logical_block);
+        // Before anything is written to what is new.
+        let raw_bitmaps = self.state().raw_bitmaps.clone();
+        raw_bitmaps.inspect(|bitmaps| bitmaps.grow(size));
         self.state().size = size;
         Ok(size)
     }

@@ -149,6 +149,7 @@ impl Disk {
     /// A disk of `size` bytes in storage that is not a file; otherwise as [`new`](Self::new).
     pub fn remote(
         name: String,
+        image: Image,
         remote: Arc<dyn Remote>,
         facts: DiskFacts,
         size: u64,
@@ -156,7 +157,7 @@ impl Disk {
         options: Options,
     ) -> Self {
         let storage = [Storage::Remote(remote)];
-        Self::at(name, Image::Raw, storage, facts, size, serial, options)
+        Self::at(name, image, storage, facts, size, serial, options)
     }
 
     fn at(
@@ -227,7 +228,7 @@ impl Disk {
     pub fn release(&self, file: Option<(Arc<OwnedFd>, Backing, Aio)>) {
         self.is_released.store(true, Ordering::Relaxed);
         let cache = self.options.cache;
-        let (content, source) = Content::new(Image::Raw, file, &self.facts, cache);
+        let (content, source) = Content::new(Image::raw(), file, &self.facts, cache);
         self.set_content(content, source);
     }
 

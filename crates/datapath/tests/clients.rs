@@ -39,7 +39,7 @@ impl Client {
         let file = Arc::new(tempfile::tempfile().unwrap().into());
         let disk = Arc::new(Disk::new(
             "out".into(),
-            Image::Raw,
+            Image::raw(),
             Some((file, Backing::File, Aio::Auto)),
             FACTS,
             DISK_BYTES,

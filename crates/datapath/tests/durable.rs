@@ -71,7 +71,7 @@ fn serve_with(
     let file = Arc::new(tempfile::tempfile().unwrap().into());
     let disk = Arc::new(Disk::new(
         "durable".into(),
-        Image::Raw,
+        Image::raw(),
         Some((file, Backing::File, Aio::Auto)),
         facts,
         DISK_BYTES,

@@ -81,7 +81,7 @@ fn serve_on(
     let file = Arc::new(tempfile::tempfile().unwrap().into());
     let disk = Arc::new(Disk::new(
         "out".into(),
-        Image::Raw,
+        Image::raw(),
         Some((file, Backing::File, Aio::Auto)),
         FACTS,
         DISK_BYTES,
@@ -541,7 +541,7 @@ fn a_queue_that_stops_during_replace_loses_no_request() {
     let replacing = thread::spawn(move || {
         let file = Arc::new(tempfile::tempfile().unwrap().into());
         let new = Replacement {
-            image: Image::Raw,
+            image: Image::raw(),
             storage: vec![(file, Backing::File, Aio::Auto).into()],
             facts: FACTS,
             size: DISK_BYTES,

@@ -101,7 +101,7 @@ impl Guest {
         let served = Served::new(
             Arc::new(Disk::new(
                 "faulty".into(),
-                Image::Raw,
+                Image::raw(),
                 Some((file, Backing::File, Aio::Auto)),
                 facts,
                 DISK_BYTES,

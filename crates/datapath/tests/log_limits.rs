@@ -71,7 +71,7 @@ fn refused_requests_do_not_hide_storage_errors() {
     let file = Arc::new(tempfile::tempfile().unwrap().into());
     let disk = Disk::new(
         "limited".into(),
-        Image::Raw,
+        Image::raw(),
         Some((file, Backing::File, Aio::Auto)),
         FACTS,
         DISK_BYTES,

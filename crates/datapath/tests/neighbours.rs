@@ -46,7 +46,7 @@ fn neighbours(
         let file = Arc::new(tempfile::tempfile().unwrap().into());
         let disk = Disk::new(
             name.into(),
-            Image::Raw,
+            Image::raw(),
             Some((file, Backing::File, Aio::Auto)),
             facts,
             DISK_BYTES,

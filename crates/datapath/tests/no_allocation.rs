@@ -191,7 +191,7 @@ fn open(
     let backing = Some((file.descriptor().clone(), file.backing(), Aio::Auto));
     Ok(Disk::new(
         name,
-        Image::Raw,
+        Image::raw(),
         backing,
         facts,
         DISK_BYTES,

@@ -46,7 +46,7 @@ fn setup(threads: usize) -> Option<Setup> {
     };
     let disk = Disk::new(
         "moving".into(),
-        Image::Raw,
+        Image::raw(),
         lying.files(),
         FACTS,
         DISK_BYTES,

@@ -38,7 +38,7 @@ fn serve_with(null: bool, fail: u32, options: Options) -> (Arc<Disk>, Served, De
         (Image::Null, None)
     } else {
         let file = Arc::new(tempfile::tempfile().unwrap().into());
-        (Image::Raw, Some((file, Backing::File, Aio::Auto)))
+        (Image::raw(), Some((file, Backing::File, Aio::Auto)))
     };
     let disk = Arc::new(Disk::new(
         "counted".to_owned(),

@@ -46,7 +46,7 @@ fn a_queue_stops_while_another_waits_for_storage() {
         let file = Arc::new(tempfile::tempfile().unwrap().into());
         let disk = Disk::new(
             "slow".into(),
-            Image::Raw,
+            Image::raw(),
             Some((file, Backing::File, Aio::Auto)),
             FACTS,
             DISK_BYTES,

@@ -49,7 +49,7 @@ fn serve(null: bool) -> (Arc<Disk>, Served, Device) {
         (Image::Null, None)
     } else {
         let file = Arc::new(tempfile::tempfile().unwrap().into());
-        (Image::Raw, Some((file, Backing::File, Aio::Auto)))
+        (Image::raw(), Some((file, Backing::File, Aio::Auto)))
     };
     let name = "limited".to_owned();
     let disk = Arc::new(Disk::new(

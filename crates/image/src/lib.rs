@@ -31,8 +31,8 @@ use block::{DirtyBitmaps, FileOffset, GuestOffset};
 /// A disk image. Formats are a closed set: what a disk needs of them is this enum's methods.
 #[derive(Clone)]
 pub enum Image {
-    /// The file is the disk, byte for byte.
-    Raw,
+    /// The file is the disk, byte for byte. Its bitmaps are elsewhere.
+    Raw(Arc<DirtyBitmaps>),
     /// A mapped image: its tables say where each piece is.
     Chain(Arc<Chain>),
     /// No file: requests complete at once, and reads leave the guest's buffers unchanged. For
@@ -52,11 +52,16 @@ pub enum Extent {
 }
 
 impl Image {
+    /// A disk that is its file, byte for byte, and has no bitmaps yet.
+    pub fn raw() -> Self {
+        Self::Raw(Arc::default())
+    }
+
     /// Where the range that starts at `at` is.
     #[inline]
     pub fn map(&self, at: GuestOffset) -> Extent {
         match self {
-            Self::Raw => Extent::File(FileOffset(at.0)),
+            Self::Raw(_) => Extent::File(FileOffset(at.0)),
             Self::Chain(_) => Extent::Mapped,
             Self::Null => Extent::Nowhere,
         }
@@ -67,12 +72,16 @@ impl Image {
     pub fn chain(&self) -> Option<&Arc<Chain>> {
         match self {
             Self::Chain(chain) => Some(chain),
-            Self::Raw | Self::Null => None,
+            Self::Raw(_) | Self::Null => None,
         }
     }
 
-    /// The bitmaps that are stored in the image.
+    /// The dirty bitmaps of the disk.
     pub fn bitmaps(&self) -> Option<&Arc<DirtyBitmaps>> {
-        Some(self.chain()?.image()?.bitmaps())
+        match self {
+            Self::Raw(bitmaps) => Some(bitmaps),
+            Self::Chain(chain) => Some(chain.image()?.bitmaps()),
+            Self::Null => None,
+        }
     }
 }

@@ -9,7 +9,7 @@ record! {
         /// Bytes of the disk for each bit, a power of two; if absent, the cluster size of the image, from 4 KiB to 64
         /// KiB.
         granularity: Option<u32> = "granularity",
-        /// Whether the bitmap is stored in the image; false if absent.
+        /// Whether the bitmap is stored when the disk is no longer in use; false if absent.
         persistent: Option<bool> = "persistent",
         /// Whether the bitmap records nothing at first; false if absent.
         disabled: Option<bool> = "disabled",

@@ -25,7 +25,7 @@ enum Action {
 
 DIRTY  what was written since the bitmap was added or cleared
 STATE  recording; disabled (records nothing); inconsistent (lacks changes, and is of no use any more)
-KIND   persistent (stored in the image) or temporary (ends with ringdisk, or with a move of the disk)")]
+KIND   persistent (stored) or temporary (ends with ringdisk, or with a move of the disk)")]
     List {
         /// Names of disks; default: all
         disks: Vec<String>,
@@ -36,7 +36,8 @@ KIND   persistent (stored in the image) or temporary (ends with ringdisk, or wit
     #[command(after_help = "Example:
   ringdisk bitmap add vm2 nightly --granularity 64k --persistent
 
-A persistent bitmap is stored in the image when ringdisk ends, and whoever opens the image next continues it.")]
+A persistent bitmap is stored when ringdisk ends: in the image, or, for raw files and block devices, in the state directory. \
+The next ringdisk continues it; one in an image, QEMU too.")]
     Add {
         /// Name of the disk
         disk: String,
@@ -45,7 +46,7 @@ A persistent bitmap is stored in the image when ringdisk ends, and whoever opens
         /// Size of the disk for each bit, as in 64k; default: the cluster size of the image, from 4k to 64k
         #[arg(long, value_name = "SIZE")]
         granularity: Option<String>,
-        /// Store the bitmap in the image
+        /// Store the bitmap in the image, or in the state directory
         #[arg(long)]
         persistent: bool,
         /// Record nothing until the bitmap is enabled
@@ -54,7 +55,7 @@ A persistent bitmap is stored in the image when ringdisk ends, and whoever opens
         #[command(flatten)]
         connection: Connection,
     },
-    /// Remove a bitmap, also from the image
+    /// Remove a bitmap, also where it is stored
     #[command(after_help = "Example:\n  ringdisk bitmap remove vm2 nightly")]
     Remove(One),
     /// Forget what is dirty

@@ -81,6 +81,10 @@ impl Node {
             let state = self.state();
             let users = match &state.image {
                 Some(Image::Chain(chain)) => Arc::strong_count(chain),
+                // The other one is that of `raw_bitmaps`.
+                Some(Image::Raw(bitmaps)) if state.raw_bitmaps.is_some() => {
+                    Arc::strong_count(bitmaps) - 1
+                }
                 _ => 1,
             };
             // No disk uses it, nor a node above or below.
@@ -99,14 +103,20 @@ impl Node {
                 chain.flush().map_err(io::Error::other)
             };
         }
-        if self.facts.read_only || !self.spec.cache.flushes() {
+        if self.facts.read_only {
             return Ok(());
         }
-        match (file, &self.rbd) {
-            (Some(file), _) => file.sync(),
-            (None, Some(rbd)) => block::Remote::sync(&**rbd),
-            (None, None) => Ok(()),
+        if self.spec.cache.flushes() {
+            match (file, &self.rbd) {
+                (Some(file), _) => file.sync()?,
+                (None, Some(rbd)) => block::Remote::sync(&**rbd)?,
+                (None, None) => {}
+            }
         }
+        if last {
+            self.store_raw_bitmaps();
+        }
+        Ok(())
     }
 
     /// The journal that has all acknowledged writes, if metadata of the image could not be written because space ran
@@ -141,6 +151,7 @@ impl Node {
             Some(image) if !self.facts.read_only => self.close_image(&image, &[]),
             _ => Ok(()),
         };
+        self.store_raw_bitmaps();
         unlock(&files)?;
         closed
     }

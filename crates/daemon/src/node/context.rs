@@ -66,6 +66,8 @@ impl AllowBacking {
 pub struct OpenContext {
     pub allow_backing: AllowBacking,
     pub journals: Journals,
+    /// The state directory.
+    pub state: Option<PathBuf>,
     /// This process has been told to stop: long operations end early.
     pub stop: Arc<AtomicBool>,
     /// Files that were inherited.

@@ -72,6 +72,11 @@ impl Journals {
         }
     }
 
+    /// The owner that new files must get, if this process will become another user.
+    pub fn owner(&self) -> Option<(u32, u32)> {
+        self.owner
+    }
+
     /// Opens the journal of an image that this process has locked, or creates it. Returns the journal and its path. If no
     /// journal is possible, logs a warning and returns `None`.
     ///
@@ -269,7 +274,7 @@ impl Identity {
 }
 
 /// The id of this boot: journals of earlier boots do not count.
-fn boot() -> io::Result<[u8; 16]> {
+pub(super) fn boot() -> io::Result<[u8; 16]> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
     u128::from_str_radix(&digits, 16)

@@ -12,6 +12,7 @@ use tracing::{info, warn};
 
 use super::chain::{chain_facts, open_chain};
 use super::paths::warn_if_renamed;
+use super::raw_bitmaps::RawBitmaps;
 use super::{Node, NodeError, NodeState, SharedNode, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::context::OpenContext;
@@ -24,6 +25,7 @@ struct Opened {
     files: Vec<Arc<DiskFile>>,
     rbd: Option<Arc<RbdImage>>,
     journal: Option<PathBuf>,
+    raw_bitmaps: Option<Arc<RawBitmaps>>,
     locking: Locking,
     format: Format,
     facts: DiskFacts,
@@ -79,6 +81,14 @@ impl Node {
             );
             opened.files.clear();
         }
+        // Last, since the bitmaps are in use from now on.
+        if let (Some(file), FileSpec::Path(path), Format::Raw, false) =
+            (&opened.file, &spec.file, opened.format, released)
+        {
+            let bitmaps = load_raw_bitmaps(&spec, context, path, file, opened.size)?;
+            opened.image = raw_image(bitmaps.as_ref());
+            opened.raw_bitmaps = bitmaps;
+        }
         Ok(Self {
             shared: Arc::new(SharedNode {
                 changes: Mutex::new(()),
@@ -91,6 +101,7 @@ impl Node {
                     allocated: None,
                     depth,
                     journal: opened.journal,
+                    raw_bitmaps: opened.raw_bitmaps,
                     on_damage: None,
                 }),
             }),
@@ -119,6 +130,7 @@ fn open_null(spec: &DiskSpec, size: u64) -> Opened {
         files: Vec::new(),
         rbd: None,
         journal: None,
+        raw_bitmaps: None,
         locking: Locking::None,
         format: Format::Raw,
         facts: null_facts(spec.read_only),
@@ -136,13 +148,17 @@ fn open_rbd(spec: &DiskSpec, location: &Location) -> Result<Opened, NodeError> {
     let filename = location.to_string();
     let size = image.size();
     let size = size.map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
+    let why = "its disk is in a Ceph cluster";
+    let bitmaps = (!spec.read_only).then(|| RawBitmaps::temporary(&spec.name, size, why));
+    let raw_bitmaps = bitmaps.map(Arc::new);
     Ok(Opened {
-        image: Image::Raw,
+        image: raw_image(raw_bitmaps.as_ref()),
         file: None,
         files: Vec::new(),
         facts: image.facts(),
         rbd: Some(image),
         journal: None,
+        raw_bitmaps,
         locking: Locking::None,
         format: Format::Raw,
         size,
@@ -170,11 +186,12 @@ fn open_file(
         warn_if_renamed(&spec.name, path, &file);
     }
     let mut opened = Opened {
-        image: Image::Raw,
+        image: Image::raw(),
         file: Some(file.clone()),
         files: Vec::new(),
         rbd: None,
         journal: None,
+        raw_bitmaps: None,
         locking,
         format,
         facts: file.facts(),
@@ -182,7 +199,9 @@ fn open_file(
         filename: path.display().to_string(),
     };
     match format {
-        Format::Raw => opened.size = file.raw_size(path)?,
+        Format::Raw => {
+            opened.size = file.raw_size(path)?;
+        }
         Format::Qcow2 => {
             let chain = open_chain(spec, path, &file, context, locking, ours, &[])?;
             opened.facts = chain_facts(&chain.chain, &chain.files);
@@ -192,6 +211,29 @@ fn open_file(
         }
     }
     Ok(opened)
+}
+
+/// The bitmaps of a disk that is in a locked file, unless it is read-only.
+pub(super) fn load_raw_bitmaps(
+    spec: &DiskSpec,
+    context: &OpenContext,
+    path: &Path,
+    file: &Arc<DiskFile>,
+    size: u64,
+) -> Result<Option<Arc<RawBitmaps>>, NodeError> {
+    if file.facts().read_only {
+        return Ok(None);
+    }
+    // In whole blocks, as the disk.
+    let size = size - size % u64::from(file.facts().logical_block);
+    let bitmaps = RawBitmaps::load(spec, context, path, file, size);
+    let bitmaps = bitmaps.map_err(|e| NodeError::Bitmaps(path.display().to_string(), e))?;
+    Ok(Some(Arc::new(bitmaps)))
+}
+
+/// The image of a disk that has these bitmaps.
+pub(super) fn raw_image(bitmaps: Option<&Arc<RawBitmaps>>) -> Image {
+    bitmaps.map_or_else(Image::raw, |all| Image::Raw(all.bitmaps().clone()))
 }
 
 fn null_facts(read_only: bool) -> DiskFacts {

@@ -22,6 +22,7 @@ use tracing::warn;
 
 use super::chain::{chain_facts, open_chain};
 use super::close::unlock;
+use super::open::{load_raw_bitmaps, raw_image};
 use super::{Node, NodeError, NodeState};
 use crate::config::spec::FileSpec;
 
@@ -69,6 +70,8 @@ impl Node {
         // In every cache mode: cache=unsafe gives up durability only for crashes.
         self.close_image(&image, &written)
             .map_err(|e| fail("be closed", e))?;
+        self.release_raw_bitmaps()
+            .map_err(|e| fail("have its bitmaps marked as inconsistent", e))?;
         let size = self.file_size();
         let mut state = self.state();
         state.size = size.unwrap_or(disk.size());
@@ -87,7 +90,7 @@ impl Node {
     /// Another host has the lock, or the disk can no longer be served; it stays released.
     pub fn reacquire(&self, disk: &Disk) -> Result<bool, NodeError> {
         self.take(&[], |state, facts| {
-            let image = state.image.clone().unwrap_or(Image::Raw);
+            let image = state.image.clone().unwrap_or_else(Image::raw);
             let files = self.descriptors(state);
             disk.reacquire(image, files, facts, state.size)
                 .map_err(|e| NodeError::Io(self.filename.clone(), "be taken back", e))
@@ -145,19 +148,27 @@ impl Node {
         held: &[Arc<DiskFile>],
     ) -> Result<(NodeState, DiskFacts), NodeError> {
         let state = NodeState {
-            image: Some(Image::Raw),
+            image: Some(Image::raw()),
             file: Some(file.clone()),
             files: Vec::new(),
             size: 0,
             allocated: None,
             depth: 0,
             journal: None,
+            raw_bitmaps: None,
             on_damage: None,
         };
         match self.format {
             Format::Raw => {
                 let size = file.raw_size(path)?;
-                Ok((NodeState { size, ..state }, self.facts))
+                let raw_bitmaps = load_raw_bitmaps(&self.spec, &self.context, path, file, size)?;
+                let state = NodeState {
+                    size,
+                    image: Some(raw_image(raw_bitmaps.as_ref())),
+                    raw_bitmaps,
+                    ..state
+                };
+                Ok((state, self.facts))
             }
             Format::Qcow2 => {
                 let (spec, context) = (&self.spec, &self.context);

@@ -86,6 +86,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let context = OpenContext {
         allow_backing,
         journals,
+        state: settings.state.clone(),
         stop,
         inherited: inherited.clone(),
     };

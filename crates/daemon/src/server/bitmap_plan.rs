@@ -9,6 +9,7 @@ use image::UnusableBitmap;
 use thiserror::Error;
 
 use crate::node::Node;
+use crate::node::bitmaps::PreparedBitmaps;
 
 /// Most bitmaps of a disk.
 const BITMAPS_MAX: usize = 256;
@@ -62,7 +63,7 @@ pub enum BitmapError {
     #[error("Node '{0}' not found; 'ringdisk list' shows the disks")]
     NoNode(String),
     #[error(
-        "disk '{0}' is not in a qcow2 image that is open for writing; ringdisk has bitmaps only for such disks"
+        "disk '{0}' is read-only, released to another host, or stores nothing; only other disks have bitmaps"
     )]
     NoImage(String),
     #[error("Dirty bitmap '{1}' not found; 'ringdisk bitmap list {0}' shows those of the disk")]
@@ -96,8 +97,8 @@ pub enum BitmapError {
     Size(u64, u64),
     #[error("disk '{0}': its bitmaps could not be marked as in use: {1}")]
     Mark(String, io::Error),
-    #[error("disk '{0}': bitmaps could not be removed from its image: {1}")]
-    Remove(String, io::Error),
+    #[error("disk '{0}': the change of its persistent bitmaps could not be made durable: {1}")]
+    Store(String, io::Error),
     #[error("its requests in flight have not ended: {0}")]
     Hold(io::Error),
 }
@@ -111,7 +112,7 @@ pub struct Plan {
 
 struct PlannedDisk {
     node: Arc<Node>,
-    is_in_image: bool,
+    has_bitmaps: bool,
     bitmaps: Vec<Arc<DirtyBitmap>>,
     unusable: Vec<UnusableBitmap>,
     /// They stay until the end, as in QEMU.
@@ -121,7 +122,7 @@ struct PlannedDisk {
 impl PlannedDisk {
     fn new(node: &Arc<Node>) -> Self {
         Self {
-            is_in_image: node.has_bitmaps(),
+            has_bitmaps: node.has_bitmaps(),
             bitmaps: node.bitmaps(),
             unusable: node.unusable_bitmaps(),
             removed: BTreeSet::new(),
@@ -176,7 +177,7 @@ impl Plan {
     /// It could not be marked.
     pub fn begin(&self, actions: &[BitmapAction]) -> Result<(), BitmapError> {
         for disk in &self.disks {
-            if disk.is_in_image && self.changes_stored(disk, actions) {
+            if disk.has_bitmaps && self.changes_stored(disk, actions) {
                 let used = disk.node.use_bitmaps();
                 used.map_err(|e| BitmapError::Mark(disk.node.name().into(), e))?;
             }
@@ -287,7 +288,7 @@ impl Plan {
         if !granularity.is_power_of_two() || !GRANULARITY.contains(&granularity) {
             return Err(BitmapError::Granularity);
         }
-        if !disk.is_in_image {
+        if !disk.has_bitmaps {
             return Err(BitmapError::NoImage(node));
         }
         if disk.check_exists(&name).is_ok() {
@@ -320,20 +321,37 @@ impl Plan {
     /// # Errors
     /// The bitmaps stay.
     pub fn carry_out(self) -> Result<(), BitmapError> {
-        for disk in &self.disks {
-            let is_stored = |name: &&str| {
-                disk.is_unusable(name) || disk.find(name).is_some_and(|b| b.is_persistent())
-            };
-            let names = disk.removed.iter().map(String::as_str).filter(is_stored);
-            let removed = disk.node.remove_stored_bitmaps(&names.collect::<Vec<_>>());
-            removed.map_err(|e| BitmapError::Remove(disk.node.name().into(), e))?;
+        let mut prepared = Vec::new();
+        for disk in self.disks {
+            let node = disk.node.clone();
+            match disk.prepare() {
+                Ok(bitmaps) => prepared.push((node, bitmaps)),
+                Err(e) => {
+                    for (node, bitmaps) in prepared {
+                        node.give_up_bitmaps(&bitmaps);
+                    }
+                    return Err(BitmapError::Store(node.name().into(), e));
+                }
+            }
         }
-        for mut disk in self.disks {
-            let removed = &disk.removed;
-            disk.bitmaps
-                .retain(|bitmap| !removed.contains(bitmap.name()));
-            disk.node.set_bitmaps(disk.bitmaps);
+        for (node, bitmaps) in prepared {
+            node.set_bitmaps(bitmaps);
         }
         Ok(())
+    }
+}
+
+impl PlannedDisk {
+    /// Step 4.
+    fn prepare(mut self) -> io::Result<PreparedBitmaps> {
+        let is_stored = |name: &&str| {
+            self.is_unusable(name) || self.find(name).is_some_and(|b| b.is_persistent())
+        };
+        let names = self.removed.iter().map(String::as_str).filter(is_stored);
+        let names: Vec<_> = names.collect();
+        let removed = &self.removed;
+        self.bitmaps
+            .retain(|bitmap| !removed.contains(bitmap.name()));
+        self.node.prepare_bitmaps(&names, self.bitmaps)
     }
 }

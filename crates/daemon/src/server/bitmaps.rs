@@ -4,10 +4,11 @@
 //!    they were before.
 //! 2. The disks are held: nothing is fetched, and requests in flight end.
 //! 3. The changes are made in order, in copies. If one of them fails, nothing has changed.
-//! 4. Persistent bitmaps that are removed are removed from the images, durably.
+//! 4. Persistent bitmaps that are removed are removed from the images, and those of disks that are in no image are changed
+//!    [in the state directory](crate::node), durably.
 //! 5. The copies take the place of the old bitmaps, and the disks continue.
 //!
-//! If 4 fails, the bitmaps stay: one that is in its image no more is stored again with the others. A crash leaves each image
+//! If 4 fails, the bitmaps stay: one that is in its image no more is stored again with the others. A crash leaves each disk
 //! {with its bitmaps in use} or {without those that were removed}.
 
 use std::collections::{BTreeMap, BTreeSet};

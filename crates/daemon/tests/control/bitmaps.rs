@@ -162,9 +162,17 @@ fn bad_changes_are_refused() {
     let merge = json!({ "node": "a", "target": "stored", "bitmaps": [of("b", "x")] });
     refused("merge", merge, "different sizes");
     let raw = ringdisk.file("raw.raw", 1 << 20);
-    let raw = format!("file={},name=raw", raw.display());
-    assert_eq!(ringdisk.ringdisk(&["attach", &raw]).code, Some(0));
-    refused("add", of("raw", "x"), "not in a qcow2 image");
+    for (options, words) in [
+        ("", "there is no state directory"),
+        (",readonly=on", "disk 'raw' is read-only"),
+    ] {
+        let raw = format!("file={},name=raw{options}", raw.display());
+        assert_eq!(ringdisk.ringdisk(&["attach", &raw]).code, Some(0));
+        let mut arguments = of("raw", "x");
+        arguments["persistent"] = true.into();
+        refused("add", arguments, words);
+        assert_eq!(ringdisk.ringdisk(&["detach", "raw"]).code, Some(0));
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 mod bitmaps;
 mod bitmaps_of_qemu;
+mod bitmaps_of_raw;
 mod churn;
 mod cli;
 mod limits;

@@ -114,7 +114,7 @@ fn a_buffer_freed_by_a_job_is_reused() {
     let file = Arc::new(tempfile::tempfile().unwrap().into());
     let raw = Disk::new(
         "raw".into(),
-        Image::Raw,
+        Image::raw(),
         Some((file, Backing::File, Aio::Auto)),
         NEEDS,
         1 << 20,

@@ -65,7 +65,7 @@ fn giving_clusters_back_does_not_delay_other_disks() {
 
     let raw = Disk::new(
         "raw".into(),
-        Image::Raw,
+        Image::raw(),
         Some((
             Arc::new(tempfile::tempfile().unwrap().into()),
             Backing::File,

@@ -90,7 +90,7 @@ fn detecting_zeroes_takes_turns() {
             let file = Arc::new(tempfile::tempfile().unwrap().into());
             let files = [(file, Backing::File, Aio::Auto)];
             let name = "raw".into();
-            let disk = Disk::new(name, Image::Raw, files, FACTS, size, "", options);
+            let disk = Disk::new(name, Image::raw(), files, FACTS, size, "", options);
             (MemoryDisk::file(vec![1; size as usize]), Arc::new(disk))
         } else {
             (

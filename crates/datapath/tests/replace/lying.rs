@@ -30,7 +30,7 @@ impl Lying {
         let file = tempfile::tempfile().unwrap();
         file.set_len(len).unwrap();
         Self {
-            image: Image::Raw,
+            image: Image::raw(),
             files: vec![file],
             directory: None,
         }

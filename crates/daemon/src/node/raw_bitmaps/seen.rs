@@ -1,0 +1,165 @@
+//! What a disk's file or device looks like, to notice that another program has written to it.
+
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use engine::{DiskFile, Identity};
+use rustix::fs::{major, minor};
+use serde::{Deserialize, Serialize};
+
+use crate::node::journal::boot;
+
+/// The kernel's times of files advance in steps of at most this (a jiffy at 100 Hz).
+const TIME_STEP: Duration = Duration::from_millis(10);
+
+#[derive(Serialize, Deserialize, Debug, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub struct Seen {
+    /// The boot of the host.
+    boot: String,
+    /// As [`Identity`] has it. Device numbers may change with each boot.
+    device: u64,
+    inode: u64,
+    kind: Kind,
+}
+
+#[derive(Serialize, Deserialize, Debug, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+enum Kind {
+    /// When its content and its inode changed, in seconds and nanoseconds.
+    File {
+        modified: (i64, i64),
+        changed: (i64, i64),
+    },
+    Device {
+        /// What is the same after each boot, if the kernel knows something like that.
+        id: Option<String>,
+        /// Another one each time that a device gets this number.
+        sequence: Option<String>,
+        /// How often and how much was written to it since then.
+        written: Option<String>,
+    },
+}
+
+/// A write of a killed process may reach the file system this much after it was submitted.
+const SUBMISSION_MAX: Duration = Duration::from_secs(2);
+
+impl Seen {
+    /// As it was found when it was opened and locked.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn found(file: &DiskFile) -> io::Result<Self> {
+        Self::of(file, file.found())
+    }
+
+    fn of(file: &DiskFile, stat: &Metadata) -> io::Result<Self> {
+        let Identity { device, inode } = file.identity();
+        let kind = match file.backing() {
+            block::Backing::BlockDevice => of_device(inode),
+            block::Backing::File => Kind::File {
+                modified: (stat.mtime(), stat.mtime_nsec()),
+                changed: (stat.ctime(), stat.ctime_nsec()),
+            },
+        };
+        Ok(Self {
+            boot: format!("{:032x}", u128::from_be_bytes(boot()?)),
+            device,
+            inode,
+            kind,
+        })
+    }
+
+    /// As it is now, at a time at which the next write gives the file other times. Nothing writes to it meanwhile.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn at_rest(file: &DiskFile) -> io::Result<Self> {
+        let now = File::from(file.as_fd().try_clone_to_owned()?).metadata()?;
+        let seen = Self::of(file, &now)?;
+        if let Kind::File { changed, .. } = seen.kind {
+            let (seconds, nanoseconds) = changed;
+            let changed = Duration::new(seconds.max(0) as u64, nanoseconds as u32);
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            if now.unwrap_or_default().saturating_sub(changed) < 2 * TIME_STEP {
+                thread::sleep(2 * TIME_STEP);
+            }
+        }
+        Ok(seen)
+    }
+
+    pub fn is_same_boot(&self, now: &Self) -> bool {
+        self.boot == now.boot
+    }
+
+    /// Whether it is the same file or device, in the same boot.
+    pub fn is_same_disk(&self, now: &Self) -> bool {
+        let is_same_device = match (&self.kind, &now.kind) {
+            (Kind::Device { sequence, .. }, Kind::Device { sequence: now, .. }) => sequence == now,
+            (Kind::File { .. }, Kind::File { .. }) => true,
+            _ => false,
+        };
+        is_same_device && (self.device, self.inode) == (now.device, now.inode)
+    }
+
+    /// Whether it is a file that was written or changed after `noted`, the time since 1970 at which the last write began, and
+    /// long enough after it for another program to be the cause.
+    pub fn is_changed_after(&self, noted: Duration) -> bool {
+        let Kind::File { modified, changed } = self.kind else {
+            return false;
+        };
+        let (seconds, nanoseconds) = modified.max(changed);
+        let last = Duration::new(seconds.max(0) as u64, nanoseconds as u32);
+        last > noted + SUBMISSION_MAX
+    }
+
+    /// Whether it is the same file or device, and nothing was written to it, as far as that can be seen.
+    pub fn is_unchanged(&self, now: &Self) -> bool {
+        match (&self.kind, &now.kind) {
+            (Kind::File { .. }, Kind::File { .. }) => {
+                self.inode == now.inode && self.kind == now.kind
+            }
+            (Kind::Device { id, .. }, Kind::Device { id: id_now, .. }) => {
+                // The counters begin at 0 with each boot, and when the device is set up again.
+                let is_counted = self.is_same_boot(now) && self.is_same_disk(now);
+                id == id_now && (!is_counted || self.kind == now.kind)
+            }
+            _ => false,
+        }
+    }
+}
+
+fn of_device(number: u64) -> Kind {
+    let directory = format!("/sys/dev/block/{}:{}", major(number), minor(number));
+    let read = |name: &str| {
+        let text = fs::read_to_string(format!("{directory}/{name}")).ok()?;
+        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+    };
+    let ids = [
+        "dm/uuid",
+        "loop/backing_file",
+        "wwid",
+        "device/wwid",
+        "serial",
+        "partition",
+        "start",
+        "../wwid",
+        "../serial",
+    ];
+    let id: Vec<_> = ids.iter().filter_map(|name| read(name)).collect();
+    // Writes, merged ones, sectors; discards, merged ones, sectors (Documentation/block/stat.rst).
+    let written = read("stat").map(|stat| {
+        let fields: Vec<_> = stat.split_ascii_whitespace().collect();
+        let counted = [4, 5, 6, 11, 12, 13].map(|field| fields.get(field).copied().unwrap_or("0"));
+        counted.join(" ")
+    });
+    Kind::Device {
+        id: (!id.is_empty()).then(|| id.join(" ")),
+        sequence: read("diskseq").or_else(|| read("../diskseq")),
+        written,
+    }
+}
