@@ -151,6 +151,7 @@ pub(crate) fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<
     } = &options_of_run;
     let left_out: Vec<String> = run::left_out(&plan, ringdisk, *accel).into_keys().collect();
     let reduced = plan.without(&left_out);
+    reduced.check_compared().map_err(Failed::usage)?;
     if !options.quiet {
         describe(&reduced, &plan, ringdisk, *accel);
     }
@@ -316,11 +317,8 @@ fn describe(plan: &Plan, whole: &Plan, ringdisk: &Path, accel: Accel) {
     for case in &plan.cases {
         outln!("  {}: {}", case.name, case.settings.label());
     }
-    for case in plan.unmeasured() {
-        outln!(
-            "  not measured: {}: no comparison is about it; 'compare = \"first\"' compares all with the first",
-            case.name
-        );
+    for uncompared in plan.uncompared() {
+        outln!("  {uncompared}");
     }
     for left_out in &whole.left_out {
         outln!("  left out: {left_out}");

@@ -191,26 +191,19 @@ impl Plan {
     }
 
     /// The plan without these cases, which cannot run here, and without their comparisons. In a ladder, the case after a
-    /// missing one is compared with the one before it.
+    /// missing one is compared with the one before it; if the first value of an axis is missing, the others are compared
+    /// with the next one.
     #[must_use]
     pub fn without(&self, names: &[String]) -> Plan {
         let kept: Vec<usize> = (0..self.cases.len())
             .filter(|index| !names.contains(&self.cases[*index].name))
             .collect();
-        let place = |index: &usize| kept.iter().position(|old| old == index);
         let mut plan = self.clone();
         plan.cases = kept
             .iter()
             .map(|index| self.cases[*index].clone())
             .collect();
-        plan.contrasts = match self.against {
-            Against::OneFactor | Against::FirstAndOneFactor => self
-                .contrasts
-                .iter()
-                .filter_map(|(from, to)| Some((place(from)?, place(to)?)))
-                .collect(),
-            against => Self::pair(&plan.cases, against),
-        };
+        plan.contrasts = Self::pair(&plan.cases, self.against);
         plan
     }
 
@@ -296,15 +289,43 @@ impl Plan {
         self.guest != GuestKind::None && self.cases.iter().any(in_guest)
     }
 
-    /// The configurations, other than the first, that no comparison is about: they are never measured.
-    pub fn unmeasured(&self) -> Vec<&Case> {
+    /// A sentence for each of several configurations that no comparison is about. Of these, only the first is measured.
+    pub fn uncompared(&self) -> Vec<String> {
         let is_in = |index: usize| {
             let mut pairs = self.contrasts.iter();
             pairs.any(|&(from, to)| from == index || to == index)
         };
-        let cases = self.cases.iter().enumerate().skip(1);
-        let cases = cases.filter(|(index, _)| !is_in(*index));
-        cases.map(|(_, case)| case).collect()
+        let sentence = |(index, case): (usize, &Case)| {
+            let what = if index == 0 { "compared" } else { "measured" };
+            format!(
+                "not {what}: {}: no comparison is about it; 'compare = \"first\"' compares all with the first",
+                case.name
+            )
+        };
+        let cases = self.cases.iter().enumerate();
+        let cases = cases.filter(|(index, _)| self.cases.len() > 1 && !is_in(*index));
+        cases.map(sentence).collect()
+    }
+
+    /// Refuses a plan with several configurations and no comparison: only the first would be measured.
+    ///
+    /// # Errors
+    /// The settings in which the first two differ, and what to do.
+    pub fn check_compared(&self) -> Result<(), String> {
+        let [first, second, ..] = &self.cases[..] else {
+            return Ok(());
+        };
+        if !self.contrasts.is_empty() {
+            return Ok(());
+        }
+        let differences = first.settings.differences(&second.settings).join(", ");
+        Err(format!(
+            "none of the {} configurations is compared with another: '{}' and '{}' differ in {differences}. \
+             'compare = \"first\"' compares all with the first, also if they differ in several settings",
+            self.cases.len(),
+            first.name,
+            second.name
+        ))
     }
 
     /// The plan with a load at each of these rates, in place of the load whose rates were searched for.

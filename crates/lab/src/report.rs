@@ -100,6 +100,9 @@ pub fn text(analysis: &Analysis) -> String {
             plan.workloads[question.workload].name
         );
     }
+    for uncompared in plan.uncompared() {
+        let _ = writeln!(text, "{uncompared}");
+    }
     for (claim, found) in plan.claims.iter().zip(analysis.replications()) {
         let _ = writeln!(
             text,

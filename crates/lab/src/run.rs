@@ -87,6 +87,9 @@ pub fn run(
     for (case, why) in &journal.header.left_out {
         progress.say(&format!("left out: {case}: {why}"));
     }
+    for uncompared in journal.plan.uncompared() {
+        progress.say(&uncompared);
+    }
     for said in host_queue::restore_after_kill() {
         progress.say(&said);
     }

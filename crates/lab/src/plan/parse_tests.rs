@@ -282,20 +282,50 @@ fn a_configuration_may_have_cpus_of_its_own() {
 }
 
 #[test]
+fn values_of_an_axis_that_imply_other_settings_are_compared() {
+    for axis in [
+        "device='vhost-user-blk'\nserver=['ringdisk','qemu-storage-daemon']\n",
+        "device=['host','vhost-user-blk']\n",
+        "device='vhost-user-blk'\nbacking=['null','file']\n",
+    ] {
+        let plan = read(&format!("guest='none'\n[config]\n{axis}")).unwrap();
+        assert_eq!(plan.contrasts, [(0, 1)], "{axis}");
+        assert_eq!(plan.check_compared(), Ok(()), "{axis}");
+    }
+}
+
+#[test]
 fn configurations_without_a_comparison_are_known() {
-    let names = |text: &str| {
-        let plan = read(text).unwrap();
-        let all: Vec<String> = plan
-            .unmeasured()
-            .iter()
-            .map(|case| case.name.clone())
-            .collect();
-        (plan.cases.len(), all)
+    let text = "[config]\naio=['native','threads']\niothread=['off','on']\nqueues=[1,2]\n\
+        [[exclude]]\naio='native'\niothread='on'\n[[exclude]]\naio='threads'\niothread='off'\n\
+        [[exclude]]\naio='threads'\nqueues=2\n";
+    let plan = read(text).unwrap();
+    assert_eq!((plan.cases.len(), plan.contrasts.len()), (3, 1));
+    plan.check_compared().unwrap();
+    let [one] = &plan.uncompared()[..] else {
+        panic!("{:?}", plan.uncompared());
     };
-    let several = "guest='none'\n[config]\ndevice=['host','vhost-user-blk']\n";
-    assert_eq!(names(several), (2, vec!["device=vhost-user-blk".into()]));
-    let first = format!("compare='first'\n{several}");
-    assert_eq!(names(&first), (2, Vec::new()));
+    let words = "not measured: aio=threads iothread=on queues=1: ";
+    assert!(one.starts_with(words), "{one}");
+    let first = read(&format!("compare='first'\n{text}")).unwrap();
+    assert_eq!(first.uncompared(), [""; 0]);
+    // The two that are left differ in two settings.
+    let two = plan.without(&["aio=native iothread=off queues=1".into()]);
+    assert_eq!((two.cases.len(), two.uncompared().len()), (2, 2));
+    let problem = two.check_compared().unwrap_err();
+    for words in ["aio, iothread", "compare = \"first\"", "none of the 2"] {
+        assert!(problem.contains(words), "{problem}");
+    }
+    let one = read("[config]\naio='native'\n").unwrap();
+    assert_eq!((one.check_compared(), one.uncompared().len()), (Ok(()), 0));
+}
+
+#[test]
+fn an_axis_without_its_first_value_is_still_compared() {
+    let plan = read("[config]\nqueues=[1,2,4,8]\n").unwrap();
+    let fewer = plan.without(&["queues=1".into()]);
+    assert_eq!(fewer.contrasts, [(0, 1), (0, 2)]);
+    assert_eq!(fewer.uncompared(), [""; 0]);
 }
 
 #[test]

@@ -399,15 +399,10 @@ impl Settings {
             .collect()
     }
 
-    /// Details of an image or of a load are no difference between a configuration that has them and one that has none,
-    /// unless the plan gives them different values.
+    /// A setting that only one of the configurations has, such as a setting of its server, is a difference only if the
+    /// plan gives it different values. Otherwise it follows from another difference.
     fn differs(&self, other: &Self, key: &str) -> bool {
-        let detail = ["prefill", "poll-max-us"].contains(&key)
-            || image::KEYS.contains(&key)
-            || WITHOUT_GUEST.contains(&key)
-            || cpus::KEYS.contains(&key)
-            || host_queue::KEYS.contains(&key);
-        self.get(key) != other.get(key) && !(detail && self.value(key) == other.value(key))
+        self.get(key) != other.get(key) && self.value(key) != other.value(key)
     }
 
     /// Checks whether the configuration is possible.

@@ -67,10 +67,70 @@ fn what_means_nothing_is_no_difference() {
     };
     assert_eq!(Settings::default().differences(&polling), ["iothread"]);
     a.device = Device::VirtioBlk;
-    assert_eq!(
-        a.differences(&b),
-        ["device", "iothread", "queues", "queue-size"]
+    assert_eq!(a.differences(&b), ["device", "iothread", "queues"]);
+}
+
+/// One of two servers, devices or kinds of storage has settings that the other lacks.
+#[test]
+fn a_key_that_implies_others_is_one_difference() {
+    let vhost = Settings {
+        device: Device::VhostUserBlk,
+        ..Settings::default()
+    };
+    for (key, value) in [
+        ("server", "qemu-storage-daemon"),
+        ("server", "/run/x.sock"),
+        ("device", "virtio-blk"),
+        ("device", "host"),
+        ("backing", "null"),
+        ("backing", "rbd:pool/image"),
+        ("client", "ring"),
+        ("format", "qcow2"),
+    ] {
+        let mut other = vhost.clone();
+        other.set(key, value).unwrap();
+        assert_eq!(vhost.differences(&other), [key], "{value}");
+    }
+}
+
+proptest::proptest! {
+    /// Otherwise two configurations would count as the same, and one would be left out.
+    #[test]
+    fn what_differs_at_all_has_a_difference(one in any_settings(), other in any_settings()) {
+        let same = KEYS.into_iter().all(|key| one.get(key) == other.get(key));
+        assert_eq!(one.differences(&other).is_empty(), same, "{one:?} {other:?}");
+    }
+}
+
+fn any_settings() -> impl proptest::strategy::Strategy<Value = Settings> {
+    use proptest::sample::select;
+    use proptest::strategy::Strategy;
+    let words = (
+        select(&["virtio-blk", "virtio-scsi", "ide", "host", "vhost-user-blk"][..]),
+        select(&["ringdisk", "qemu-storage-daemon", "/x.sock"][..]),
+        select(&["file", "ram", "zram", "null", "/d/", "/dev/sdb", "rbd:p/i"][..]),
+        select(&["off", "on"][..]),
+        select(&["raw", "qcow2"][..]),
+        select(&["blkio", "ring"][..]),
+        select(&["off", "on", "2"][..]),
     );
+    words.prop_map(
+        |(device, server, backing, krbd, format, client, iothread)| {
+            let mut settings = Settings::default();
+            for (key, value) in [
+                ("device", device),
+                ("server", server),
+                ("backing", backing),
+                ("krbd", krbd),
+                ("format", format),
+                ("client", client),
+                ("iothread", iothread),
+            ] {
+                settings.set(key, value).unwrap();
+            }
+            settings
+        },
+    )
 }
 
 #[test]

@@ -483,6 +483,7 @@ fn doubts(page: &mut String, analysis: &Analysis) {
                     .iter()
                     .map(|line| format!("left out: {line}")),
             )
+            .chain(analysis.plan().uncompared())
             .map(|line| (line, 0)),
     );
     if lines.is_empty() {

@@ -128,7 +128,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
     json!({
         "format": "ringdisk-lab-1", "name": plan.name, "title": plan.title, "seed": analysis.journal.header.seed,
         "facts": analysis.journal.header.facts, "left-out": analysis.journal.header.left_out,
-        "filled": analysis.journal.fills,
+        "not-compared": plan.uncompared(), "filled": analysis.journal.fills,
         "margin-percent": plan.margin * 100.0, "noise-percent": analysis.noise().map(|noise| noise * 100.0),
         "cells": cells, "contrasts": contrasts, "claims": claims, "recommendation": recommendation(analysis),
     })
