@@ -224,3 +224,37 @@ fn emulation_and_other_storage_give_no_verdict() {
     assert_eq!(on_files.outcome, ClaimResult::Untestable);
     assert!(on_files.why.contains("--pool"), "{}", on_files.why);
 }
+
+#[test]
+fn a_claim_of_which_a_part_was_measured_says_so() {
+    let of = |claim: &str, gain: f64| {
+        let mut journal = measured(&format!("from = 'a'\nto = 'b'\n{claim}"), gain, "kvm");
+        journal.plan = journal
+            .plan
+            .selected(&"iodepth=1".parse().unwrap())
+            .unwrap();
+        let analysis = Analysis::of(&journal);
+        let found = analysis.replications().remove(0);
+        assert_eq!((found.selected, found.comparisons), (1, 2), "{claim}");
+        let why = &found.why;
+        assert!(
+            why.contains("mean of only 1 of 2 comparisons: "),
+            "{why}"
+        );
+        assert!(crate::report::text(&analysis).contains(why), "{why}");
+        found.outcome
+    };
+    // Of the mean, whatever the other depth has.
+    assert_eq!(of("size = '+10 %'", 1.1), ClaimResult::DirectionOnly);
+    assert_eq!(of("size = '+10 %'", 0.9), ClaimResult::Undecided);
+    assert_eq!(of("size = 'at least -10 %'", 0.95), ClaimResult::Undecided);
+    assert_eq!(of("expect = 'loss'", 0.9), ClaimResult::DirectionOnly);
+    assert_eq!(
+        of("won = '2 of 2 iodepth'", 1.1),
+        ClaimResult::DirectionOnly
+    );
+    assert_eq!(of("won = '2 of 2 iodepth'", 0.9), ClaimResult::Undecided);
+    // One difference refutes equality, and one equivalence does not prove it.
+    assert_eq!(of("expect = 'equal'", 1.1), ClaimResult::NotReproduced);
+    assert_eq!(of("expect = 'equal'", 1.0), ClaimResult::Undecided);
+}

@@ -283,6 +283,16 @@ impl Plan {
         })
     }
 
+    /// The number of comparisons that the claim is about, each under each of its loads.
+    pub fn comparisons_of(&self, claim: &Claim) -> usize {
+        let loads = |&(from, to): &(usize, usize)| {
+            let (from, to) = (&self.cases[from], &self.cases[to]);
+            let is_about = |load: &&Workload| claim.is_about_either(from, to, load);
+            self.workloads.iter().filter(is_about).count()
+        };
+        self.contrasts.iter().map(loads).sum()
+    }
+
     /// Whether any load runs in a guest.
     pub fn has_guests(&self) -> bool {
         let in_guest = |case: &Case| case.settings.device != Device::Host;
@@ -340,6 +350,16 @@ impl Plan {
                 false => vec![found.clone()],
             })
             .collect();
+        let more: Vec<usize> = plan
+            .claims
+            .iter()
+            .map(|claim| {
+                claim.comparisons + plan.comparisons_of(claim) - self.comparisons_of(claim)
+            })
+            .collect();
+        for (claim, comparisons) in plan.claims.iter_mut().zip(more) {
+            claim.comparisons = comparisons;
+        }
         plan
     }
 

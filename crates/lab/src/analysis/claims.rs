@@ -19,6 +19,10 @@ pub struct Replication {
     pub interval: Option<(f64, f64)>,
     /// The reason for the result.
     pub why: String,
+    /// The number of comparisons of the claim that were selected.
+    pub selected: usize,
+    /// The number of all comparisons of the claim.
+    pub comparisons: usize,
 }
 
 /// How a published figure compares with the result.
@@ -102,6 +106,25 @@ fn judge_direction(expect: Expect, interval: (f64, f64), margin: f64) -> ClaimRe
     }
 }
 
+/// The verdict on a claim of which only a part was compared: what the others would add to the mean is unknown.
+fn of_a_part(outcome: ClaimResult, claim: &Claim, interval: Option<(f64, f64)>) -> ClaimResult {
+    let has_direction = |(low, high): (f64, f64)| match claim.expect {
+        Expect::Gain => low > 0.0,
+        Expect::Loss => high < 0.0,
+        Expect::Equal => false,
+    };
+    match outcome {
+        ClaimResult::Reproduced | ClaimResult::DirectionOnly
+            if claim.won.is_some() || interval.is_some_and(has_direction) =>
+        {
+            ClaimResult::DirectionOnly
+        }
+        // One comparison with a difference is enough.
+        ClaimResult::NotReproduced if claim.expect == Expect::Equal => outcome,
+        _ => ClaimResult::Undecided,
+    }
+}
+
 /// With how many values of a key the configuration is certainly ahead or behind.
 struct Wins {
     won: usize,
@@ -166,6 +189,8 @@ impl Analysis<'_> {
                 measured: None,
                 interval: None,
                 why,
+                selected: about.len(),
+                comparisons: claim.comparisons,
             };
         }
         let of = |verdict| about.iter().filter(|it| it.verdict == verdict).count();
@@ -190,7 +215,12 @@ impl Analysis<'_> {
                 None => judge_direction(expect, interval, margin),
             },
         };
-        let mut why = self.reason(&counts, measured, &about);
+        let outcome = if about.len() < claim.comparisons {
+            of_a_part(outcome, claim, interval)
+        } else {
+            outcome
+        };
+        let mut why = self.reason(claim, &counts, measured, &about);
         if let Some((published, wins)) = wins {
             let Wins {
                 won,
@@ -208,6 +238,8 @@ impl Analysis<'_> {
             measured: (!gains.is_empty()).then(|| mean_log(gains.into_iter()).exp_m1()),
             interval: interval.map(|(low, high)| (low.exp_m1(), high.exp_m1())),
             why,
+            selected: about.len(),
+            comparisons: claim.comparisons,
         }
     }
 
@@ -298,7 +330,13 @@ impl Analysis<'_> {
         })
     }
 
-    fn reason(&self, counts: &Counts, measured: usize, about: &[Question]) -> String {
+    fn reason(
+        &self,
+        claim: &Claim,
+        counts: &Counts,
+        measured: usize,
+        about: &[Question],
+    ) -> String {
         let Counts {
             gain,
             loss,
@@ -306,6 +344,9 @@ impl Analysis<'_> {
             all,
         } = *counts;
         let mut why = match all {
+            _ if all < claim.comparisons => {
+                format!("mean of only {all} of {} comparisons", claim.comparisons)
+            }
             1 => "1 comparison".to_owned(),
             _ => format!("mean of {all} comparisons"),
         };

@@ -37,6 +37,8 @@ pub struct Claim {
     pub storage: Vec<StorageKind>,
     /// Why this plan cannot test the claim.
     pub untestable: Option<String>,
+    /// The number of comparisons of the complete plan that the claim is about.
+    pub comparisons: usize,
 }
 
 /// The published size of an effect, as logarithms of ratios: `+4.4 %`, `10.0 times`, `+2 % to +5 %`, or `at least -10 %`.
@@ -295,7 +297,9 @@ pub fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) 
             .collect::<Result<_, String>>()
             .map_err(of("storage"))?,
         untestable: text("untestable")?,
+        comparisons: 0,
     };
+    claim.comparisons = plan.comparisons_of(&claim);
     let optional = text("optional")?
         .map(|it| switch(&it))
         .transpose()
@@ -388,6 +392,22 @@ mod tests {
             let problem = wrong.parse::<Won>().unwrap_err();
             assert!(problem.contains(word), "{wrong}: {problem}");
         }
+    }
+
+    #[test]
+    fn rates_that_are_found_are_comparisons_of_a_claim() {
+        let text = "[config]\nqueues = [1, 2, 4]\n[fio]\nrate = [\"auto\", 100]\niodepth = 8\n\
+            [[claim]]\nfrom = \"queues=1\"\nexpect = \"gain\"\n";
+        let plan = Plan::parse(std::path::Path::new("p"), text).unwrap();
+        assert_eq!(plan.claims[0].comparisons, 4);
+        let load = plan.workloads.iter().find(|load| load.search).unwrap();
+        let found = plan.with_rates(&load.name, &[10, 20, 30]);
+        assert_eq!(found.claims[0].comparisons, 8);
+        assert_eq!(found.comparisons_of(&found.claims[0]), 8);
+        let part = plan.selected(&"rate=auto".parse().unwrap()).unwrap();
+        let part = part.with_rates(&load.name, &[10, 20, 30]);
+        assert_eq!(part.claims[0].comparisons, 8);
+        assert_eq!(part.comparisons_of(&part.claims[0]), 6);
     }
 
     #[test]

@@ -122,6 +122,7 @@ pub fn result_json(analysis: &Analysis) -> Value {
                 "measured-percent": found.measured.map(|gain| gain * 100.0),
                 "interval-percent": found.interval.map(|(low, high)| [low * 100.0, high * 100.0]),
                 "outcome": found.outcome.to_string(), "why": found.why,
+                "selected": found.selected, "comparisons": found.comparisons,
             })
         })
         .collect();

@@ -31,6 +31,10 @@ pub struct Finding {
     pub verdict: String,
     /// The reason.
     pub why: String,
+    /// The number of comparisons of the claim that were selected.
+    pub selected: usize,
+    /// The number of all comparisons of the claim.
+    pub comparisons: usize,
 }
 
 /// All claims of a study, by table and figure.
@@ -84,6 +88,8 @@ fn claims(
                 measured: None,
                 interval: None,
                 why: known.unwrap_or_else(|| needs(&claim)),
+                selected: 0,
+                comparisons: claim.comparisons,
             },
         };
         (claim, found)
@@ -106,5 +112,7 @@ fn finding(part: &Part, run: &Run, claim: &Claim, found: &Replication) -> Findin
         measured: report::measured_size(found),
         verdict: found.outcome.to_string(),
         why: found.why.clone(),
+        selected: found.selected,
+        comparisons: found.comparisons,
     }
 }

@@ -259,9 +259,35 @@ fn table(study: &Study, findings: &[Finding]) -> String {
             &found.verdict,
             &found.figure,
         );
-        if found.measured.is_none() {
+        if found.measured.is_none() || found.selected < found.comparisons {
             text += &line("", "", "", &format!("({})", found.why));
         }
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_the_reason_of_a_verdict_on_a_part() {
+        let study = Study::named("001").unwrap();
+        let text = |selected| {
+            let found = Finding {
+                part: "part".into(),
+                run: "servers".into(),
+                figure: "figure".into(),
+                published: "+15 %".into(),
+                measured: Some("+3 %".into()),
+                verdict: "undecided".into(),
+                why: "mean of only 1 of 7 comparisons".into(),
+                selected,
+                comparisons: 7,
+            };
+            table(&study, &[found])
+        };
+        assert!(text(1).contains("(mean of only 1 of 7"), "{}", text(1));
+        assert!(!text(7).contains("mean of"), "{}", text(7));
+    }
 }
