@@ -30,7 +30,7 @@ use crate::own_folder::OwnFolder;
 use crate::plan::words::{FileSystem, GuestKind};
 use crate::plan::{Filter, Plan};
 use crate::storage::named::Named;
-use crate::storage::{Files, host_queue};
+use crate::storage::{Files, host_queue, zram};
 use blocks::Runner;
 use boot::Testbed;
 use progress::Progress;
@@ -90,7 +90,8 @@ pub fn run(
     for uncompared in journal.plan.uncompared() {
         progress.say(&uncompared);
     }
-    for said in host_queue::restore_after_kill() {
+    let left = [host_queue::restore_after_kill(), zram::remove_after_kill()];
+    for said in left.concat() {
         progress.say(&said);
     }
     raise_descriptor_limit();

@@ -5,6 +5,7 @@ pub mod host_queue;
 mod images;
 pub mod named;
 pub mod rbd;
+mod record;
 pub mod zram;
 
 use std::collections::BTreeMap;

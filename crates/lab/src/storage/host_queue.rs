@@ -7,24 +7,21 @@
 //! kernel's settings do: until the next boot. The next run restores them.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use harness::paths::is_block_device;
-use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
+use super::record::Record;
 use crate::plan::host_queue::HostQueue;
 use crate::plan::units::size_text;
 use crate::plan::words::Scheduler;
 
 /// The values from before. Only root can write here.
 const RECORD: &str = "/run/ringdisk-lab-queues.json";
-/// The largest record that is read.
-const RECORD_MAX: u64 = 1 << 20;
 /// How deep device-mapper and md devices may lie above each other.
 const DEPTH_MAX: u32 = 16;
 const SCHEDULER: &str = "scheduler";
@@ -138,7 +135,8 @@ pub fn restore_after_kill() -> Vec<String> {
         let Some(mut record) = Record::open(Path::new(RECORD))? else {
             return Ok(Vec::new()); // the run goes on
         };
-        let originals = record.read()?;
+        // Without a text, the run was killed before the first change.
+        let originals: Vec<Original> = record.read()?.unwrap_or_default();
         let said = originals
             .iter()
             .rev()
@@ -194,64 +192,6 @@ impl Original {
 impl std::fmt::Display for Original {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} {}={}", self.device, self.attribute, self.value)
-    }
-}
-
-/// The file with the values from before. The run that changes queues holds its lock, which ends with the process.
-#[derive(Debug)]
-struct Record {
-    file: File,
-    path: PathBuf,
-}
-
-impl Record {
-    /// `None` if another process holds it.
-    fn open(path: &Path) -> Result<Option<Record>> {
-        loop {
-            let file = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .open(path)
-                .with_context(|| format!("opening {}", path.display()))?;
-            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-                other => other.with_context(|| format!("locking {}", path.display()))?,
-            }
-            // Its last owner may have removed it in between.
-            let same = fs::metadata(path)
-                .is_ok_and(|now| file.metadata().is_ok_and(|own| own.ino() == now.ino()));
-            if same {
-                let path = path.to_owned();
-                return Ok(Some(Record { file, path }));
-            }
-        }
-    }
-
-    fn read(&mut self) -> Result<Vec<Original>> {
-        let mut text = String::new();
-        self.file.rewind()?;
-        (&self.file).take(RECORD_MAX).read_to_string(&mut text)?;
-        if text.is_empty() {
-            return Ok(Vec::new()); // killed before the first change
-        }
-        serde_json::from_str(&text).with_context(|| format!("reading {}", self.path.display()))
-    }
-
-    fn write(&mut self, originals: &[Original]) -> Result<()> {
-        let text = serde_json::to_string(originals)?;
-        let written = self
-            .file
-            .rewind()
-            .and_then(|()| self.file.set_len(0))
-            .and_then(|()| self.file.write_all(text.as_bytes()));
-        written.with_context(|| format!("writing {}", self.path.display()))
-    }
-
-    fn remove(&mut self) {
-        let _ = fs::remove_file(&self.path);
     }
 }
 

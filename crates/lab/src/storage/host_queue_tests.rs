@@ -100,11 +100,9 @@ fn queues_are_set_and_restored_also_after_an_error_or_a_kill() {
 
     // A killed run does not drop anything, but the kernel ends its lock.
     let mut changed = set(&wanted, &paths).unwrap().unwrap();
-    let file = changed.record.file.try_clone().unwrap();
     changed.originals.clear();
     let text = fs::read(RECORD).unwrap();
     drop(changed);
-    drop(file);
     fs::write(RECORD, text).unwrap();
     assert_eq!(disk.values()[0], Some("mq-deadline".into()));
     let said = restore_after_kill();
