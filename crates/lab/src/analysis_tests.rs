@@ -237,10 +237,7 @@ fn a_claim_of_which_a_part_was_measured_says_so() {
         let found = analysis.replications().remove(0);
         assert_eq!((found.selected, found.comparisons), (1, 2), "{claim}");
         let why = &found.why;
-        assert!(
-            why.contains("mean of only 1 of 2 comparisons: "),
-            "{why}"
-        );
+        assert!(why.contains("mean of only 1 of 2 comparisons: "), "{why}");
         assert!(crate::report::text(&analysis).contains(why), "{why}");
         found.outcome
     };

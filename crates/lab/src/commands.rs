@@ -40,6 +40,13 @@ impl Failed {
         }
     }
 
+    /// The user stopped the run whose result is in `folder`.
+    pub(crate) fn interrupted(folder: &Path) -> Self {
+        let folder = folder.display();
+        let problem = format!("interrupted; --resume --output {folder} continues it");
+        Self { code: 130, problem }
+    }
+
     /// Wrong usage, or an error in a plan.
     pub(crate) fn usage(problem: impl Into<String>) -> Self {
         Self::new(2, problem)
@@ -168,9 +175,7 @@ pub(crate) fn run_text(file: &Path, text: &str, options: &RunOptions) -> Result<
     let journal = journal?;
     write_report(&Analysis::of(&journal), folder, options.quiet)?;
     if stop.is_wanted() {
-        let folder = folder.display();
-        let problem = format!("interrupted; --resume --output {folder} continues it");
-        return Err(Failed { code: 130, problem });
+        return Err(Failed::interrupted(folder));
     }
     if journal.cells.iter().any(|cell| cell.sample.is_some()) {
         return Ok(());

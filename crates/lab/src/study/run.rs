@@ -200,10 +200,21 @@ fn one(
         return Ok(not_run(why, options));
     }
     match run_text(Path::new(&file), &text, &common) {
-        Err(failed) if failed.code == 130 || failed.code == 2 => Err(failed),
-        Err(failed) => Ok(not_run(failed.problem, options)),
+        Err(failed) => match of_study(failed, folder) {
+            failed if failed.code == 130 || failed.code == 2 => Err(failed),
+            failed => Ok(not_run(failed.problem, options)),
+        },
         Ok(()) if options.common.dry_run => Ok(Err(String::new())),
         Ok(()) => Ok(Journal::read(&output).map_err(|e| format!("{e:#}"))),
+    }
+}
+
+/// The error of a run as that of its study: `--output` is the folder of the study.
+fn of_study(failed: Failed, folder: &Path) -> Failed {
+    if failed.code == 130 {
+        Failed::interrupted(folder)
+    } else {
+        failed
     }
 }
 
@@ -269,6 +280,15 @@ fn table(study: &Study, findings: &[Finding]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_interrupted_study_is_continued_in_its_own_folder() {
+        let of_run = Failed::interrupted(Path::new("s/servers"));
+        let found = of_study(of_run, Path::new("s"));
+        assert_eq!(found.code, 130);
+        assert!(found.problem.contains("--output s continues"), "{found}");
+        assert_eq!(of_study(Failed::usage("x"), Path::new("s")).problem, "x");
+    }
 
     #[test]
     fn the_table_has_the_reason_of_a_verdict_on_a_part() {
