@@ -53,7 +53,8 @@ pub struct Args {
     /// The time for all measurements together, as in 20m
     #[arg(long, value_name = "TIME", default_value = "20m")]
     budget: String,
-    /// The place for scratch disks: a directory, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a device [default: beside the disk]
+    /// The place for scratch disks: a directory, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a device [default: beside the disk].
+    /// '{volume}' in the name of an image or a volume becomes a number: rules about several volumes need one for each
     #[arg(long, value_name = "PLACE")]
     scratch: Option<String>,
     /// Measure only this disk, as in vda or 'vm1 vda'; repeatable

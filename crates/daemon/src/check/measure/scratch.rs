@@ -18,6 +18,8 @@ const SIZE_MAX: u64 = 4 << 30;
 const SIZE_DEFAULT: u64 = 1 << 30;
 /// The share of the free space.
 const SHARE: u64 = 10;
+/// The lab puts the number of a guest's volume here.
+const VOLUME: &str = "{volume}";
 /// How all scratch disks are named.
 const PREFIX: &str = "ringdisk-measure-";
 /// The maximum number of layers of device-mapper.
@@ -33,9 +35,9 @@ const LABEL_END: usize = 16;
 pub enum Place {
     /// A file in a new directory in this one.
     Directory(PathBuf),
-    /// A logical volume.
+    /// A logical volume, or with `{volume}` in its name, one for each volume of a guest.
     Volume { group: String, name: String },
-    /// An image in a Ceph cluster.
+    /// An image in a Ceph cluster, or with `{volume}` in its name, one for each volume of a guest.
     Rbd { pool: String, name: String },
     /// A device that the user allows to overwrite.
     Device(PathBuf),
@@ -47,8 +49,10 @@ pub struct Scratch {
     pub place: Place,
     /// A name that nothing else has.
     pub name: String,
-    /// In bytes.
+    /// In bytes, of each volume.
     pub size: u64,
+    /// The number of volumes of the guest.
+    pub volumes: u16,
     /// What could not be found out here, and how it differs from the VM's storage.
     pub notes: Vec<String>,
 }
@@ -93,6 +97,7 @@ impl Scratch {
             place,
             name,
             size: 0,
+            volumes: 1,
             notes,
         })
     }
@@ -169,14 +174,45 @@ impl Scratch {
         }
     }
 
-    /// The disk, for messages.
+    /// The disk, or the disks, for messages.
     pub fn text(&self) -> String {
+        let all = |name: String| {
+            let count = if name.contains(VOLUME) {
+                self.volumes
+            } else {
+                1
+            };
+            let each = (0..count).map(|volume| name.replace(VOLUME, &volume.to_string()));
+            each.collect::<Vec<_>>().join(", ")
+        };
         match (&self.place, self.directory()) {
             (_, Some(directory)) => format!("{}/", directory.display()),
-            (Place::Volume { group, name }, _) => format!("/dev/{group}/{name}"),
-            (Place::Rbd { pool, name }, _) => format!("rbd:{pool}/{name}"),
+            (Place::Volume { group, name }, _) => all(format!("/dev/{group}/{name}")),
+            (Place::Rbd { pool, name }, _) => all(format!("rbd:{pool}/{name}")),
             (Place::Device(path), _) => path.display().to_string(),
             (Place::Directory(path), None) => path.display().to_string(),
+        }
+    }
+
+    /// Takes a place for so many volumes of a guest.
+    ///
+    /// # Errors
+    /// The user named one disk; the message says how to name several.
+    pub fn take_volumes(&mut self, volumes: u16) -> Result<(), String> {
+        let next = match &self.place {
+            Place::Directory(_) => None,
+            Place::Volume { name, .. } | Place::Rbd { name, .. } if name.contains(VOLUME) => None,
+            Place::Volume { .. } | Place::Device(_) => Some("/dev/GROUP/NAME-{volume}"),
+            Place::Rbd { .. } => Some("rbd:POOL/NAME-{volume}"),
+        };
+        match next {
+            Some(next) if volumes > 1 => Err(format!(
+                "it compares {volumes} volumes with one, and --scratch names one disk; use --scratch '{next}'"
+            )),
+            _ => {
+                self.volumes = self.volumes.max(volumes);
+                Ok(())
+            }
         }
     }
 
@@ -277,8 +313,8 @@ fn kind_of(disk: &Disk) -> &str {
 fn allowed(kind: &str) -> Option<&'static str> {
     Some(match kind {
         "file" => "a directory",
-        "block" => "/dev/GROUP/VOLUME, or a device that may be overwritten",
-        "rbd" => "rbd:POOL/IMAGE",
+        "block" => "/dev/GROUP/NAME-{volume}, or a device that may be overwritten",
+        "rbd" => "rbd:POOL/NAME-{volume}",
         _ => return None,
     })
 }
@@ -347,7 +383,7 @@ fn beside(disk: &Disk, name: &str) -> Result<Place, String> {
         "block" => match volume(disk) {
             Some(group) => Ok(Place::Volume {
                 group,
-                name: name.to_owned(),
+                name: format!("{name}-{VOLUME}"),
             }),
             None => refuse(&format!(
                 "{} is a whole block device, beside which there is no place",
@@ -357,7 +393,7 @@ fn beside(disk: &Disk, name: &str) -> Result<Place, String> {
         "rbd" => match disk.file.split('/').collect::<Vec<_>>()[..] {
             [pool, _] if is_word(pool) => Ok(Place::Rbd {
                 pool: pool.to_owned(),
-                name: name.to_owned(),
+                name: format!("{name}-{VOLUME}"),
             }),
             [_, namespace, _] => refuse(&format!(
                 "its image is in the namespace '{}', and the lab creates images outside of namespaces only",
@@ -409,12 +445,14 @@ fn volume(disk: &Disk) -> Option<String> {
 fn named(text: &str, name: &str) -> Result<Place, String> {
     let wrong = || {
         format!(
-            "--scratch '{text}' is not a directory, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a device"
+            "--scratch '{text}' is not a directory, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a device; \
+             '{VOLUME}' in the name of an image or a volume stands for a number"
         )
     };
+    let is_name = |name: &str| is_word(&name.replace(VOLUME, "0"));
     if let Some(image) = text.strip_prefix("rbd:") {
         return match image.split('/').collect::<Vec<_>>()[..] {
-            [pool, name] if is_word(pool) && is_word(name) => Ok(Place::Rbd {
+            [pool, name] if is_word(pool) && is_name(name) => Ok(Place::Rbd {
                 pool: pool.into(),
                 name: name.into(),
             }),
@@ -422,6 +460,17 @@ fn named(text: &str, name: &str) -> Result<Place, String> {
         };
     }
     let path = std::path::absolute(text).map_err(|e| format!("--scratch '{text}': {e}"))?;
+    let volume = path.strip_prefix("/dev").ok().and_then(Path::to_str);
+    let volume = match volume.and_then(|volume| volume.split_once('/')) {
+        Some((group, name)) if is_word(group) && is_name(name) => Some(Place::Volume {
+            group: group.into(),
+            name: name.into(),
+        }),
+        _ => None,
+    };
+    if let Some(volume) = volume.clone().filter(|_| text.contains(VOLUME)) {
+        return Ok(volume);
+    }
     if !is_plain(&path.display().to_string()) || path.to_str().is_none() {
         return Err(wrong());
     }
@@ -433,17 +482,7 @@ fn named(text: &str, name: &str) -> Result<Place, String> {
             path.display()
         )),
         Err(e) => {
-            let volume = path.strip_prefix("/dev").ok().and_then(Path::to_str);
-            match volume.and_then(|volume| volume.split_once('/')) {
-                Some((group, volume)) if is_word(group) && is_word(volume) => Ok(Place::Volume {
-                    group: group.into(),
-                    name: volume.into(),
-                }),
-                _ => Err(format!(
-                    "{}: {e} ({name} would be created there)",
-                    path.display()
-                )),
-            }
+            volume.ok_or_else(|| format!("{}: {e} ({name} would be created there)", path.display()))
         }
     }
 }

@@ -136,6 +136,7 @@ impl Target {
         let before = self.settings(base).clone();
         let mut settings = before.clone();
         settings.set(&contrast.axis, to)?;
+        self.scratch.take_volumes(settings.volumes)?;
         let change = Change {
             axis: contrast.axis.clone(),
             from: before.value(&contrast.axis),

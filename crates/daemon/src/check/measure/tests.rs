@@ -9,6 +9,8 @@ use advisor::text::Source;
 
 use super::*;
 
+mod scratch;
+
 fn corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../advisor/tests/corpus")
 }
@@ -263,66 +265,6 @@ fn equal_disks_are_measured_once_and_a_disk_can_be_selected() {
     assert_eq!(one.targets.len(), 1);
     let error = plans_of(&equal, &select("vdx")).err().unwrap();
     assert!(error.contains("vm1 vda, vm1 vdb, vm1 vdc"), "{error}");
-}
-
-#[test]
-fn the_place_of_a_scratch_disk_is_beside_the_disk_or_where_the_user_wants_it() {
-    let place = |kind: &str, file: &str, lvm: Option<&'static str>, wanted: Option<&str>| {
-        let mut disk = Disk {
-            file: file.into(),
-            ..Disk::default()
-        };
-        let kind = ["file", "block", "rbd", "nbd"]
-            .into_iter()
-            .find(|one| *one == kind)
-            .unwrap();
-        disk.table.derive("disk.protocol", kind, "test");
-        if let Some(lvm) = lvm {
-            disk.table.derive("backing.lvm", lvm, "test");
-        }
-        Scratch::of("vm1-vda", &disk, wanted).map(|scratch| scratch.text())
-    };
-    let name = "ringdisk-measure-vm1-vda";
-    assert_eq!(
-        place("file", "/vms/a.raw", None, None),
-        Ok(format!("/vms/{name}/"))
-    );
-    assert_eq!(
-        place("rbd", "vms/a", None, None),
-        Ok(format!("rbd:vms/{name}"))
-    );
-    let volume = Ok(format!("/dev/vg0/{name}"));
-    assert_eq!(place("block", "/dev/vg0/a", Some("thick"), None), volume);
-    let volume = Ok(format!("/dev/vg-0/{name}"));
-    assert_eq!(
-        place("block", "/dev/mapper/vg--0-a", Some("thin"), None),
-        volume
-    );
-    for (kind, file, lvm, words) in [
-        ("block", "/dev/vg0/a", None, "with --scratch"),
-        ("block", "/dev/sdb", Some("no"), "name /dev/GROUP/VOLUME"),
-        ("nbd", "export", None, "cannot create a disk"),
-        ("rbd", "vms/lab/a", None, "namespace 'lab'"),
-        ("file", "$DISK", None, "name a directory with --scratch"),
-    ] {
-        let error = place(kind, file, lvm, None).unwrap_err();
-        assert!(error.contains(words), "{file}: {error}");
-    }
-    let directory = tempfile::tempdir().unwrap();
-    let wanted = directory.path().to_str();
-    let text = format!("{}/{name}/", directory.path().display());
-    assert_eq!(place("file", "$DISK", None, wanted), Ok(text));
-    assert_eq!(
-        place("rbd", "vms/lab/a", None, Some("rbd:p/i")),
-        Ok("rbd:p/i".into())
-    );
-    for wrong in ["rbd:p", "rbd:p/i@s", "rbd:-p/i", "/nonexistent/x"] {
-        assert!(place("rbd", "x/y", None, Some(wrong)).is_err(), "{wrong}");
-    }
-    let file = directory.path().join("a.raw");
-    fs::write(&file, "mine").unwrap();
-    let error = place("file", "x", None, file.to_str()).unwrap_err();
-    assert!(error.contains("is a file"), "{error}");
 }
 
 /// A figure of a local file says nothing about a finding on an image in a cluster.
@@ -655,33 +597,4 @@ fn an_interrupted_measurement_says_so() {
         let json = outcome.json(&report.findings);
         assert_eq!(json["disks"][0]["complete"], is_complete);
     }
-}
-
-/// The user may name the VM's own disk by mistake.
-#[test]
-fn a_disk_of_the_vm_is_refused_as_a_scratch_disk() {
-    for (disk, other) in [("rbd:vms/a", "rbd:vms/b"), ("/dev/vg0/a", "/dev/vg0/b")] {
-        let command = format!(
-            "qemu-system-x86_64 -accel kvm -drive file={disk},format=raw,if=virtio,cache=writeback"
-        );
-        let plans_on = |scratch: &str| plans_of(&command, &with_scratch(scratch));
-        let refused = plans_on(disk).err().expect(disk);
-        assert!(refused.contains("is a disk of a VM"), "{refused}");
-        let (_, plans) = plans_on(other).unwrap();
-        assert!(!plans.targets.is_empty(), "{other}");
-    }
-}
-
-#[test]
-fn the_directory_of_scratch_files_is_new_and_removed() {
-    let parent = tempfile::tempdir().unwrap();
-    let path = parent.path().join("ringdisk-measure-vm1-vda");
-    let folder = Folder::create(path.clone()).unwrap();
-    let error = Folder::create(path.clone()).unwrap_err();
-    assert!(error.contains("exists"), "{error}");
-    fs::create_dir(path.join("disks")).unwrap();
-    drop(folder);
-    assert!(!path.exists());
-    let error = Folder::create(parent.path().join("none/x")).unwrap_err();
-    assert!(error.contains("--scratch"), "{error}");
 }
