@@ -1,6 +1,7 @@
 //! A plan: the configurations, the loads, the comparisons, and published claims.
 
 pub mod backing;
+mod blame;
 pub mod ceph;
 pub mod changes;
 pub mod claims;

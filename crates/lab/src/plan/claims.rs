@@ -257,8 +257,9 @@ pub fn claim(plan: &Plan, number: usize, entries: &[Entry], span: Range<usize>) 
         None => Ok(None),
     };
     let of = |key: &'static str| {
-        let span = &span;
-        move |problem: String| Mistake::new(span.clone(), format!("{key}: {problem}"))
+        let entry = entries.iter().find(|entry| entry.key == key);
+        let span = entry.map_or_else(|| span.clone(), |entry| entry.span.clone());
+        move |problem: String| Mistake::new(span, format!("{key}: {problem}"))
     };
     let number = number + 1;
     let size: Option<Size> = text("size")?

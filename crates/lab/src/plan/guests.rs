@@ -3,11 +3,19 @@
 use super::settings::{self, Settings};
 use super::sockets;
 use super::units::size_text;
-use super::words::{Client, Device};
+use super::words::{Client, Device, GuestKind};
 use super::workload::{self, Workload};
 
 /// The maximum number of volumes of a guest.
 const VOLUMES_MAX: u16 = 200;
+
+/// The device of a configuration that names none.
+pub fn default_device(guest: GuestKind) -> Device {
+    match guest {
+        GuestKind::None => Device::Host,
+        GuestKind::Linux | GuestKind::Ssh => Device::VirtioBlk,
+    }
+}
 
 /// Checks a configuration with a guest, in which fio makes the load.
 ///

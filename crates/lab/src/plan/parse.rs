@@ -10,6 +10,7 @@ use std::time::Duration;
 use thiserror::Error;
 use toml::de::DeTable;
 
+use super::blame;
 use super::claims::claim;
 use super::cpus::{CpuList, Cpus};
 use super::guests;
@@ -128,7 +129,7 @@ fn parse(file: &Path, text: &str, jobs: Jobs) -> Parsed<Plan> {
         plan.claims.push(claim(&plan, number, &entries, span)?);
     }
     if let Some(ssh) = table(root, "ssh")? {
-        plan.ssh = Some(read_ssh(ssh)?);
+        plan.ssh = Some(read_ssh(ssh, key_span(root, "ssh"))?);
     }
     check(&plan, root)?;
     Ok(plan)
@@ -246,7 +247,7 @@ fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
             .map(|axis| axis.key)
             .collect();
         let mut product = vec![Settings {
-            device: default_device(plan.guest),
+            device: guests::default_device(plan.guest),
             ..Settings::default()
         }];
         for axis in &axes {
@@ -282,10 +283,9 @@ fn cases(plan: &mut Plan, root: &DeTable) -> Parsed<bool> {
             }
             if let Err(problem) = case.settings.check() {
                 if varied.is_empty() {
-                    return Err(Mistake::new(
-                        span.clone(),
-                        format!("{}: {problem}", case.name),
-                    ));
+                    let place = blame::setting(root, plan, &case, &problem, Settings::check);
+                    let problem = format!("{}: {problem}", case.name);
+                    return Err(Mistake::new(place.unwrap_or_else(|| span.clone()), problem));
                 }
                 plan.left_out.push(format!("{}: {problem}", case.name));
                 continue;
@@ -333,13 +333,6 @@ fn bases<'a>(root: &'a DeTable) -> Parsed<(Vec<Base<'a>>, bool)> {
         bases.push((None, Vec::new(), span));
     }
     Ok((bases, explicit))
-}
-
-fn default_device(guest: GuestKind) -> Device {
-    match guest {
-        GuestKind::None => Device::Host,
-        GuestKind::Linux | GuestKind::Ssh => Device::VirtioBlk,
-    }
 }
 
 /// The loads of `[fio]` and `[[workload]]`.
@@ -419,7 +412,8 @@ fn workloads(plan: &mut Plan, root: &DeTable, jobs: Jobs) -> Parsed<Vec<Workload
             }
             let load = load.named();
             if all.iter().any(|other| other.name == load.name) {
-                let span = rest.first().map_or(0..0, |axis| axis.span.clone());
+                let mut entries = rest.iter().copied().chain(own);
+                let span = entries.next().map_or(0..0, |entry| entry.span.clone());
                 return Err(Mistake::new(
                     span,
                     format!("two loads are '{}'; give them names", load.name),
@@ -462,7 +456,7 @@ fn multiply<T: Clone>(
     Ok(product)
 }
 
-fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
+fn read_ssh(table: &DeTable, span: Range<usize>) -> Parsed<Ssh> {
     let known = ["image", "user", "key", "host", "port", "disks", "os"];
     let mut ssh = Ssh {
         image: None,
@@ -501,7 +495,7 @@ fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
     }
     if ssh.image.is_none() == ssh.host.is_none() {
         return Err(Mistake::new(
-            0..0,
+            span,
             "[ssh] needs either image, which is booted, or host, which already runs",
         ));
     }
@@ -510,88 +504,107 @@ fn read_ssh(table: &DeTable) -> Parsed<Ssh> {
 
 /// The smallest depth of an open loop.
 const DEPTH_OPEN: u32 = 8;
+
+/// The place of a key of the plan, such as the name of a table.
+fn key_span(root: &DeTable, name: &str) -> Range<usize> {
+    let found = root.iter().find(|(key, _)| key.get_ref() == name);
+    found.map_or(0..0, |(key, _)| key.span())
+}
+
 /// Checks that need the whole plan.
 fn check(plan: &Plan, root: &DeTable) -> Parsed<()> {
-    let span = |name: &str| {
-        root.iter()
-            .find(|(key, _)| key.get_ref() == name)
-            .map_or(0..0, |(key, _)| key.span())
-    };
     if plan.cases.is_empty() {
         let why = plan.left_out.join("; ");
         return Err(Mistake::new(
-            span("config"),
+            key_span(root, "config"),
             format!("no configuration is left to measure: {why}"),
         ));
     }
     for (index, case) in plan.cases.iter().enumerate() {
-        if plan.cases[..index]
-            .iter()
-            .any(|other| other.name == case.name)
-        {
-            return Err(Mistake::new(
-                span("case"),
-                format!("two cases are named '{}'", case.name),
-            ));
+        let mut before = plan.cases[..index].iter();
+        if before.any(|other| other.name == case.name) {
+            let second = blame::case_tables(root, &case.base).pop();
+            let span = second.map_or_else(|| key_span(root, "case"), |(_, span)| span);
+            let problem = format!("two cases are named '{}'", case.name);
+            return Err(Mistake::new(span, problem));
         }
-        if plan.create && !case.settings.backing.is_own() && case.settings.format != Format::Raw {
-            let problem = format!(
-                "{}: create = true makes raw disks; set format=raw, or backing=/DIRECTORY/ for qcow2 images",
-                case.name
-            );
-            return Err(Mistake::new(span("storage"), problem));
-        }
-        if case.settings.device == Device::Host
-            && case.settings.is_librbd()
-            && plan.workloads.iter().any(|load| load.job.is_some())
-        {
-            let problem = format!(
-                "{}: a job file runs on files and block devices; set krbd=on, or describe the load with rw and bs",
-                case.name
-            );
-            return Err(Mistake::new(span("config"), problem));
-        }
-        if plan.guest == GuestKind::None {
-            guests::without(&case.settings, &plan.workloads)
-                .map_err(|problem| Mistake::new(span("guest"), problem))?;
-        }
-        if plan.guest != GuestKind::None {
-            guests::with(&case.settings, &plan.workloads, plan.size).map_err(|problem| {
-                Mistake::new(span("config"), format!("{}: {problem}", case.name))
-            })?;
-        }
-        for load in &plan.workloads {
-            if load.search && load.iodepth.saturating_mul(load.numjobs) < DEPTH_OPEN {
-                let problem = format!(
-                    "{}: rate = \"auto\" needs an iodepth of {DEPTH_OPEN} or more: with fewer requests in flight, a \
-                     slow disk receives fewer requests, which is not an open loop",
-                    load.name
-                );
-                return Err(Mistake::new(span("fio"), problem));
-            }
-            if load.once > 0 && plan.interleave != Interleave::Loads {
-                let problem = format!(
-                    "{}: once needs interleave = \"loads\": each sample then has its own start, and an image that \
-                     is created for it",
-                    load.name
-                );
-                return Err(Mistake::new(span("fio"), problem));
-            }
-            let sequential = u64::from(load.numjobs) * load.bs;
-            if load.job.is_none() && sequential > plan.size {
-                let problem = format!(
-                    "{} does not fit into disks of {} bytes",
-                    load.name, plan.size
-                );
-                return Err(Mistake::new(span("storage"), problem));
-            }
-        }
+        check_case(plan, case, root)?;
+    }
+    for load in &plan.workloads {
+        check_load(plan, load, root)?;
     }
     if (plan.guest == GuestKind::Ssh) != plan.ssh.is_some() {
         return Err(Mistake::new(
-            span("guest"),
+            key_span(root, if plan.ssh.is_some() { "ssh" } else { "guest" }),
             "guest = \"ssh\" and a table [ssh] belong together",
         ));
+    }
+    Ok(())
+}
+
+/// Checks a configuration with the plan's guests and loads.
+fn check_case(plan: &Plan, case: &Case, root: &DeTable) -> Parsed<()> {
+    let or_table =
+        |place: Option<Range<usize>>, name| place.unwrap_or_else(|| key_span(root, name));
+    if plan.create && !case.settings.backing.is_own() && case.settings.format != Format::Raw {
+        let problem = format!(
+            "{}: create = true makes raw disks; set format=raw, or backing=/DIRECTORY/ for qcow2 images",
+            case.name
+        );
+        let place = blame::place_of_setting(root, case, "format");
+        return Err(Mistake::new(or_table(place, "storage"), problem));
+    }
+    let job = plan.workloads.iter().find(|load| load.job.is_some());
+    if let Some(job) = job
+        && case.settings.device == Device::Host
+        && case.settings.is_librbd()
+    {
+        let problem = format!(
+            "{}: a job file runs on files and block devices; set krbd=on, or describe the load with rw and bs",
+            case.name
+        );
+        let place = blame::place_of_load(root, job, "job");
+        return Err(Mistake::new(or_table(place, "fio"), problem));
+    }
+    let check = |settings: &Settings, loads: &[Workload]| match plan.guest {
+        GuestKind::None => guests::without(settings, loads),
+        GuestKind::Linux | GuestKind::Ssh => guests::with(settings, loads, plan.size),
+    };
+    check(&case.settings, &plan.workloads).map_err(|problem| {
+        let place = blame::setting_or_load(root, plan, case, &problem, check);
+        match plan.guest {
+            GuestKind::None => Mistake::new(or_table(place, "guest"), problem),
+            GuestKind::Linux | GuestKind::Ssh => Mistake::new(
+                or_table(place, "config"),
+                format!("{}: {problem}", case.name),
+            ),
+        }
+    })
+}
+
+/// Checks a load with the rest of the plan.
+fn check_load(plan: &Plan, load: &Workload, root: &DeTable) -> Parsed<()> {
+    let fail = |key: &str, problem: String| {
+        let place = blame::place_of_load(root, load, key);
+        let place = place.unwrap_or_else(|| key_span(root, "fio"));
+        Err(Mistake::new(place, format!("{}: {problem}", load.name)))
+    };
+    if load.search && load.iodepth.saturating_mul(load.numjobs) < DEPTH_OPEN {
+        let problem = format!(
+            "rate = \"auto\" needs an iodepth of {DEPTH_OPEN} or more: with fewer requests in flight, a slow disk \
+             receives fewer requests, which is not an open loop"
+        );
+        return fail("rate", problem);
+    }
+    if load.once > 0 && plan.interleave != Interleave::Loads {
+        let problem = "once needs interleave = \"loads\": each sample then has its own start, and an image that is \
+             created for it";
+        return fail("once", problem.into());
+    }
+    let sequential = u64::from(load.numjobs) * load.bs;
+    if load.job.is_none() && sequential > plan.size {
+        let problem = format!("does not fit into disks of {} bytes", plan.size);
+        return fail("bs", problem);
     }
     Ok(())
 }

@@ -113,7 +113,7 @@ fn what_cannot_be_configured_is_left_out_of_a_sweep_and_refused_as_a_case() {
     );
     let error = read("[[case]]\naio='native'\ncache='writeback'\n").unwrap_err();
     assert!(
-        error.contains("line 1") && error.contains("cache=none"),
+        error.contains("line 2") && error.contains("cache=none"),
         "{error}"
     );
     // An axis that means nothing for some device gives the same configuration again.
@@ -185,17 +185,17 @@ fn a_mistake_is_told_with_its_line_and_the_nearest_word() {
         ("guest='win'\n", 1, "linux, ssh, none"),
         (
             "guest='none'\n[config]\ndevice='ide'\nmachine='pc'\n",
-            1,
+            3,
             "is for a guest",
         ),
         (
             "[fio]\nrw='read'\n[config]\ndevice='virtio-blk'\nfixed-buffers='on'\n",
-            3,
+            5,
             "setting of ringdisk",
         ),
         (
             "guest='none'\n[config]\ndevice='vhost-user-blk'\nserver='/x.sock'\nclient='ring'\n",
-            1,
+            5,
             "use client=blkio",
         ),
         ("margin='3\n", 1, ""),
@@ -209,15 +209,73 @@ fn a_mistake_is_told_with_its_line_and_the_nearest_word() {
         ("[config]\nqueues=[]\n", 2, "empty"),
         (
             "[[case]]\nname='a'\n[[case]]\nname='a'\nqueues=2\n",
-            1,
+            3,
             "two cases",
         ),
     ];
+    assert_mistakes(&cases);
+}
+
+/// Each text with the line of its mistake, and words of the message.
+fn assert_mistakes(cases: &[(&str, usize, &str)]) {
     for (text, line, words) in cases {
         let error = Plan::parse(Path::new("p"), text).expect_err(text);
-        assert_eq!(error.line, line, "{text}: {error}");
+        assert_eq!(error.line, *line, "{text}: {error}");
         assert!(error.problem.contains(words), "{text}: {error}");
     }
+}
+
+#[test]
+fn a_mistake_in_a_whole_configuration_is_told_with_the_line_of_its_key() {
+    assert_mistakes(&[
+        (
+            "guest='none'\n[fio]\nbs='4k'\n[config]\ndevice='vhost-user-blk'\nqueues=2\nguests=4\n",
+            7,
+            "guests needs a guest",
+        ),
+        (
+            "guest='none'\n[config]\ndevice='vhost-user-blk'\n[[case]]\nname='a'\n[[case]]\nmemory='1G'\n",
+            7,
+            "memory needs a guest",
+        ),
+        (
+            "guest='none'\n[config]\ndevice='vhost-user-blk'\n[fio]\nfsync=1\nengine='psync'\n",
+            5,
+            "fsync is fio's",
+        ),
+        (
+            "[fio]\nbs='4k'\n[[workload]]\nname='a'\n[[workload]]\nname='b'\nidle='on'\n",
+            7,
+            "client = \"ring\"",
+        ),
+        (
+            "[config]\naio=[\n'threads',\n'native']\nvcpus=2\nvolumes=201\n",
+            6,
+            "at most 200 volumes",
+        ),
+        ("[fio]\nbs='4k'\nrate='auto'\n", 3, "iodepth of 8"),
+        (
+            "guest='none'\n[config]\ndevice='vhost-user-blk'\nclient='ring'\n[fio]\nonce='8k'\n",
+            6,
+            "interleave",
+        ),
+        (
+            "[storage]\nsize='16M'\n[fio]\nrw='read'\nbs='32M'\n",
+            5,
+            "does not fit",
+        ),
+        (
+            "[[case]]\naio='native'\ncache='writeback'\n",
+            2,
+            "cache=none",
+        ),
+        ("[storage]\nsize='1G'\n[ssh]\nuser='x'\n", 3, "needs either"),
+        (
+            "[config]\nqueues=[1,2]\n[[claim]]\nfrom='queues=1'\nsize='5'\n",
+            5,
+            "is not a size",
+        ),
+    ]);
 }
 
 #[test]
