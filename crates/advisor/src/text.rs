@@ -224,12 +224,7 @@ pub fn apply(sources: &[Source], edits: &[Edit]) -> Option<Vec<Source>> {
     changes.apply(sources)
 }
 
-/// The text with control characters replaced, for output to a terminal.
-pub fn printable(text: &str) -> String {
-    text.chars()
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect()
-}
+pub use harness::text::printable;
 
 /// Whether an id needs no quotes or escapes in any syntax.
 pub fn is_plain(id: &str) -> bool {

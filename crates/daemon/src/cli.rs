@@ -4,6 +4,7 @@ use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use harness::text::printable_lines;
 use tracing_subscriber::EnvFilter;
 
 use crate::upgrade::client as upgrade;
@@ -142,6 +143,8 @@ fn checked(args: &check::Args) -> ExitCode {
 /// The last line of standard error. It may be full, which is no reason to end in another way.
 fn complain(problem: &str) {
     let level = if log::is_journal() { "<3>" } else { "" };
+    // It may quote names of others.
+    let problem = printable_lines(problem);
     let _ = writeln!(io::stderr(), "{level}ringdisk: {problem}");
 }
 

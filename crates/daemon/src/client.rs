@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use block::{ThrottleLimits, format_size, parse_size};
 use control::{Client, ClientError};
+use harness::text::{printable_json, printable_lines};
 use image::Format;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -231,11 +232,16 @@ impl Connection {
     pub fn say(&self, reply: &Value, text: &str) {
         let mut out = io::stdout().lock();
         // The reader may have closed the pipe.
-        let _ = if self.json {
-            writeln!(out, "{reply}")
+        let _ = writeln!(out, "{}", self.shown(reply, text));
+    }
+
+    /// Names of disks, threads and files in it, which others choose, do not control the terminal.
+    fn shown(&self, reply: &Value, text: &str) -> String {
+        if self.json {
+            printable_json(&reply.to_string())
         } else {
-            writeln!(out, "{}", text.trim_end())
-        };
+            printable_lines(text.trim_end())
+        }
     }
 }
 
@@ -461,4 +467,23 @@ fn table(rows: &[Vec<String>]) -> String {
         text.push('\n');
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_others_do_not_control_the_terminal() {
+        let reply = json!({ "thread": "a\u{202e}b\u{9b}" });
+        let shown = |json| {
+            let connection = Connection {
+                control: None,
+                json,
+            };
+            connection.shown(&reply, "a\u{202e}b\u{9b}\nc\n")
+        };
+        assert_eq!(shown(false), "a?b?\nc");
+        assert_eq!(shown(true), r#"{"thread":"a\u202eb\u009b"}"#);
+    }
 }

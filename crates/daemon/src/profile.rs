@@ -15,6 +15,7 @@ use ::lab::profile::roles::{Program, Role};
 use ::lab::profile::sampler::{Process, Sampler, Targets};
 use ::lab::profile::{Profile, procfs, qemu, report};
 use harness::qmp::Qmp;
+use harness::text::printable;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::{Value, json};
@@ -127,7 +128,8 @@ pub fn run(args: &Args) -> Result<(), ProfileError> {
         Some(folder) => Some(subject.record(args.seconds, folder.path())?),
         None => None,
     };
-    eprintln!("measuring {} for {} s", subject.title, args.seconds);
+    let title = printable(&subject.title);
+    eprintln!("measuring {title} for {} s", args.seconds);
     let mut interval = subject.measure(Duration::from_secs(args.seconds), &stop)?;
     interval.measurement.without_vm = subject.without_vm;
     if let Some(monitor) = &mut monitor {

@@ -14,3 +14,4 @@ pub mod qmp;
 pub mod random;
 pub mod spread;
 pub mod svg;
+pub mod text;

@@ -3,6 +3,8 @@
 
 use std::fmt::Write as _;
 
+use crate::text::is_printable;
+
 /// The largest width of a character in the charts' 12 px font, so that a text's width is known before it is drawn.
 const CHARACTER: f64 = 7.0;
 
@@ -39,7 +41,7 @@ pub fn escape(text: &str) -> String {
             '>' => escaped.push_str("&gt;"),
             '"' => escaped.push_str("&quot;"),
             '\'' => escaped.push_str("&#39;"),
-            c if c.is_control() && c != '\n' => escaped.push(' '),
+            c if !is_printable(c) && c != '\n' => escaped.push(' '),
             c => escaped.push(c),
         }
     }

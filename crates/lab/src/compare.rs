@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 
 use crate::analysis::Analysis;
-use crate::journal::{Cell, Journal, printable};
+use harness::text::printable;
+
+use crate::journal::{Cell, Journal};
 use crate::plan::Case;
 use crate::stats::Verdict;
 use crate::stats::judge::{ERROR_RATE, discoveries};

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use harness::histogram::Histogram;
+use harness::text::printable;
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -438,11 +439,6 @@ impl Log for Writer {
     fn removed(&mut self, disk: &OwnDisk) -> Result<()> {
         self.write(&Record::Removed(disk.clone()))
     }
-}
-
-/// The text without control characters, which a damaged file may have.
-pub(crate) fn printable(text: &str) -> String {
-    text.replace(char::is_control, "?")
 }
 
 /// Keeps other runs from writing the journal, until this process ends.

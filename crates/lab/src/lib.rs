@@ -16,7 +16,8 @@
 /// `print!`, but without a panic if nobody reads the output any more: a run goes on, and its result is in its folder.
 macro_rules! out {
     ($($argument:tt)*) => {{
-        let _ = std::io::Write::write_fmt(&mut std::io::stdout().lock(), format_args!($($argument)*));
+        let text = harness::text::printable_lines(&format!($($argument)*));
+        let _ = std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes());
     }};
 }
 

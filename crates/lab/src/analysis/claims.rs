@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use harness::text::printable;
+
 use super::{Analysis, Question};
-use crate::journal::printable;
 use crate::plan::claims::{Claim, Size, Won};
 use crate::plan::words::{Device, Expect, GuestKind};
 use crate::stats::Verdict;

@@ -3,10 +3,12 @@
 use std::fs;
 use std::path::Path;
 
+use harness::text::printable;
+
 /// The first fields of `/proc/PID/task/TID/stat`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// The thread's name. Control characters, which its process may have put there, are replaced.
+    /// The thread's name. Characters that are not printable, which its process may have put there, are replaced.
     pub name: String,
     /// `R`, `S`, `D` and so on.
     pub state: char,
@@ -18,7 +20,7 @@ impl Stat {
         let (before, after) = text.rsplit_once(')')?;
         let (_, name) = before.split_once('(')?;
         Some(Stat {
-            name: name.replace(char::is_control, "?"),
+            name: printable(name),
             state: after.trim_start().chars().next()?,
         })
     }
@@ -153,8 +155,8 @@ mod tests {
                 state: 'S'
             }
         );
-        let hostile = Stat::parse("12 (\x1b[31m\nred) R 1").unwrap();
-        assert_eq!(hostile.name, "?[31m?red");
+        let hostile = Stat::parse("12 (\x1b[31m\nr\u{202e}ed) R 1").unwrap();
+        assert_eq!(hostile.name, "?[31m?r?ed");
         assert_eq!(Stat::parse("12 (cut"), None);
         assert_eq!(Stat::parse("12 (cut)"), None);
         let own = Stat::of(

@@ -3,6 +3,7 @@
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
+use harness::text::{printable, printable_lines};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::analysis::Analysis;
@@ -80,6 +81,7 @@ impl Display {
 
 impl Progress for Display {
     fn say(&mut self, line: &str) {
+        let line = printable_lines(line);
         if self.on_terminal {
             drop(self.bars.println(line))
         } else {
@@ -94,7 +96,8 @@ impl Progress for Display {
             self.block.set_length(of >> 20);
             self.block.reset();
         }
-        self.block.set_message(format!("MiB of {disk}"));
+        self.block
+            .set_message(format!("MiB of {}", printable(disk)));
         self.block.set_position(done >> 20);
         self.budget.set_position(self.started.elapsed().as_secs());
     }
@@ -115,12 +118,13 @@ impl Progress for Display {
     }
 
     fn boot(&mut self, case: &str, twin: bool) {
-        self.case = format!("{case}{}", if twin { " again" } else { "" });
+        self.case = printable(case) + if twin { " again" } else { "" };
         self.block.set_message(format!("booting {}", self.case));
         self.budget.set_position(self.started.elapsed().as_secs());
     }
 
     fn cell(&mut self, workload: &str) {
+        let workload = printable(workload);
         self.block.set_message(format!("{}: {workload}", self.case));
         self.budget.set_position(self.started.elapsed().as_secs());
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
+use harness::text::printable_json;
 use serde::{Deserialize, Serialize};
 
 use super::findings::{Finding, Results, findings};
@@ -106,7 +107,7 @@ pub fn study(options: &StudyOptions) -> Result<(), Failed> {
     }
     if options.json {
         let json = serde_json::to_string_pretty(&state.claims).context("writing JSON")?;
-        outln!("{json}");
+        outln!("{}", printable_json(&json));
     } else {
         out!("{}", table(&study, &state.claims));
     }
