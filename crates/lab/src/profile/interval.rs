@@ -237,8 +237,8 @@ fn roles(threads: &[ThreadUse]) -> Vec<RoleUse> {
             let thread = threads.iter().max_by(|a, b| of(a).total_cmp(&of(b)));
             thread.map_or_else(ThreadShare::default, |its| ThreadShare {
                 name: its.name.clone(),
-                share: rounded(of(its)),
                 on_cpu: rounded(its.on_cpu - its.polling),
+                runnable: rounded(its.runnable),
             })
         };
         Some(RoleUse {
@@ -336,7 +336,10 @@ mod tests {
             (vcpus.threads, vcpus.on_cpu, vcpus.runnable),
             (2, 0.875, 0.5)
         );
-        assert_eq!(vcpus.busiest.share, 0.5);
+        assert_eq!(
+            (vcpus.busiest.on_cpu, vcpus.busiest.runnable),
+            (0.5, 0.25)
+        );
         let device = &measurement.devices[0];
         assert_eq!(
             (device.busy, device.in_flight, device.per_s),

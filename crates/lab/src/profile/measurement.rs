@@ -65,16 +65,18 @@ pub struct RoleUse {
     pub most_delayed: ThreadShare,
 }
 
-/// A thread, and its share of the interval.
+/// A thread, and its shares of the interval, from 0 to 1.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ThreadShare {
     /// Its name.
     pub name: String,
-    /// 0 to 1.
-    pub share: f64,
-    /// Its share on a CPU, polling excluded.
+    /// On a CPU, polling excluded.
+    #[serde(default)]
     pub on_cpu: f64,
+    /// Runnable, but waiting for a CPU.
+    #[serde(default)]
+    pub runnable: f64,
 }
 
 /// The requests of one or more disks.
@@ -182,9 +184,10 @@ impl Measurement {
                 its.uninterruptible,
                 its.voluntary_per_s,
                 its.involuntary_per_s,
-                its.busiest.share,
-                its.most_delayed.share,
+                its.busiest.on_cpu,
+                its.busiest.runnable,
                 its.most_delayed.on_cpu,
+                its.most_delayed.runnable,
             ]
         });
         let requests = self.requests.iter().flat_map(|its| {

@@ -9,11 +9,11 @@ mod parts;
 
 use serde::{Deserialize, Serialize};
 
-use super::measurement::{DeviceUse, Measurement, REQUESTS_MIN, RoleUse, ThreadShare};
+use super::measurement::{DeviceUse, Measurement, REQUESTS_MIN, ThreadShare};
 use super::roles::Role;
 use parts::{Part, parts};
 
-/// A thread that is on a CPU for this share of the time is busy all the time.
+/// A thread that is on a CPU, or waits for one, for this share of the time is busy all the time.
 const BUSY: f64 = 0.9;
 /// A thread that waits for a CPU for this share of the time, and half as long as it runs, lacks CPU time.
 const DELAYED: f64 = 0.2;
@@ -25,8 +25,9 @@ const CLEAR: f64 = 0.65;
 const DEVICE_IDLE: f64 = 0.3;
 /// The share of a limit from which the limit is reached.
 const LIMIT_REACHED: f64 = 0.9;
-/// Threads between the guest and the storage.
-const PATH: [Role; 7] = [
+/// Threads on the path of the requests to the storage.
+const PATH: [Role; 8] = [
+    Role::Client,
     Role::Messenger,
     Role::Librbd,
     Role::IoThread,
@@ -243,26 +244,26 @@ fn unsent(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     );
     // Until the server fetches a request, only the guest knows of it.
     let hides = measured.guest.is_none();
-    if let Some(thread) = busy(measured, Role::Server).filter(|_| hides) {
+    if let Some(its) = busy(measured, Role::Server).filter(|_| hides) {
         let evidence = format!(
             "{}, while the disk's requests wait in the guest's ring",
-            is_busy(thread)
+            its.words()
         );
-        return vec![(share, Cause::new(Stage::Server, evidence))];
+        return vec![(share, Cause::new(its.stage, evidence))];
     }
     let on_path: &[Role] = match hides {
         true => &[Role::Server, Role::IoThread, Role::Client],
         false => &[Role::Client],
     };
     let lacking = starved(measured, on_path);
-    if let Some(thread) = busy(measured, Role::Client) {
-        let client = Cause::new(Stage::Client, format!("{}, and {idle}", is_busy(thread)));
+    if let Some(its) = busy(measured, Role::Client) {
+        let client = Cause::new(its.stage, format!("{}, and {idle}", its.words()));
         return divided(share, lacking, &idle, client);
     }
     let vcpus = match (busy(measured, Role::Vcpu), measured.role(Role::Vcpu)) {
-        (Some(thread), _) => format!("; the guest computes: {}", is_busy(thread)),
+        (Some(its), _) => format!("; the guest computes: {}", its.words()),
         (None, Some(vcpus)) => {
-            let share = percent(vcpus.busiest.share);
+            let share = percent(vcpus.busiest.on_cpu);
             format!("; its busiest vCPU is on CPU for {share}")
         }
         (None, None) => match burdened(measured) {
@@ -283,7 +284,7 @@ fn starved<'a>(measured: &'a Measurement, on_path: &[Role]) -> Option<(Stage, &'
 /// The thread of these roles that lacks most CPU time.
 fn most_delayed<'a>(measured: &'a Measurement, roles: &[Role]) -> Option<(Stage, &'a ThreadShare)> {
     let delayed = roles.iter().filter_map(|role| delayed(measured, *role));
-    let most = delayed.max_by(|a, b| a.share.total_cmp(&b.share))?;
+    let most = delayed.max_by(|a, b| a.runnable.total_cmp(&b.runnable))?;
     Some((Stage::StarvedThread, most))
 }
 
@@ -300,8 +301,8 @@ fn divided(
     };
     let evidence = format!("{}, and {what}", is_delayed(thread));
     vec![
-        (share * (1.0 - thread.share), other),
-        (share * thread.share, Cause::new(stage, evidence)),
+        (share * (1.0 - thread.runnable), other),
+        (share * thread.runnable, Cause::new(stage, evidence)),
     ]
 }
 
@@ -310,18 +311,13 @@ fn transport(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
         "requests spend {} of the time between the guest and the server of the disk",
         percent(share)
     );
-    for (role, stage) in [
-        (Role::Server, Stage::Server),
-        (Role::IoThread, Stage::IoThread),
-        (Role::Client, Stage::Client),
-    ] {
-        if let Some(thread) = busy(measured, role) {
-            let cause = Cause::new(stage, format!("{}, and {way}", is_busy(thread)));
-            return vec![(share, cause)];
-        }
+    let on_path = [Role::Server, Role::IoThread, Role::Client];
+    if let Some(its) = on_path.into_iter().find_map(|role| busy(measured, role)) {
+        let cause = Cause::new(its.stage, format!("{}, and {way}", its.words()));
+        return vec![(share, cause)];
     }
     let other = match busy(measured, Role::Vcpu) {
-        Some(thread) => Cause::new(Stage::Guest, format!("{way}, and {}", is_busy(thread))),
+        Some(its) => Cause::new(its.stage, format!("{way}, and {}", its.words())),
         None => Cause::new(
             Stage::Undecided,
             format!(
@@ -330,7 +326,6 @@ fn transport(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
             ),
         ),
     };
-    let on_path = [Role::Server, Role::IoThread, Role::Client];
     divided(share, starved(measured, &on_path), &way, other)
 }
 
@@ -341,9 +336,7 @@ fn limit(share: f64, measured: &Measurement) -> Cause {
     );
     match (&measured.limit, busy(measured, Role::Server)) {
         (Some(limit), _) => Cause::new(Stage::Limit, format!("with {}, {wait}", limit.text)),
-        (None, Some(thread)) => {
-            Cause::new(Stage::Server, format!("{}, and {wait}", is_busy(thread)))
-        }
+        (None, Some(its)) => Cause::new(its.stage, format!("{}, and {wait}", its.words())),
         (None, None) => Cause::new(
             Stage::Undecided,
             format!("{wait}, but the disk has no limit"),
@@ -396,7 +389,7 @@ fn storage(below: String, measured: &Measurement) -> Cause {
     let busiest = [Role::Server, Role::Messenger, Role::Librbd]
         .into_iter()
         .filter_map(|role| {
-            let share = percent(measured.role(role)?.busiest.share);
+            let share = percent(measured.role(role)?.busiest.on_cpu);
             Some(format!("{share} of the busiest {}", role.label()))
         });
     let busiest: Vec<String> = busiest.collect();
@@ -419,8 +412,8 @@ fn back(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
         "completed requests wait {} of the time until the guest is told",
         percent(share)
     );
-    if let Some(thread) = busy(measured, Role::Server) {
-        let cause = Cause::new(Stage::Server, format!("{}, and {way}", is_busy(thread)));
+    if let Some(its) = busy(measured, Role::Server) {
+        let cause = Cause::new(its.stage, format!("{}, and {way}", its.words()));
         return vec![(share, cause)];
     }
     let other = Cause::new(
@@ -448,7 +441,7 @@ fn in_qemu(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let waits_for_cluster =
         measured.role(Role::Messenger).is_some() && burdened(measured).is_none();
     let other = match busy(measured, Role::Vcpu) {
-        Some(thread) => Cause::new(Stage::Guest, format!("{inside}, and {}", is_busy(thread))),
+        Some(its) => Cause::new(its.stage, format!("{inside}, and {}", its.words())),
         None if waits_for_cluster => Cause::new(
             Stage::Storage,
             format!(
@@ -468,36 +461,21 @@ fn in_qemu(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
 
 /// The cause if a thread of one of these roles is busy all the time. With threads of two roles, it is undecided.
 fn busy_thread(what: &str, measured: &Measurement, roles: &[Role]) -> Option<Cause> {
-    let found: Vec<(Role, &ThreadShare)> = roles
-        .iter()
-        .filter_map(|role| Some((*role, busy(measured, *role)?)))
-        .collect();
-    match found[..] {
-        [] => None,
-        [(role, thread)] => {
-            let stage = match role {
-                Role::Messenger => Stage::Messenger,
-                Role::Librbd => Stage::Librbd,
-                Role::Blocking => Stage::Worker,
-                Role::IoThread => Stage::IoThread,
-                Role::MainLoop => Stage::MainLoop,
-                Role::KernelWorker => Stage::KernelWorker,
-                _ => Stage::Server,
-            };
-            Some(Cause::new(
-                stage,
-                format!("{}, and {what}", is_busy(thread)),
-            ))
-        }
-        [(_, first), (_, second), ..] => Some(Cause::new(
+    let found = roles.iter().filter_map(|role| busy(measured, *role));
+    let found: Vec<Busy> = found.collect();
+    let first = found.first()?;
+    let words = first.words();
+    let other = found.iter().find(|its| its.stage != first.stage);
+    Some(match other {
+        None => Cause::new(first.stage, format!("{words}, and {what}")),
+        Some(second) => Cause::new(
             Stage::Undecided,
             format!(
-                "{what}, and two threads are busy: {}, and {}",
-                is_busy(first),
-                is_busy(second)
+                "{what}, and two threads are busy: {words}, and {}",
+                second.words()
             ),
-        )),
-    }
+        ),
+    })
 }
 
 /// What the threads alone tell.
@@ -517,26 +495,22 @@ fn by_threads(measured: &Measurement) -> Verdict {
             stage => decided(stage, cause.evidence),
         };
     }
-    if let Some(thread) = delayed(measured, Role::Vcpu) {
-        return decided(Stage::StarvedVcpu, is_delayed(thread));
-    }
-    for role in PATH {
-        if let Some(thread) = delayed(measured, role) {
-            return decided(Stage::StarvedThread, is_delayed(thread));
-        }
-    }
-    if let Some(thread) = busy(measured, Role::Client) {
-        return decided(Stage::Client, is_busy(thread));
+    let lacking = starved(measured, &PATH);
+    if let Some((stage, thread)) = lacking.filter(|(_, its)| its.runnable >= DECIDED) {
+        return decided(stage, is_delayed(thread));
     }
     let busy_device = measured.devices.iter().find(|its| its.busy >= BUSY);
     if busy_device.is_some() {
         let words = device_words(measured);
         return decided(Stage::Storage, words.trim_start_matches("; ").to_owned());
     }
+    let known = match lacking {
+        Some((_, thread)) => format!("{}, which explains no more than that", is_delayed(thread)),
+        None => others(measured),
+    };
     undecided(format!(
-        "{}, and the times of requests are unknown; ringdisk measures them for its disks, and --qmp asks QEMU for those of \
+        "{known}, and the times of requests are unknown; ringdisk measures them for its disks, and --qmp asks QEMU for those of \
          other disks",
-        others(measured)
     ))
 }
 
@@ -544,16 +518,14 @@ fn by_threads(measured: &Measurement) -> Verdict {
 fn burdened(measured: &Measurement) -> Option<(Role, String)> {
     let roles = Role::ALL.into_iter().filter(|role| *role != Role::Host);
     let found = roles.filter_map(|role| {
-        let RoleUse {
-            busiest,
-            most_delayed,
-            ..
-        } = measured.role(role)?;
-        if most_delayed.share >= DELAYED {
-            let share = most_delayed.share + most_delayed.on_cpu;
-            return Some((share, (role, is_delayed(most_delayed))));
-        }
-        (busiest.share >= BUSY).then(|| (busiest.share, (role, is_busy(busiest))))
+        let most_delayed = &measured.role(role)?.most_delayed;
+        let (thread, words) = if most_delayed.runnable >= DELAYED {
+            (most_delayed, is_delayed(most_delayed))
+        } else {
+            let its = busy(measured, role)?;
+            (its.thread, its.words())
+        };
+        Some((thread.on_cpu + thread.runnable, (role, words)))
     });
     let most = found.max_by(|(a, _), (b, _)| a.total_cmp(b));
     most.map(|(_, found)| found)
@@ -568,31 +540,71 @@ fn others(measured: &Measurement) -> String {
         }
         Some((role, words)) => format!("{words} ({}), which does not explain it", role.label()),
         None => format!(
-            "no thread runs for {} of the time (polling aside) or waits for a CPU for {}",
+            "no thread runs or waits for a CPU for {} of the time (polling aside), and none waits for {}",
             percent(BUSY),
             percent(DELAYED)
         ),
     }
 }
 
-/// The busiest thread of a role, if it is on a CPU nearly all the time. Polling does not count.
-fn busy(measured: &Measurement, role: Role) -> Option<&ThreadShare> {
-    let busiest = &measured.role(role)?.busiest;
-    (busiest.share >= BUSY).then_some(busiest)
+/// A thread that never sleeps: whatever waits for it waits all the time. Polling counts as sleep.
+struct Busy<'a> {
+    /// What limits if this thread does.
+    stage: Stage,
+    thread: &'a ThreadShare,
+}
+
+impl Busy<'_> {
+    fn words(&self) -> String {
+        match self.stage {
+            Stage::StarvedThread => is_delayed(self.thread),
+            _ => is_busy(self.thread),
+        }
+    }
+}
+
+/// A thread of a role that is busy all the time. A vCPU that lacks CPU time does not count: how long the guest would sleep
+/// on a CPU of its own is unknown.
+fn busy(measured: &Measurement, role: Role) -> Option<Busy<'_>> {
+    let its = measured.role(role)?;
+    let mut threads = [&its.busiest, &its.most_delayed].into_iter();
+    let thread = threads.find(|thread| thread.on_cpu + thread.runnable >= BUSY)?;
+    let stage = match role {
+        Role::Vcpu if lacks_cpu(thread) => return None,
+        _ if lacks_cpu(thread) => Stage::StarvedThread,
+        Role::Vcpu => Stage::Guest,
+        Role::Client => Stage::Client,
+        Role::Messenger => Stage::Messenger,
+        Role::Librbd => Stage::Librbd,
+        Role::Blocking => Stage::Worker,
+        Role::IoThread => Stage::IoThread,
+        Role::MainLoop => Stage::MainLoop,
+        Role::Server => Stage::Server,
+        Role::KernelWorker => Stage::KernelWorker,
+        Role::Other | Role::Host => Stage::Undecided,
+    };
+    Some(Busy { stage, thread })
 }
 
 /// The thread of a role that lacks CPU time, if there is one.
 fn delayed(measured: &Measurement, role: Role) -> Option<&ThreadShare> {
-    let RoleUse { most_delayed, .. } = measured.role(role)?;
-    let lacks = most_delayed.share >= DELAYED && most_delayed.share >= most_delayed.on_cpu / 2.0;
-    lacks.then_some(most_delayed)
+    let thread = &measured.role(role)?.most_delayed;
+    lacks_cpu(thread).then_some(thread)
+}
+
+fn lacks_cpu(thread: &ThreadShare) -> bool {
+    thread.runnable >= DELAYED && thread.runnable >= thread.on_cpu / 2.0
 }
 
 fn is_busy(thread: &ThreadShare) -> String {
+    let waits = match thread.runnable {
+        ..0.005 => String::new(),
+        share => format!(", and waits for a CPU for {}", percent(share)),
+    };
     format!(
-        "thread '{}' is on CPU for {} of the time",
+        "thread '{}' is on CPU for {} of the time{waits}",
         thread.name,
-        percent(thread.share)
+        percent(thread.on_cpu)
     )
 }
 
@@ -600,7 +612,7 @@ fn is_delayed(thread: &ThreadShare) -> String {
     format!(
         "thread '{}' is runnable but waits for a CPU for {} of the time, and runs for {}",
         thread.name,
-        percent(thread.share),
+        percent(thread.runnable),
         percent(thread.on_cpu)
     )
 }

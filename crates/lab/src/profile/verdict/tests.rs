@@ -4,23 +4,19 @@ use proptest::prelude::*;
 
 /// A thread of a role: on CPU and runnable.
 fn thread(role: Role, on_cpu: f64, runnable: f64) -> RoleUse {
-    let name = format!("{}-0", role.label());
+    let share = ThreadShare {
+        name: format!("{}-0", role.label()),
+        on_cpu,
+        runnable,
+    };
     RoleUse {
         role,
         threads: 1,
         on_cpu,
         runnable,
         asleep: 1.0 - on_cpu - runnable,
-        busiest: ThreadShare {
-            name: name.clone(),
-            share: on_cpu,
-            on_cpu,
-        },
-        most_delayed: ThreadShare {
-            name,
-            share: runnable,
-            on_cpu,
-        },
+        busiest: share.clone(),
+        most_delayed: share,
         ..RoleUse::default()
     }
 }
@@ -186,7 +182,8 @@ fn busy_io_thread() {
     // With polling, it is on CPU as long, but not busy: `busiest` does not count polling.
     let mut polling = measured.clone();
     polling.roles[1].polling = 0.8;
-    polling.roles[1].busiest.share = 0.18;
+    polling.roles[1].busiest.on_cpu = 0.18;
+    polling.roles[1].most_delayed.on_cpu = 0.18;
     expect(&polling, Stage::Storage, &[]);
     // Before the thread fetches them, requests are not counted.
     let elsewhere = served(2_000.0, [0.0, 0.0, 20.0, 5.0], roles);
@@ -321,7 +318,10 @@ fn time_between_guest_and_server() {
     expect(
         &view(calm()),
         Stage::Undecided,
-        &["notifications", "no thread runs for 90 %"],
+        &[
+            "notifications",
+            "no thread runs or waits for a CPU for 90 %",
+        ],
     );
     let starved = vec![
         thread(Role::Vcpu, 0.2, 0.75),
@@ -448,6 +448,73 @@ fn threads_alone() {
     );
 }
 
+/// A thread that never sleeps explains everything that waits for it, however much of a CPU it gets.
+#[test]
+fn thread_that_never_sleeps() {
+    let alone = |role, on_cpu, runnable| Measurement {
+        seconds: 10.0,
+        roles: vec![thread(role, on_cpu, runnable)],
+        ..Measurement::default()
+    };
+    // A program that reads from the page cache, on a host whose CPUs compute.
+    let fio = alone(Role::Client, 0.21, 0.79);
+    let words = ["'client-0'", "79 %", "runs for 21 %"];
+    expect(&fio, Stage::StarvedThread, &words);
+    // Each waits for less than half of the time.
+    expect(
+        &alone(Role::Client, 0.6, 0.38),
+        Stage::StarvedThread,
+        &["38 %"],
+    );
+    expect(
+        &alone(Role::IoThread, 0.55, 0.4),
+        Stage::StarvedThread,
+        &["40 %"],
+    );
+    // It lacks less than half of what it has.
+    expect(
+        &alone(Role::Client, 0.7, 0.28),
+        Stage::Client,
+        &["70 %", "28 %"],
+    );
+    // It sleeps for most of the time, so something else limits.
+    let words = ["39 %", "explains no more than that"];
+    expect(&alone(Role::IoThread, 0.04, 0.39), Stage::Undecided, &words);
+    expect(
+        &alone(Role::Vcpu, 0.3, 0.3),
+        Stage::Undecided,
+        &["explains no more"],
+    );
+    // With known times, the whole part has this cause.
+    let both =
+        |role, on_cpu, runnable| vec![thread(Role::Vcpu, 0.1, 0.0), thread(role, on_cpu, runnable)];
+    let storage = |role| served(8_000.0, [0.0, 0.0, 950.0, 10.0], both(role, 0.6, 0.35));
+    let verdict = expect(&storage(Role::Server), Stage::StarvedThread, &["35 %"]);
+    assert!(verdict.share > 0.7, "{verdict:?}");
+    let idle = served(
+        400.0,
+        [0.0, 0.0, 100.0, 10.0],
+        both(Role::Client, 0.6, 0.36),
+    );
+    expect(
+        &idle,
+        Stage::StarvedThread,
+        &["'client-0'", "no request in flight"],
+    );
+    let in_kernel = in_qemu(both(Role::Client, 0.3, 0.66), Vec::new());
+    expect(&in_kernel, Stage::StarvedThread, &["'client-0'", "66 %"]);
+    // Two that lack a CPU have one cause.
+    let two = vec![
+        thread(Role::Server, 0.3, 0.65),
+        thread(Role::Messenger, 0.4, 0.58),
+    ];
+    expect(
+        &served(8_000.0, [0.0, 0.0, 950.0, 10.0], two),
+        Stage::StarvedThread,
+        &["Ceph messenger-0"],
+    );
+}
+
 /// A thread that is busy, or waits for a CPU, is named whatever its role is.
 #[test]
 fn no_thread_is_passed_over() {
@@ -456,7 +523,7 @@ fn no_thread_is_passed_over() {
         roles: vec![thread(role, on_cpu, runnable)],
         ..Measurement::default()
     };
-    let nobody = "no thread runs for 90 % of the time (polling aside) or waits for a CPU for 20 %";
+    let nobody = "no thread runs or waits for a CPU for 90 % of the time (polling aside), and none waits for 20 %";
     for (role, stage) in [
         (Role::Librbd, Stage::Librbd),
         (Role::Blocking, Stage::Worker),
@@ -466,7 +533,8 @@ fn no_thread_is_passed_over() {
     ] {
         let name = format!("'{}-0'", role.label());
         expect(&with(role, 0.99, 0.0), stage, &[&name, "99 %"]);
-        expect(&with(role, 0.8, 0.1), Stage::Undecided, &[nobody]);
+        expect(&with(role, 0.8, 0.15), stage, &[&name, "80 %", "15 %"]);
+        expect(&with(role, 0.8, 0.08), Stage::Undecided, &[nobody]);
     }
     for role in Role::ALL.into_iter().filter(|role| *role != Role::Host) {
         let verdict = judge(&with(role, 0.22, 0.78));
@@ -542,7 +610,7 @@ proptest! {
         prop_assert_eq!(verdict.stage == Stage::Undecided, verdict.sentence.starts_with("Undecided, because "));
         let is_burdened = |role: Role| {
             let its = measured.role(role).filter(|its| its.role != Role::Host);
-            its.is_some_and(|its| its.busiest.share >= BUSY || its.most_delayed.share >= DELAYED)
+            its.is_some_and(|its| its.busiest.on_cpu >= BUSY || its.most_delayed.runnable >= DELAYED)
         };
         prop_assert!(!verdict.sentence.contains("no thread runs") || !Role::ALL.into_iter().any(is_burdened));
         if let Some(parts) = parts(&measured) {
