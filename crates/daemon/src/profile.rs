@@ -12,7 +12,7 @@ use ::lab::own_folder::OwnFolder;
 use ::lab::profile::flame::Recording;
 use ::lab::profile::interval::Interval;
 use ::lab::profile::roles::{Program, Role};
-use ::lab::profile::sampler::{Process, Sampler, Targets};
+use ::lab::profile::sampler::{Process, Readings, Sampler, Targets};
 use ::lab::profile::{Profile, procfs, qemu, report};
 use harness::qmp::Qmp;
 use harness::text::printable;
@@ -22,6 +22,9 @@ use serde_json::{Value, json};
 use thiserror::Error;
 
 use crate::client::{CommandLineError, Connection, answer};
+
+/// How often the ends of processes and disks are looked for.
+const POLL: Duration = Duration::from_millis(50);
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -86,7 +89,9 @@ pub enum ProfileError {
     Flame(String),
     #[error("{}: {problem}", path.display())]
     Write { path: PathBuf, problem: String },
-    #[error("nothing was measured: the processes ended, or the command was interrupted at once")]
+    #[error(
+        "nothing was measured: the processes ended, the disk was detached, or the command was interrupted at once"
+    )]
     Nothing,
 }
 
@@ -133,7 +138,7 @@ pub fn run(args: &Args) -> Result<(), ProfileError> {
     let mut interval = subject.measure(Duration::from_secs(args.seconds), &stop)?;
     interval.measurement.without_vm = subject.without_vm;
     if let Some(monitor) = &mut monitor {
-        monitor.add_to(&mut interval);
+        monitor.add_to(&mut interval, &mut subject.notes);
     }
     if let (Some(file), Some(recording)) = (&args.flame, recording) {
         let drawing = recording.finish(&format!("{}: on CPU", subject.title));
@@ -308,14 +313,46 @@ impl Subject {
         let mut ended = None;
         while begun.elapsed() < time && !stop.is_wanted() && ended.is_none() {
             let rest = time.saturating_sub(begun.elapsed());
-            ended = wait_for_end(&watched, rest.min(Duration::from_millis(50)));
+            ended = wait_for_end(&watched, rest.min(POLL));
+            if ended.is_none() && sampler.disks_ended() {
+                // A process that ends closes its sockets first.
+                ended = wait_for_end(&watched, POLL);
+                break;
+            }
         }
         let ended_s = begun.elapsed().as_secs_f64();
-        let readings = sampler.finish();
+        self.interval(&sampler.finish(), ended, ended_s)
+    }
+
+    /// What was measured until the processes, or the counters of the disk, ended.
+    fn interval(
+        &mut self,
+        readings: &Readings,
+        ended: Option<u32>,
+        ended_s: f64,
+    ) -> Result<Interval, ProfileError> {
         self.notes.extend(readings.problems.iter().cloned());
-        if let Some(pid) = ended {
+        let devices = self.targets.devices.iter();
+        let devices: Vec<String> = devices.map(|(_, name)| name.clone()).collect();
+        let disks = &self.targets.disks;
+        let (what, interval) = match (ended, readings.end_of_disks(disks)) {
+            (Some(pid), _) => (
+                format!("process {pid} ended"),
+                readings.until_end_of(pid, &devices),
+            ),
+            (None, Some(end)) => {
+                let what = if end.is_detached {
+                    format!("{} was detached", disks.join(", "))
+                } else {
+                    "ringdisk ceased to report requests".to_owned()
+                };
+                (what, readings.until_end_of_disks(disks, &devices))
+            }
+            (None, None) => (String::new(), readings.all(&devices)),
+        };
+        if !what.is_empty() {
             self.notes.push(format!(
-                "process {pid} ended after {ended_s:.1} s, and the figures are of the time before"
+                "{what} after {ended_s:.1} s, and the figures are of the time before"
             ));
         }
         if readings.threads_left_out > 0 {
@@ -324,16 +361,6 @@ impl Subject {
                 readings.threads_left_out
             ));
         }
-        let names: Vec<String> = self
-            .targets
-            .devices
-            .iter()
-            .map(|(_, name)| name.clone())
-            .collect();
-        let interval = match ended {
-            Some(pid) => readings.until_end_of(pid, &names),
-            None => readings.all(&names),
-        };
         interval.ok_or(ProfileError::Nothing)
     }
 
@@ -420,13 +447,18 @@ impl Monitor {
     }
 
     /// Adds the requests of QEMU's own disks. Those of ringdisk are known better.
-    fn add_to(&mut self, interval: &mut Interval) {
+    fn add_to(&mut self, interval: &mut Interval, notes: &mut Vec<String>) {
         let now = now_ms().max(self.begun_ms + 1);
         if interval.measurement.requests.is_none()
             && let Ok(after) = qemu::disks(&mut self.qmp, now * 1_000_000)
         {
             interval.measurement.requests = after.since(&self.before);
             interval.measurement.limit = after.limit(Some(&self.before));
+            let gone = self.before.disks.keys();
+            let gone = gone.filter(|name| !after.disks.contains_key(*name));
+            notes.extend(gone.map(|name| {
+                format!("QEMU's disk '{name}' was removed meanwhile, so its requests are unknown")
+            }));
         }
     }
 }

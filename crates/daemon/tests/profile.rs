@@ -146,6 +146,40 @@ fn limit_of_a_served_disk() {
 }
 
 #[test]
+fn disk_that_is_detached_meanwhile() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = folder.path().join("disk.raw");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let (_server, control) = serve(folder.path(), &file.display().to_string(), "");
+    let ringdisk = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(arguments).args(["--control", &control]);
+        command.stdin(Stdio::null());
+        command
+    };
+    let mut profile = ringdisk(&["profile", "vm1", "--json", "--seconds", "60"]);
+    let mut profile = profile
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut words = String::new();
+    let mut errors = BufReader::new(profile.stderr.take().unwrap());
+    errors.read_line(&mut words).unwrap();
+    assert!(words.starts_with("measuring vm1"), "{words}");
+    thread::sleep(Duration::from_secs(2));
+    let detached = ringdisk(&["detach", "vm1", "--force"]).status().unwrap();
+    assert!(detached.success());
+    let output = profile.wait_with_output().unwrap();
+    let reply: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let notes = reply["notes"].to_string();
+    assert!(notes.contains("vm1 was detached after"), "{notes}");
+    let measured = &reply["profile"];
+    assert!(measured["requests"].is_object(), "{reply}");
+    assert!(measured["seconds"].as_f64().unwrap() < 50.0, "{reply}");
+}
+
+#[test]
 fn storage_that_is_slow() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mount = folder.path().join("mnt");

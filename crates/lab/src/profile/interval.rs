@@ -58,6 +58,15 @@ pub struct Interval {
     pub stalled: u64,
 }
 
+/// The end of the counters of disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EndOfDisks {
+    /// The last reading with all of them.
+    pub at_ms: u64,
+    /// Whether the server still answers.
+    pub is_detached: bool,
+}
+
 impl Readings {
     /// The interval from the last reading before `start_ms` to the first after `end_ms`, or the nearest that there are.
     /// `devices` are the names of the devices that were watched. `None` if it is too short.
@@ -115,6 +124,43 @@ impl Readings {
             .iter()
             .rfind(|tick| tick.threads.keys().any(is_of))?;
         self.between(0, last.at_ms, devices)
+    }
+
+    /// The time while the requests of all these disks were counted; see [Readings::end_of_disks].
+    pub fn until_end_of_disks(&self, disks: &[String], devices: &[String]) -> Option<Interval> {
+        self.between(0, self.end_of_disks(disks)?.at_ms, devices)
+    }
+
+    /// The end of the requests' counters, if they ended before the last reading: a disk was detached, perhaps to be attached
+    /// anew, or the server does not answer any more.
+    pub fn end_of_disks(&self, disks: &[String]) -> Option<EndOfDisks> {
+        if disks.is_empty() {
+            return None;
+        }
+        let counters = |tick: &Tick| {
+            let counted = &tick.disk.as_ref()?.disks;
+            let requests = disks.iter().map(|name| Some(counted.get(name)?.requests));
+            requests.collect::<Option<Vec<u64>>>()
+        };
+        let first = self
+            .ticks
+            .iter()
+            .position(|tick| counters(tick).is_some())?;
+        let mut last: (&Tick, Vec<u64>) = (&self.ticks[first], vec![0; disks.len()]);
+        for tick in &self.ticks[first..] {
+            let now = counters(tick);
+            let goes_on = |now: &Vec<u64>| now.iter().zip(&last.1).all(|(now, then)| now >= then);
+            match now.filter(goes_on) {
+                Some(now) => last = (tick, now),
+                None => {
+                    return Some(EndOfDisks {
+                        at_ms: last.0.at_ms,
+                        is_detached: tick.disk.is_some(),
+                    });
+                }
+            }
+        }
+        None
     }
 
     /// The whole time.
@@ -260,6 +306,7 @@ fn roles(threads: &[ThreadUse]) -> Vec<RoleUse> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::disk::{Counters, DiskCounters};
     use super::super::sampler::Thread;
     use super::*;
     use harness::cpu::ThreadUsage;
@@ -336,10 +383,7 @@ mod tests {
             (vcpus.threads, vcpus.on_cpu, vcpus.runnable),
             (2, 0.875, 0.5)
         );
-        assert_eq!(
-            (vcpus.busiest.on_cpu, vcpus.busiest.runnable),
-            (0.5, 0.25)
-        );
+        assert_eq!((vcpus.busiest.on_cpu, vcpus.busiest.runnable), (0.5, 0.25));
         let device = &measurement.devices[0];
         assert_eq!(
             (device.busy, device.in_flight, device.per_s),
@@ -348,6 +392,44 @@ mod tests {
         assert_eq!(device.mean_ns, 2e6);
         assert!((measurement.pressure.unwrap().cpu_some - 0.1).abs() < 1e-9);
         assert!(measurement.is_sound());
+    }
+
+    #[test]
+    fn measurement_of_a_disk_ends_with_its_counters() {
+        let with = |at: usize, of_disk: &[(u64, bool)]| {
+            let mut readings = readings();
+            let counters = |seconds: u64, requests| Counters {
+                at_ns: seconds * 1_000_000_000,
+                requests,
+                ..Counters::default()
+            };
+            for (tick, (requests, is_there)) in readings.ticks[at..].iter_mut().zip(of_disk) {
+                let its = counters(tick.at_ms / 1000, *requests);
+                let disks = is_there.then(|| ("vm1".to_owned(), its)).into_iter();
+                tick.disk = Some(DiskCounters {
+                    disks: disks.collect(),
+                    ..DiskCounters::default()
+                });
+            }
+            readings
+        };
+        let vm1 = ["vm1".to_owned()];
+        let end = |readings: Readings| readings.end_of_disks(&vm1);
+        let end_at = |at_ms, is_detached| Some(EndOfDisks { at_ms, is_detached });
+        assert_eq!(end(readings()), None, "it was never counted");
+        assert_eq!(end(with(0, &[(5, true), (6, true), (7, true)])), None);
+        assert_eq!(end(with(1, &[(6, true), (7, true)])), None);
+        // The server ends; the disk is detached; another disk with its name is attached.
+        assert_eq!(end(with(0, &[(5, true), (6, true)])), end_at(2000, false));
+        let detached = with(0, &[(5, true), (25, true), (0, false)]);
+        assert_eq!(end(detached.clone()), end_at(2000, true));
+        let anew = with(0, &[(5, true), (6, true), (1, true)]);
+        assert_eq!(end(anew), end_at(2000, true));
+        let until = detached.until_end_of_disks(&vm1, &[]).unwrap();
+        assert_eq!(until.measurement.seconds, 1.0);
+        assert_eq!(until.measurement.requests.unwrap().per_s, 20.0);
+        assert_eq!(until.threads[0].on_cpu, 0.5);
+        assert_eq!(detached.all(&[]).unwrap().measurement.requests, None);
     }
 
     #[test]

@@ -113,6 +113,7 @@ pub struct Readings {
 
 /// Samples until it is dropped.
 pub struct Sampler {
+    disks: Vec<String>,
     shared: Arc<Mutex<Readings>>,
     end: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -122,6 +123,7 @@ impl Sampler {
     /// Starts to sample. The first reading is complete when this returns.
     pub fn start(targets: Targets) -> Sampler {
         let (shared, end) = (Arc::default(), Arc::new(AtomicBool::new(false)));
+        let disks = targets.disks.clone();
         let mut reader = Reader::new(targets, Arc::clone(&shared));
         reader.tick();
         let ended = end.clone();
@@ -129,6 +131,7 @@ impl Sampler {
             .name(NAME.into())
             .spawn(move || reader.run(&ended));
         Sampler {
+            disks,
             shared,
             end,
             thread: thread.ok(),
@@ -139,6 +142,12 @@ impl Sampler {
     pub fn readings(&self) -> Readings {
         let shared = self.shared.lock();
         shared.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether the counters of the disks that were named have ended.
+    pub fn disks_ended(&self) -> bool {
+        let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.end_of_disks(&self.disks).is_some()
     }
 
     /// Ends the sampling, with a last reading, and returns everything.
