@@ -1,12 +1,14 @@
 //! libvirt domains (<https://libvirt.org/formatdomain.html>).
 
 mod boot;
+mod compared;
 mod convert;
 mod driver;
 mod edit;
 mod guest;
 mod xml;
 
+pub use compared::options_of_disks;
 pub use convert::{from_ringdisk, to_ringdisk};
 pub use edit::{Xml, count_threads, edits, keep_boot_order};
 

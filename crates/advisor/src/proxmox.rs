@@ -1,7 +1,9 @@
 //! Configurations of Proxmox VMs (`qm.conf(5)`) and storages (`storage.cfg`).
 
+mod compared;
 mod edit;
 
+pub use compared::options_of_disks;
 pub use edit::edits;
 
 use crate::input::{Input, Mistake, Reading, Surroundings};

@@ -21,7 +21,8 @@ mod words;
 pub use convert::{from_ringdisk, to_ringdisk};
 pub use edit::edits;
 pub use editor::ParsedCommand;
-pub use options_of_disks::{Options, options_of_disks};
+pub use options::Pair;
+pub use options_of_disks::{Options, options_in, options_of_disks};
 pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};

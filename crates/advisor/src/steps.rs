@@ -8,12 +8,13 @@ use serde::Serialize;
 
 use crate::check::check;
 use crate::facts::Facts;
-use crate::input::Input;
+use crate::input::{Input, Kind};
 use crate::model::carried::Dialect;
 use crate::model::{Disk, Vm};
-use crate::qemu::{Options, options_of_disks};
+use crate::qemu::Options;
 use crate::rules::{Rules, Severity};
 use crate::text::{Span, printable};
+use crate::{libvirt, proxmox, qemu};
 
 /// Properties that affect a disk's speed, without those that follow from others.
 const FACTORS: &[&str] = &[
@@ -110,7 +111,12 @@ pub fn steps(
                 .filter(|f| f.vm_index == Some(index) && f.severity != Severity::Info);
             let mut findings: Vec<String> = found.map(|finding| finding.rule.clone()).collect();
             findings.dedup();
-            let options = options_of_disks(&input, vm);
+            let options = match input.kind {
+                Kind::Libvirt => libvirt::options_of_disks(&input, vm),
+                Kind::Proxmox => proxmox::options_of_disks(&input, vm),
+                Kind::Qemu => qemu::options_of_disks(&input, vm),
+                Kind::Ringdisk => Options::new(),
+            };
             let (changes, others) = before.as_ref().map_or_else(Default::default, |before| {
                 let changes = changes(&before.0, vm);
                 let others = others(before, (vm, &options), &changes);
@@ -286,16 +292,48 @@ fn limits(disk: &Disk) -> Option<String> {
     (!limits.is_empty()).then(|| limits.join(","))
 }
 
-/// The options of disks that both command lines have and that no property describes, as far as their keys differ.
+/// Keys that change together with a property.
+const FOLLOWING: &[(&str, &[&str])] = &[
+    // Threads that take the place of one thread have a mapping that the one had not.
+    ("iothread-vq-mapping", &["threads"]),
+    ("driver.iothreads", &["threads"]),
+    ("iothreadids", &["threads"]),
+    ("scsihw", &["bus", "threads"]),
+    ("cores", &["vcpus"]),
+    ("sockets", &["vcpus"]),
+    ("cpu.topology", &["vcpus"]),
+    ("cpu.numa", &["memory"]),
+    ("cpu.m", &["cpu-model"]),
+    ("memoryBacking.access", &["memory-shared"]),
+    ("memoryBacking.hugepages", &["hugepages"]),
+    ("iotune", &["limits", "throttled"]),
+    ("throttling", &["limits", "throttled"]),
+    ("iops", &["limits", "throttled"]),
+    ("bps", &["limits", "throttled"]),
+    ("mbps", &["limits", "throttled"]),
+];
+
+/// Properties that do not tell the whole value of their settings.
+const PARTLY_READ: &[&str] = &["disk.throttled", "vm.hugepages", "vm.memory-shared"];
+
+/// The options of disks that both configurations have and that no property describes, as far as their keys differ.
 fn others(before: &(Vm, Options), after: (&Vm, &Options), changes: &[Change]) -> Vec<String> {
     let read = [read_by_factors(&before.0), read_by_factors(after.0)];
     let changed: BTreeSet<&str> = changes
         .iter()
         .map(|change| change.property.rsplit('.').next().unwrap_or_default())
         .collect();
+    // A property of a domain may come from a whole element.
+    let is_domain = after.0.table.word("vm.front-end") == Some("libvirt");
+    let pairs = pairs(&before.0.disks, &after.0.disks).into_iter();
+    let of_disk = |disk: &Disk| format!("disk {}", disk.name);
+    let renamed: BTreeMap<String, String> = pairs
+        .filter_map(|(was, disk)| Some((of_disk(disk?), of_disk(was?))))
+        .collect();
     let mut others = Vec::new();
     for (option, now) in after.1 {
-        let Some(was) = before.1.get(option) else {
+        let old_name = renamed.get(option).unwrap_or(option);
+        let Some(was) = before.1.get(old_name) else {
             continue;
         };
         let keys: BTreeSet<&String> = was.keys().chain(now.keys()).collect();
@@ -304,17 +342,18 @@ fn others(before: &(Vm, Options), after: (&Vm, &Options), changes: &[Change]) ->
             let [from, to] = sides.map(|pair| pair.map(|pair| pair.value.as_str()));
             let is_read = sides.iter().zip(&read).any(|(pair, read)| {
                 pair.is_some_and(|pair| {
-                    read.contains(&pair.span) || read.contains(&pair.value_span)
+                    let is_inside = |outer: &Span| is_domain && outer.contains(pair.value_span);
+                    read.contains(&pair.span)
+                        || read.contains(&pair.value_span)
+                        || read.iter().any(is_inside)
                 })
             });
             let last = key.rsplit('.').next().unwrap_or(key);
-            // Threads that take the place of one thread have a mapping that the one had not.
-            let is_mapping = key.starts_with("iothread-vq-mapping");
-            if from == to
-                || is_read
-                || changed.contains(last)
-                || is_mapping && changed.contains("threads")
-            {
+            let mut following = FOLLOWING.iter();
+            let follows = following.any(|(start, properties)| {
+                key.starts_with(start) && properties.iter().any(|its| changed.contains(its))
+            });
+            if from == to || is_read || changed.contains(last) || follows {
                 continue;
             }
             let [from, to] = [from, to].map(|value| value.unwrap_or("none"));
@@ -324,11 +363,16 @@ fn others(before: &(Vm, Options), after: (&Vm, &Options), changes: &[Change]) ->
     others
 }
 
-/// The places in a command line that factors come from.
+/// The places in a configuration that factors come from.
 fn read_by_factors(vm: &Vm) -> HashSet<Span> {
     let tables = vm.disks.iter().map(|disk| &disk.table);
     let tables = tables.chain([&vm.table]);
-    let factors = tables.flat_map(|table| FACTORS.iter().filter_map(|factor| table.given(factor)));
+    let whole = || {
+        FACTORS
+            .iter()
+            .filter(|factor| !PARTLY_READ.contains(factor))
+    };
+    let factors = tables.flat_map(|table| whole().filter_map(|factor| table.given(factor)));
     let threads = vm.disks.iter().flat_map(|disk| &disk.threads);
     factors.chain(threads.map(|thread| thread.span)).collect()
 }

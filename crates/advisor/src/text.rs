@@ -47,6 +47,10 @@ impl Span {
         self.start as usize..self.end as usize
     }
 
+    pub fn contains(self, inner: Self) -> bool {
+        self.source == inner.source && self.start <= inner.start && inner.end <= self.end
+    }
+
     /// The place before its first byte.
     pub fn before(self) -> Self {
         Self {

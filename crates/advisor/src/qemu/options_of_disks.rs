@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::line::{Line, line};
 use super::options::{Opt, Pair};
-use super::words;
-use crate::input::{Input, Kind, Reading};
+use super::{fragment, words};
+use crate::input::{Input, Kind, Reading, Surroundings};
 use crate::model::Vm;
 
 /// Names and places, which change nothing, and settings that are compared as properties.
@@ -81,7 +81,22 @@ pub fn options_of_disks(input: &Input, vm: &Vm) -> Options {
     options
 }
 
+/// The same of the options in another front-end's configuration, which start at the byte `start` of its text.
+pub fn options_in(text: &str, start: usize, surroundings: &Surroundings) -> Options {
+    let mut options = Options::new();
+    if let Some(command) = fragment(text, start)
+        && let Ok(line) = line(&command, surroundings, &mut Reading::default(), false)
+    {
+        add(&line, &mut options);
+    }
+    options
+}
+
 fn add(line: &Line, options: &mut Options) {
+    // Without such an option, its keys have their defaults.
+    for name in ["-cpu", "-machine"] {
+        options.entry(name.to_owned()).or_default();
+    }
     let mut nameless: BTreeMap<String, usize> = BTreeMap::new();
     for option in line.all().filter(|option| is_of_disks(option)) {
         let names = ["id", "node-name", "drive"];

@@ -144,3 +144,173 @@ fn a_disk_that_is_added_or_removed_is_not_another_storage() {
     );
     assert_eq!(disks(&removed), ["d: /vms/a.raw -> none"]);
 }
+
+const DOMAIN: &str = "<domain type='kvm'><name>a</name><memory unit='GiB'>4</memory><vcpu>2</vcpu>\
+    <iothreads>1</iothreads><cputune><vcpupin vcpu='0' cpuset='1'/></cputune>\
+    <os><type arch='x86_64' machine='pc-q35-8.2'>hvm</type></os><cpu mode='host-passthrough'/><devices>\
+    <disk type='file' device='disk'><driver name='qemu' type='raw' cache='none' io='native' iothread='1'/>\
+    <source file='/vms/a.raw'/><target dev='vda' bus='virtio'/><address type='pci' slot='4'/></disk>\
+    <controller type='scsi' index='0' model='virtio-scsi'/></devices></domain>";
+
+const PROXMOX: &str = "cores: 2\nmemory: 4096\ncpu: host\nscsihw: virtio-scsi-single\n\
+    scsi0: local:vm-1-disk-0,iothread=1,size=8G\nargs: -device virtio-rng-pci\n";
+
+/// The second step, from one configuration to another one of its kind.
+fn step_of(texts: [&str; 2]) -> Step {
+    let inputs = texts.map(|text| {
+        read(Source::new("a", text), Surroundings::default())
+            .unwrap_or_else(|e| panic!("{e}: {text}"))
+    });
+    let rules = Rules::built_in().unwrap();
+    steps(inputs.into(), &rules, None, &[]).pop().unwrap()
+}
+
+/// What is replaced in a configuration, and the one factor that changes.
+type Replacement<'a> = (&'a str, &'a str, &'a str);
+
+#[track_caller]
+fn expect_one_factor(base: &str, cases: &[Replacement]) {
+    for (part, with, what) in cases {
+        assert!(base.contains(part), "{part}");
+        let step = step_of([base, &base.replacen(part, with, 1)]);
+        let found = changed(&step);
+        let is_meant = found.iter().any(|one| one.starts_with(what));
+        assert!(is_meant && found.len() == 1, "{with}: {found:?}");
+        assert!(!step.confounded, "{with}: {found:?}");
+    }
+}
+
+#[test]
+fn each_setting_of_a_domain_is_a_factor() {
+    let x2apic = "<cpu mode='host-passthrough'><feature policy='disable' name='x2apic'/></cpu>";
+    let sectors = "model='virtio-scsi'><driver max_sectors='8'/></controller>";
+    let limit = "<iotune><total_iops_sec>100</total_iops_sec></iotune><target";
+    let own_pages = "<memoryBacking><nosharepages/></memoryBacking><cpu mode";
+    let quota = "<cputune><vcpu_quota>1000</vcpu_quota>";
+    let cases = [
+        (
+            "io=",
+            "event_idx='off' io=",
+            "disk vda: driver.event_idx: none -> off",
+        ),
+        (
+            "io=",
+            "page_per_vq='on' io=",
+            "disk vda: driver.page_per_vq: none -> on",
+        ),
+        (
+            "<target",
+            "<transient/><target",
+            "disk vda: transient: none -> set",
+        ),
+        (
+            "<target",
+            "<blockio discard_granularity='4096'/><target",
+            "disk vda: blockio.discard_granularity",
+        ),
+        ("<target", limit, "disk.throttled: "),
+        (
+            "cpuset='1'",
+            "cpuset='3'",
+            "domain: cputune.vcpupin 0.cpuset: 1 -> 3",
+        ),
+        (
+            "<cputune>",
+            quota,
+            "domain: cputune.vcpu_quota: none -> 1000",
+        ),
+        ("<cpu mode", own_pages, "domain: memoryBacking.nosharepages"),
+        (
+            "model='virtio-scsi'/>",
+            sectors,
+            "scsi controller 0: driver.max_sectors",
+        ),
+        (
+            "<cpu mode='host-passthrough'/>",
+            "<cpu mode='host-model'/>",
+            "vm.cpu-model: ",
+        ),
+        ("<cpu mode='host-passthrough'/>", x2apic, "vm.cpu-x2apic: "),
+        ("io='native'", "io='threads'", "disk.aio: native -> threads"),
+        ("a.raw", "b.raw", "disk: /vms/a.raw -> /vms/b.raw"),
+    ];
+    expect_one_factor(DOMAIN, &cases);
+}
+
+#[test]
+fn each_setting_of_a_proxmox_vm_is_a_factor() {
+    let interrupts = "virtio-rng-pci -machine kernel_irqchip=split";
+    let cases = [
+        (
+            "cpu: host",
+            "cpu: host,flags=+aes",
+            "VM: cpu.flags: none -> +aes",
+        ),
+        ("cpu: host", "cpu: kvm64", "vm.cpu-model: host -> kvm64"),
+        (
+            "cores: 2",
+            "cores: 2\ncpulimit: 0.5",
+            "VM: cpulimit: none -> 0.5",
+        ),
+        (
+            "cores: 2",
+            "cores: 2\naffinity: 0-3",
+            "VM: affinity: none -> 0-3",
+        ),
+        ("cores: 2", "cores: 2\nnuma: 1", "VM: numa: none -> 1"),
+        ("cores: 2", "cores: 4", "vm.vcpus: 2 -> 4"),
+        ("size=8G", "size=8G,aio=native", "disk.aio: "),
+        ("size=8G", "size=8G,newer=7", "disk scsi0: newer: none -> 7"),
+        ("virtio-rng-pci", interrupts, "-machine: kernel_irqchip"),
+    ];
+    expect_one_factor(PROXMOX, &cases);
+}
+
+/// A value of which a property tells only that it is there.
+#[test]
+fn a_value_that_is_partly_read_is_a_factor() {
+    let limited = PROXMOX.replace("size=8G", "size=8G,iops=100");
+    let step = step_of([&limited, &limited.replace("100", "200")]);
+    assert_eq!(changed(&step), ["disk scsi0: iops: 100 -> 200"]);
+    let pages = PROXMOX.replace("cores", "hugepages: 2\ncores");
+    let step = step_of([&pages, &pages.replace(": 2\nc", ": 1024\nc")]);
+    assert_eq!(changed(&step), ["VM: hugepages: 2 -> 1024"]);
+    let both = DOMAIN.replace(
+        "cache='none'",
+        "cache='none' ioeventfd='off' event_idx='off'",
+    );
+    assert!(step_of([DOMAIN, &both]).confounded);
+    // The disk gets another name.
+    let moved = DOMAIN
+        .replace("dev='vda'", "dev='vdb'")
+        .replace("cache=", "event_idx='off' cache=");
+    let step = step_of([DOMAIN, &moved]);
+    assert_eq!(changed(&step), ["disk vdb: driver.event_idx: none -> off"]);
+}
+
+#[test]
+fn names_and_places_of_other_front_ends_are_no_factor() {
+    for (base, part, with) in [
+        (DOMAIN, "slot='4'", "slot='5'"),
+        (
+            DOMAIN,
+            "<target",
+            "<serial>s</serial><boot order='1'/><alias name='x'/><target",
+        ),
+        (
+            DOMAIN,
+            "<name>a</name>",
+            "<name>b</name><uuid>1</uuid><description>d</description>",
+        ),
+        (
+            PROXMOX,
+            "cores: 2",
+            "cores: 2\nname: b\nonboot: 1\nnet0: virtio=1",
+        ),
+        (PROXMOX, "size=8G", "size=8G,backup=0,serial=s"),
+    ] {
+        assert!(base.contains(part), "{part}");
+        let step = step_of([base, &base.replacen(part, with, 1)]);
+        assert!(changed(&step).is_empty(), "{with}: {step:?}");
+    }
+}
