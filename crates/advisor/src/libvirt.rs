@@ -3,6 +3,7 @@
 mod boot;
 mod compared;
 mod convert;
+mod cputune;
 mod driver;
 mod edit;
 mod guest;
@@ -141,6 +142,8 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
             _ => reading.note(at, "invalid number of vCPUs"),
         }
     }
+    cputune::read(node, &mut vm);
+    let table = &mut vm.table;
     if let Some(memory) = child(node, "memory") {
         let (amount, at) = text(memory);
         match bytes(amount, memory.attribute("unit").unwrap_or("KiB")) {

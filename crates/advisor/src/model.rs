@@ -13,6 +13,7 @@ use crate::text::Span;
 use crate::version::Version;
 
 pub mod carried;
+pub mod cpus;
 mod properties;
 
 pub use properties::{Kind, PROPERTIES, Property};
@@ -222,6 +223,8 @@ pub struct Vm {
     pub threads: Vec<Thread>,
     /// The ids of I/O threads that serve something other than a disk: a controller, a balloon.
     pub threads_elsewhere: HashSet<String>,
+    /// The CPUs of the host that its threads may use.
+    pub cpus: cpus::HostCpus,
     /// Whether a shell variable may add options that the input does not show.
     pub may_have_more: bool,
 }

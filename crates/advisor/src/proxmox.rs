@@ -1,6 +1,7 @@
 //! Configurations of Proxmox VMs (`qm.conf(5)`) and storages (`storage.cfg`).
 
 mod compared;
+mod cpus;
 mod edit;
 
 pub use compared::options_of_disks;
@@ -280,7 +281,9 @@ pub fn read(
         None => table.default_to("vm.vcpus", sockets.max(1), "Proxmox: one core"),
     }
     memory(&lines, table, reading);
-    cpu_model(&lines, table);
+    cpus::model(&lines, table);
+    cpus::of_host(&lines, &mut vm);
+    let table = &mut vm.table;
     match get("ostype") {
         Some(line) => {
             let system = match line.value {
@@ -323,18 +326,6 @@ pub fn read(
     }
     reading.vms.push(vm);
     Ok(())
-}
-
-/// Reads the model of the virtual CPUs.
-fn cpu_model(lines: &[Line<'_>], table: &mut Table) {
-    let found = lines.iter().rev().find(|line| line.key == "cpu");
-    let Some(line) = found else {
-        return table.default_to("vm.cpu-model", "kvm64", "Proxmox");
-    };
-    let mut parts = parts(line).into_iter();
-    let model = parts.find(|part| matches!(part.key, "" | "cputype"));
-    let model = model.map_or("kvm64", |part| part.value);
-    table.give("vm.cpu-model", model.to_owned(), line.value_span);
 }
 
 /// Reads the memory and its backing.

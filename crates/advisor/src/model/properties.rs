@@ -406,6 +406,11 @@ pub const PROPERTIES: &[Property] = &[
         "the host's operating system, inferred from the accelerator",
     ),
     p("vm.vcpus", Kind::Number, "virtual CPUs"),
+    p(
+        "vm.cpu-quota",
+        Kind::Number,
+        "percent of a CPU that a limit leaves a thread",
+    ),
     p("vm.memory", Kind::Number, "bytes of memory"),
     p(
         "vm.memory-shared",
