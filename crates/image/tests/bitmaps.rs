@@ -482,6 +482,7 @@ fn damaged_bitmaps_are_not_used() {
     let table = word(&good, entry);
     let bits = word(&good, table) as u64;
     let cases: &[(usize, Vec<u8>, &str)] = &[
+        (entry + 24, vec![0], "its name"),
         (entry + 17, vec![8], "granularity"),
         (entry + 17, vec![32], "granularity"),
         (entry + 8, vec![0, 0, 0, 2], "size"),

@@ -83,6 +83,8 @@ pub enum BitmapError {
     Unstorable(String, String, String),
     #[error("Bitmap name cannot be empty")]
     NoName,
+    #[error("Bitmap name cannot contain NUL: QEMU would not open the image")]
+    Nul,
     #[error("Bitmap name too long: {0} (at most 1023 bytes)")]
     LongName(String),
     #[error("Granularity must be power of 2 and at least 512 (and at most 2147483648)")]
@@ -278,6 +280,9 @@ impl Plan {
         let BitmapName { disk: given, name } = target.clone();
         if name.is_empty() {
             return Err(BitmapError::NoName);
+        }
+        if name.contains('\0') {
+            return Err(BitmapError::Nul);
         }
         let place = self.disk(&given).ok_or(BitmapError::NoDevice(given))?;
         let disk = &mut self.disks[place];

@@ -131,6 +131,13 @@ fn bitmaps_record_between_commands() {
         list.contains("recording") && list.contains("temporary"),
         "{list}"
     );
+    // One that becomes too large is lost, and no other.
+    ringdisk_bitmap(&ringdisk, &["add", "a", "fine", "--granularity", "512"]);
+    ringdisk_bitmap(&ringdisk, &["add", "a", "nightly", "--persistent"]);
+    assert_eq!(ringdisk.ringdisk(&["resize", "a", "1T"]).code, Some(0));
+    let is_lost = |name| bitmap(&ringdisk, "a", name)["inconsistent"] == true;
+    assert!(is_lost("fine"));
+    assert!(!["stored", "off", "nightly"].into_iter().any(is_lost));
 }
 
 #[test]
@@ -149,6 +156,7 @@ fn bad_changes_are_refused() {
     refused("add", of("a", "stored"), "already exists");
     refused("add", of("a", ""), "cannot be empty");
     refused("add", of("a", &"x".repeat(1024)), "too long");
+    refused("add", of("a", "x\0y"), "cannot contain NUL");
     let with = |key: &str, value: Value| {
         let mut arguments = of("a", "x");
         arguments[key] = value;

@@ -147,8 +147,10 @@ impl Qcow2 {
             return Err("it has extra data of an unknown kind".into());
         }
         let name = entry.name().into_owned();
-        let is_named =
-            (1..=NAME_MAX).contains(&entry.name.len()) && self.bitmaps.find(&name).is_none();
+        // QEMU reads a name up to the first NUL.
+        let is_named = (1..=NAME_MAX).contains(&entry.name.len())
+            && !name.contains('\0')
+            && self.bitmaps.find(&name).is_none();
         if !is_named || !GRANULARITY_BITS.contains(&entry.granularity_bits) {
             return Err("its name or granularity is invalid".into());
         }
