@@ -532,6 +532,43 @@ fn damaged_bitmaps_are_not_used() {
     }
 }
 
+/// A program that does not know bitmaps gives their clusters to something else, and leaves the extension. One that is damaged
+/// may name a place behind the end of the file.
+#[test]
+fn outdated_directories_do_not_disturb_the_disk() {
+    needs_qemu!("outdated_directories_do_not_disturb_the_disk");
+    let directory = tempfile::tempdir().unwrap();
+    let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+    qemu::img(
+        directory,
+        "create -q -f qcow2 -o cluster_size=4k disk.qcow2 4M",
+    );
+    qemu::img(directory, "bitmap --add -g 4096 disk.qcow2 b0");
+    let good = std::fs::read(&file).unwrap();
+    let mut outdated = good.clone();
+    outdated[95] &= !1;
+    std::fs::write(&file, &outdated).unwrap();
+    qemu::img(directory, "check -q -r leaks disk.qcow2");
+    let outdated = std::fs::read(&file).unwrap();
+    let mut behind = good.clone();
+    let extension = position(&good, &0x2385_2875_u32.to_be_bytes()) + 8;
+    behind[extension + 16..extension + 24].copy_from_slice(&(1_u64 << 20).to_be_bytes());
+    for (bytes, why) in [(outdated, "not in use"), (behind, "behind the end")] {
+        let memory = Memory::new(bytes);
+        let disk = in_memory(&memory, directory, WRITE);
+        for at in (0..4 << 20).step_by(4096) {
+            disk.write(at, &[1; 4096])
+                .unwrap_or_else(|e| panic!("{why}: {at}: {e}"));
+        }
+        disk.chain.close().unwrap();
+        drop(disk);
+        let disk = in_memory(&memory, directory, READ);
+        let mut all = vec![0; 4 << 20];
+        disk.read(0, &mut all).unwrap();
+        assert!(all.iter().all(|&byte| byte == 1), "{why}");
+    }
+}
+
 /// Entries 0 and 1 of a table mean all zeroes and all ones, and extra data stays as it is.
 #[test]
 fn tables_without_clusters_and_extra_data_are_kept() {
