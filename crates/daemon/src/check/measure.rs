@@ -34,7 +34,7 @@ use advisor::report::Report;
 use advisor::rules::{Rules, Severity};
 use advisor::text::printable;
 
-use configuration::Configuration;
+use configuration::{Configuration, Host};
 use derive::{NotMeasured, Subject, add_finding, targets};
 pub use outcome::Outcome;
 use scratch::{Folder, Place, Scratch, check_device};
@@ -50,7 +50,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
     #[arg(conflicts_with_all = ["fix", "collect", "steps", "explain", "rules"])]
     plan: Option<PathBuf>,
-    /// The time for all measurements together, as in 20m
+    /// The time for all measurements together, as in 20m. The first block of each disk runs in any case
     #[arg(long, value_name = "TIME", default_value = "20m")]
     budget: String,
     /// The place for scratch disks: a directory, rbd:POOL/IMAGE, /dev/GROUP/VOLUME, or a device [default: beside the disk].
@@ -121,7 +121,7 @@ pub fn run(
     let budget = time(&args.budget).map_err(|e| format!("--budget: {e}"))?;
     let stop = stop_on_signals().map_err(|e| e.problem)?;
     let means = means(args, &stop);
-    let plans = plans(args, context, &report.findings, means.load)?;
+    let plans = plans(args, context, &report.findings, &means)?;
     let each = budget / u32::try_from(plans.targets.len().max(1)).unwrap_or(u32::MAX);
     if let Some(file) = &args.plan {
         return write_plan(file, &plans, report, each).map(|()| None);
@@ -177,7 +177,7 @@ fn plans(
     args: &Args,
     context: &Context<'_>,
     findings: &[Finding],
-    load: Load,
+    means: &Means,
 ) -> Result<Plans, String> {
     let mut plans = Plans::default();
     let mut disks_seen = Vec::new();
@@ -198,9 +198,12 @@ fn plans(
                     continue;
                 }
                 let is_served = disk.table.word("disk.bus") == Some("vhost-user-blk");
-                let moves = (!is_served).then(|| converted.moves(number, place));
+                let after = After {
+                    moves: (!is_served).then(|| converted.moves(number, place)),
+                    fixed: converted.fixed(number, place, &host(args, means)),
+                };
                 let asked = asked(context, findings, input, number, disk, of_vm);
-                let found = of_disk(args, vm, disk, &label, &asked, moves, load);
+                let found = of_disk(args, (vm, disk), &label, &asked, after, means);
                 of_vm &= found.targets.is_empty();
                 for one in &asked {
                     taken[one.finding] = true;
@@ -289,22 +292,35 @@ fn asked<'a>(
     asked.collect()
 }
 
+/// The host on which the guests run. A plan is for the VM's host, which has the CPUs that the VM needs.
+fn host(args: &Args, means: &Means) -> Host {
+    let cpus = available_parallelism().map_or(1, usize::from) as u64;
+    Host {
+        cpus: args.plan.is_none().then_some(cpus),
+        accel: means.accel,
+    }
+}
+
+/// What becomes of a disk.
+struct After {
+    /// Whether ringdisk can serve it, or why not; `None` if it does already.
+    moves: Option<Result<(), String>>,
+    /// Its configuration after all fixes.
+    fixed: Option<Configuration>,
+}
+
 fn of_disk(
     args: &Args,
-    vm: &Vm,
-    disk: &Disk,
+    (vm, disk): (&Vm, &Disk),
     label: &str,
     asked: &[Asked],
-    moves: Option<Result<(), String>>,
-    load: Load,
+    after: After,
+    means: &Means,
 ) -> Plans {
     if asked.is_empty() {
         return Plans::default();
     }
-    // A plan is for the VM's host, which has the CPUs that the VM needs.
-    let cpus = available_parallelism().map_or(1, usize::from) as u64;
-    let cpus = args.plan.is_none().then_some(cpus);
-    let prepared = Configuration::of(vm, disk, cpus).and_then(|now| {
+    let prepared = Configuration::of(vm, disk, &host(args, means)).and_then(|now| {
         let scratch = Scratch::of(&label.replace(' ', "-"), disk, args.scratch.as_deref())?;
         let scratch = scratch.with_size(disk, &now.settings)?;
         Ok((now, scratch))
@@ -315,8 +331,9 @@ fn of_disk(
                 label,
                 now: &now,
                 scratch: &scratch,
-                load,
-                moves,
+                load: means.load,
+                moves: after.moves,
+                fixed: after.fixed,
             };
             targets(&subject, asked)
         }
@@ -380,8 +397,14 @@ impl Plans {
     }
 }
 
-/// The disks of an input that ringdisk cannot serve after the input's fixes, with the reasons; or why it cannot be fixed.
-struct Converted(Result<BTreeMap<(usize, usize), String>, String>);
+/// An input after its fixes; or why it cannot be fixed.
+struct Converted(Result<FixedInput, String>);
+
+struct FixedInput {
+    vms: Vec<Vm>,
+    /// The disks that ringdisk cannot serve, with the reasons.
+    refused: BTreeMap<(usize, usize), String>,
+}
 
 impl Converted {
     fn of(input: &Input, context: &Context<'_>) -> Self {
@@ -391,8 +414,17 @@ impl Converted {
             context.facts,
             Wanted::default(),
         );
-        let refused = fixed.map(|fixed| convert::refused(fixed.input));
-        Self(refused.map_err(|e| e.to_string()))
+        let fixed = fixed.map(|fixed| FixedInput {
+            vms: fixed.input.vms.clone(),
+            refused: convert::refused(fixed.input),
+        });
+        Self(fixed.map_err(|e| e.to_string()))
+    }
+
+    /// The configuration of a disk after the fixes, if the lab has such a disk.
+    fn fixed(&self, vm: usize, disk: usize, host: &Host) -> Option<Configuration> {
+        let vm = self.0.as_ref().ok()?.vms.get(vm)?;
+        Configuration::of(vm, vm.disks.get(disk)?, host).ok()
     }
 
     /// Whether ringdisk can serve a disk.
@@ -400,8 +432,8 @@ impl Converted {
     /// # Errors
     /// It cannot, and why.
     fn moves(&self, vm: usize, disk: usize) -> Result<(), String> {
-        let refused = self.0.as_ref().map_err(String::clone)?;
-        match refused.get(&(vm, disk)) {
+        let fixed = self.0.as_ref().map_err(String::clone)?;
+        match fixed.refused.get(&(vm, disk)) {
             None => Ok(()),
             Some(why) if why.is_empty() => Err("QEMU does not serve the disk".into()),
             Some(why) => Err(why.clone()),
@@ -545,7 +577,8 @@ fn agree(
     }
     let mut overwritten = Vec::new();
     for target in targets {
-        eprintln!("ringdisk: {}", target.summary(each));
+        let boot = boot_time(means.load, means.accel);
+        eprintln!("ringdisk: {}", target.summary(each, boot));
         let (what, size) = (target.scratch.text(), size_text(target.scratch.size));
         match &target.scratch.place {
             Place::Device(_) => overwritten.push(what),

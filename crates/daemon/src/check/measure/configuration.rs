@@ -2,10 +2,12 @@
 
 use std::collections::BTreeSet;
 
+use ::lab::guest::Accel;
 use ::lab::plan::Settings;
 use ::lab::plan::settings::KEYS;
 use ::lab::plan::units::size_text;
 use advisor::model::carried::Dialect;
+use advisor::model::cpus::{self, CpuList};
 use advisor::model::{Disk, Thread, ThreadUse, Vm};
 use advisor::text::printable;
 
@@ -18,6 +20,14 @@ const MEMORY_MAX: u64 = 2 << 30;
 const VCPUS_MAX: u64 = 256;
 /// The time for which QEMU's IOThreads poll by default (`IOTHREAD_POLL_MAX_NS_DEFAULT`).
 const POLL_DEFAULT_NS: u64 = 32_768;
+
+/// The host on which the lab's guests run.
+#[derive(Clone, Copy, Debug)]
+pub struct Host {
+    /// The number of its CPUs, if it is known.
+    pub cpus: Option<u64>,
+    pub accel: Accel,
+}
 
 /// The lab's configuration of a disk.
 #[derive(Clone, Debug)]
@@ -34,12 +44,11 @@ pub struct Configuration {
 }
 
 impl Configuration {
-    /// Translates the effective settings of a disk and its VM. `cpus` is the number of CPUs of the host on which the guest
-    /// runs, if it is known.
+    /// Translates the effective settings of a disk and its VM.
     ///
     /// # Errors
     /// The lab has no such disk.
-    pub fn of(vm: &Vm, disk: &Disk, cpus: Option<u64>) -> Result<Self, String> {
+    pub fn of(vm: &Vm, disk: &Disk, host: &Host) -> Result<Self, String> {
         let mut configuration = Self {
             settings: Settings::default(),
             known: BTreeSet::new(),
@@ -49,10 +58,11 @@ impl Configuration {
         };
         configuration.device(disk)?;
         configuration.image(disk)?;
-        configuration.machine(vm, cpus);
+        configuration.machine(vm, host);
         configuration.disk(vm, disk);
         configuration.lacking(vm, disk);
         configuration.polling(vm, disk);
+        configuration.host_cpus(vm, disk, host);
         configuration.limits(disk);
         configuration.ceph(vm, disk);
         Ok(configuration)
@@ -144,7 +154,8 @@ impl Configuration {
         Ok(())
     }
 
-    fn machine(&mut self, vm: &Vm, cpus: Option<u64>) {
+    fn machine(&mut self, vm: &Vm, host: &Host) {
+        let cpus = host.cpus;
         let table = &vm.table;
         match table.word("vm.machine") {
             _ if self.is_known("machine") => {}
@@ -207,8 +218,22 @@ impl Configuration {
             let note = format!("the lab's guest runs Linux; this VM runs {os}");
             self.guest_notes.push(note);
         }
-        if let Some(accel @ ("tcg" | "xen" | "hvf" | "other")) = table.word("vm.accel") {
-            let note = format!("the lab's guest runs under KVM; this VM under {accel}");
+        let own = match host.accel {
+            Accel::Kvm => "kvm",
+            Accel::Tcg => "tcg",
+        };
+        if let Some(accel) = table.word("vm.accel").filter(|accel| *accel != own) {
+            let name = |accel| match accel {
+                "kvm" => "KVM",
+                "tcg" => "emulation (TCG)",
+                "other" => "another accelerator",
+                name => name,
+            };
+            let note = format!(
+                "the lab's guest runs under {}; this VM under {}",
+                name(own),
+                printable(name(accel))
+            );
             self.guest_notes.push(note);
         }
     }
@@ -324,6 +349,79 @@ impl Configuration {
             _ => self.notes.push(
                 "the lab's I/O threads poll as long as QEMU's default; this disk's for different times".into(),
             ),
+        }
+    }
+
+    /// The CPUs of the host that the VM's threads may use, and for how long.
+    fn host_cpus(&mut self, vm: &Vm, disk: &Disk, host: &Host) {
+        let (of_vm, vcpus) = (&vm.cpus, vm.table.number("vm.vcpus").unwrap_or(1));
+        let mut lists: Vec<&CpuList> = of_vm.vcpus.values().collect();
+        let are_all = lists.len() as u64 >= vcpus;
+        match &of_vm.every_vcpu {
+            Some(list) if !are_all => lists.push(list),
+            None if !are_all && !lists.is_empty() => {
+                self.guest_notes.push(format!(
+                    "the lab's vCPUs are not pinned; {} of this VM's {vcpus} are",
+                    lists.len()
+                ));
+                lists.clear();
+            }
+            _ => {}
+        }
+        self.pin("vcpu-cpus", "a vCPU", &lists, host);
+        if self.settings.has_iothreads() {
+            let own = disk.threads.iter();
+            let lists = own.map(|used| of_vm.threads.get(&used.id));
+            let lists: Option<Vec<&CpuList>> = lists.collect();
+            self.pin(
+                "server-cpus",
+                "an I/O thread",
+                &lists.unwrap_or_default(),
+                host,
+            );
+        } else if let Some(cpus) = &of_vm.emulator {
+            self.guest_notes.push(format!(
+                "QEMU's main loop is not pinned in the lab; this VM's may use the CPUs {}",
+                cpus
+            ));
+        }
+        if let Some(cpus) = &of_vm.process {
+            self.guest_notes.push(format!(
+                "the lab's guest may use all CPUs; this VM may use {}",
+                cpus
+            ));
+        }
+        let quotas = of_vm.quotas.iter();
+        let quotas: Vec<String> = quotas
+            .map(|(setting, percent)| format!("{setting}, {percent} % of a CPU for each thread"))
+            .collect();
+        if !quotas.is_empty() {
+            self.guest_notes.push(format!(
+                "without the VM's limits on CPU time ({}), so it may not reach the measured speeds",
+                printable(&quotas.join("; "))
+            ));
+        }
+    }
+
+    /// Pins threads to all CPUs of these lists. The lab gives each thread one of them.
+    fn pin(&mut self, key: &str, thread: &str, lists: &[&CpuList], host: &Host) {
+        let cpus: Vec<BTreeSet<u32>> = lists.iter().map(|list| list.cpus()).collect();
+        let all: BTreeSet<u32> = cpus.iter().flatten().copied().collect();
+        let Some(last) = all.last() else {
+            return;
+        };
+        let text = cpus::text_of(&all);
+        if let Some(count) = host.cpus.filter(|count| u64::from(*last) >= *count) {
+            return self.guest_notes.push(format!(
+                "{key}={}, because this host has {count} CPUs; the VM's are {text}",
+                self.value(key)
+            ));
+        }
+        self.take(key, &text);
+        if cpus.iter().any(|own| own.len() > 1) {
+            self.guest_notes.push(format!(
+                "{key}={text}: {thread} of the lab has one of these CPUs; one of the VM may use several"
+            ));
         }
     }
 

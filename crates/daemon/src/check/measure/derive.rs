@@ -25,6 +25,20 @@ pub struct Subject<'a> {
     pub load: Load,
     /// Whether ringdisk can serve the disk, or why not; `None` if it does already.
     pub moves: Option<Result<(), String>>,
+    /// The disk after all fixes, if the lab has such a disk.
+    pub fixed: Option<Configuration>,
+}
+
+impl Subject<'_> {
+    /// A comparison with the value that the fix chooses, if the rule allows several.
+    fn as_fixed(&self, mut contrast: Contrast) -> Contrast {
+        let chosen = self.fixed.as_ref().map(|its| its.value(&contrast.axis));
+        let is_allowed = |value: &String| contrast.to.split('|').any(|one| one == value);
+        if let Some(chosen) = chosen.filter(is_allowed) {
+            contrast.to = chosen;
+        }
+        contrast
+    }
 }
 
 /// The plans for the findings about a disk: one for full disks, and one for empty ones if a rule is about writes that
@@ -39,7 +53,9 @@ pub fn targets(subject: &Subject, asked: &[Asked]) -> (Vec<Target>, Vec<NotMeasu
         };
         match &one.rule.measurement {
             Measurement::None(why) => not_measured.push(refused(why.clone())),
-            Measurement::By(contrast) => match comparable(contrast, subject.load) {
+            Measurement::By(contrast) => match comparable(contrast, subject.load)
+                .map(|contrast| subject.as_fixed(contrast))
+            {
                 Err(why) => not_measured.push(refused(why)),
                 Ok(its) if its.allocation == Allocation::Thin => thin.push((one, its)),
                 Ok(its) => full.push((one, its)),

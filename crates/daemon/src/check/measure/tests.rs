@@ -9,6 +9,7 @@ use advisor::text::Source;
 
 use super::*;
 
+mod differences;
 mod scratch;
 
 fn corpus() -> PathBuf {
@@ -42,6 +43,14 @@ fn fixtures() -> Vec<(String, Input, Option<Facts>)> {
     cases.filter_map(of_case).collect()
 }
 
+fn with(load: Load) -> Means {
+    Means {
+        load,
+        accel: Accel::Kvm,
+        without_kvm: String::new(),
+    }
+}
+
 /// A checked input, its report, and its plans.
 fn planned(
     mut input: Input,
@@ -61,7 +70,7 @@ fn planned(
         notes: true,
         ask: false,
     };
-    let plans = plans(args, &context, &report.findings, load).unwrap();
+    let plans = plans(args, &context, &report.findings, &with(load)).unwrap();
     (inputs, report, plans)
 }
 
@@ -176,7 +185,7 @@ fn plans_of(text: &str, args: &Args) -> Result<(Report, Plans), String> {
         notes: false,
         ask: false,
     };
-    let plans = plans(args, &context, &report.findings, Load::Guests)?;
+    let plans = plans(args, &context, &report.findings, &with(Load::Guests))?;
     Ok((report, plans))
 }
 

@@ -81,7 +81,9 @@ impl Target {
                 pairs(&changes)
             );
         }
-        let (runtime, ramp) = self.times(budget, boot);
+        let [runtime, ramp] = self
+            .times(budget, boot)
+            .map(|time| format!("{}ms", time.as_millis()));
         text += &format!("\n[fio]\nruntime = \"{runtime}\"\nramp = \"{ramp}\"\n");
         for load in &self.loads {
             let standard = Workload {
@@ -99,29 +101,47 @@ impl Target {
     }
 
     /// The measured time of a sample, and the time before it.
-    fn times(&self, budget: Duration, boot: Duration) -> (String, String) {
-        // The first configuration runs twice.
-        let starts = self.cases.len() as f64 + 2.0;
-        let each = budget.as_secs_f64() / BLOCKS / starts - boot.as_secs_f64();
+    fn times(&self, budget: Duration, boot: Duration) -> [Duration; 2] {
+        let each = budget.as_secs_f64() / BLOCKS / self.starts() - boot.as_secs_f64();
         let share = each / self.loads.len().max(1) as f64;
         let runtime = (share * 0.8).clamp(RUNTIME_MIN, RUNTIME_MAX);
         let ramp = (runtime * 0.25).min(1.0);
-        let text = |seconds: f64| format!("{}ms", (seconds * 10.0).round() as u64 * 100);
-        (text(runtime), text(ramp))
+        [runtime, ramp].map(|seconds| Duration::from_millis((seconds * 10.0).round() as u64 * 100))
     }
 
-    /// A description of what is going to be created, and of the time.
-    pub fn summary(&self, budget: Duration) -> String {
+    /// How often a configuration starts in a block: the first runs twice.
+    fn starts(&self) -> f64 {
+        self.cases.len() as f64 + 2.0
+    }
+
+    /// The time of a block, without the time to fill disks.
+    pub(super) fn block(&self, budget: Duration, boot: Duration) -> Duration {
+        let sample: Duration = self.times(budget, boot).into_iter().sum();
+        let loads = u32::try_from(self.loads.len().max(1)).unwrap_or(u32::MAX);
+        (boot + sample.saturating_mul(loads)).mul_f64(self.starts())
+    }
+
+    /// A description of what is going to be created, and of the time. A configuration takes `boot` to start.
+    pub fn summary(&self, budget: Duration, boot: Duration) -> String {
         let names: Vec<&str> = self
             .comparisons()
             .map(|comparison| comparison.name)
             .collect();
         let loads: Vec<&str> = self.loads.iter().map(|load| load.name.as_str()).collect();
+        let block = self.block(budget, boot);
+        let time = if block > budget {
+            format!(
+                "for about {}: its first block runs in any case, although its share of --budget is {}",
+                time_text(Duration::from_secs(block.as_secs() + 1)),
+                time_text(budget)
+            )
+        } else {
+            format!("for at most {}", time_text(budget))
+        };
         format!(
-            "{}: measures {} for at most {} ({})",
+            "{}: measures {} ({}) {time}",
             self.disks.join(", "),
             names.join("; "),
-            time_text(budget),
             loads.join("; ")
         )
     }
