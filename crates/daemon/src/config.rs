@@ -54,6 +54,10 @@ pub struct Config {
     pub metrics: Option<SocketAddr>,
     /// Where NBD clients connect.
     pub nbd: Option<NbdAddress>,
+    /// Directory with the certificates for NBD clients.
+    pub nbd_tls: Option<PathBuf>,
+    /// NBD clients need no certificate.
+    pub nbd_tls_any_peer: bool,
     /// Directory for persisted state.
     pub state: Option<PathBuf>,
     /// Directories where files named by images may lie.

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 use crate::config::Config;
-use crate::config::nbd::{NbdAddress, NbdExportSpec};
+use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::state::Overrides;
 
@@ -33,6 +33,8 @@ pub struct Inherited {
 pub struct NbdService {
     pub address: NbdAddress,
     pub listener: OwnedFd,
+    /// Clients must use TLS.
+    pub tls: Option<TlsSpec>,
     pub exports: Vec<NbdExportSpec>,
 }
 
@@ -48,6 +50,8 @@ pub struct InheritedParts {
     pub upgrade: Option<UnixListener>,
     pub metrics: Option<TcpListener>,
     pub nbd: Option<NbdService>,
+    /// Certificates for NBD clients that commands have added, by id.
+    pub tls: Vec<(String, TlsSpec)>,
     /// By name.
     pub disks: BTreeMap<String, InheritedDisk>,
     /// How what the old process serves differs from the configuration.
@@ -254,6 +258,11 @@ impl Inherited {
     /// The NBD server of the old process.
     pub fn nbd(&self) -> Option<NbdService> {
         self.parts().nbd.take()
+    }
+
+    /// The certificates for NBD clients that commands had added, by id.
+    pub fn tls(&self) -> Vec<(String, TlsSpec)> {
+        std::mem::take(&mut self.parts().tls)
     }
 
     /// The export at this socket.

@@ -40,6 +40,8 @@ pub struct SandboxOptions {
     pub mode: Mode,
     /// Further directories for disks and sockets.
     pub allow: Vec<PathBuf>,
+    /// Further directories for files that are read.
+    pub readable: Vec<PathBuf>,
     /// The user that this process becomes.
     pub user: Option<UserAccount>,
     /// This process listens at a TCP port.
@@ -221,6 +223,7 @@ fn paths(
         paths.storage(directory);
         paths.sockets(directory);
     }
+    options.readable.iter().for_each(|d| paths.readable(d));
     if let Some(file) = config_file {
         // The directory, because editors replace the file.
         paths.readable(file.parent().unwrap_or(file));

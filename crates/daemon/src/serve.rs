@@ -42,6 +42,9 @@ pub struct Args {
     #[arg(long, value_name = "ADDRESS", help = help("nbd"))]
     nbd: Option<NbdAddress>,
 
+    #[arg(long, value_name = "DIR", help = help("nbd-tls"))]
+    nbd_tls: Option<PathBuf>,
+
     #[arg(long, value_name = "DIR", help = help("allow-backing"))]
     allow_backing: Vec<PathBuf>,
 

@@ -21,6 +21,7 @@ mod replace;
 mod resize;
 mod shutdown;
 mod start;
+mod tls;
 mod watch;
 
 use std::collections::BTreeMap;

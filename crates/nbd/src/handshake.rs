@@ -171,11 +171,25 @@ pub enum HandshakeError {
     NoExport(String, &'static str),
 }
 
+/// Whether clients must use TLS.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tls {
+    /// There is none.
+    #[default]
+    Off,
+    /// Nothing else is negotiated before it.
+    Required,
+    /// It protects the connection.
+    On,
+}
+
 /// What comes next.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step {
     /// Send what was appended, and call again with more bytes.
     Continue,
+    /// Send what was appended, begin TLS, and continue with [`Handshake::protected`].
+    StartTls,
     /// Send what was appended. The transmission phase begins.
     Ready(Box<Negotiated>),
     /// Send what was appended, and end the connection: the client wants that.
@@ -203,6 +217,7 @@ pub struct Handshake {
     /// Bytes to skip before the next option.
     skip: usize,
     mode: Mode,
+    tls: Tls,
     /// Contexts that were chosen, and the name of their export.
     chosen: Option<(String, Vec<Context>)>,
 }
@@ -213,6 +228,7 @@ struct OptionError(u32, &'static str);
 impl OptionError {
     const UNSUPPORTED: Self = Self(1 | 1 << 31, "this option is not supported");
     const NO_TLS: Self = Self(2 | 1 << 31, "this server has no TLS");
+    const TLS_REQUIRED: Self = Self(5 | 1 << 31, "this server requires TLS");
     const NO_EXPORT: Self = Self(6 | 1 << 31, "there is no export of this name");
     const TOO_BIG: Self = Self(9 | 1 << 31, "the option is too long");
 
@@ -222,6 +238,24 @@ impl OptionError {
 }
 
 impl Handshake {
+    /// The beginning of a handshake.
+    pub fn new(tls: Tls) -> Self {
+        let start = Self::default();
+        Self { tls, ..start }
+    }
+
+    /// What follows [`Step::StartTls`]. Nothing that was negotiated before is used, because an attacker may have sent it.
+    pub fn protected(self) -> Self {
+        Self {
+            has_client_flags: self.has_client_flags,
+            is_fixed: self.is_fixed,
+            no_zeroes: self.no_zeroes,
+            options: self.options,
+            tls: Tls::On,
+            ..Self::default()
+        }
+    }
+
     /// Handles the next message in `input`, and appends the reply to `out`. Returns the number of bytes that it took, which
     /// is 0 if more are needed; [`OPTION_BYTES_MAX`] and 16 are always enough.
     ///
@@ -311,7 +345,8 @@ impl Handshake {
                 reply(option, REP_ACK, &[], out);
                 return Ok(Step::End);
             }
-            OPT_STARTTLS => Err(OptionError::NO_TLS),
+            OPT_STARTTLS => self.start_tls(data),
+            _ if self.tls == Tls::Required => Err(OptionError::TLS_REQUIRED),
             OPT_LIST => list(data, exports, out),
             OPT_INFO | OPT_GO => self.info(option, data, exports, out),
             OPT_STRUCTURED_REPLY => self.set_mode(data, Mode::Structured),
@@ -330,6 +365,15 @@ impl Handshake {
                 reply(option, kind, message.as_bytes(), out);
                 Ok(Step::Continue)
             }
+        }
+    }
+
+    fn start_tls(&self, data: &[u8]) -> Result<Step, OptionError> {
+        match self.tls {
+            Tls::Off => Err(OptionError::NO_TLS),
+            Tls::On => Err(OptionError::invalid("TLS protects this connection already")),
+            Tls::Required if data.is_empty() => Ok(Step::StartTls),
+            Tls::Required => Err(OptionError::invalid("this option has no data")),
         }
     }
 
@@ -370,6 +414,9 @@ impl Handshake {
     ) -> Result<Step, HandshakeError> {
         let name = String::from_utf8_lossy(data);
         let fail = |why| HandshakeError::NoExport(name.chars().take(80).collect(), why);
+        if self.tls == Tls::Required {
+            return Err(fail(OptionError::TLS_REQUIRED.1));
+        }
         let export = exports
             .find(&name)
             .ok_or_else(|| fail(OptionError::NO_EXPORT.1))?;

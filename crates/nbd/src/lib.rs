@@ -14,7 +14,7 @@ mod request;
 pub use handshake::{
     BASE_ALLOCATION, BlockSizes, Context, DEPTH, ExportInfo, Exports, GREETING, Handshake,
     HandshakeError, NAME_BYTES_MAX, Negotiated, OPTION_BYTES_MAX, OPTIONS_MAX, QUERIES_MAX, Step,
-    flags,
+    Tls, flags,
 };
 pub use reply::{BlockStatus, EXTENTS_MAX, Replies, STATE_HOLE, STATE_ZERO};
 pub use request::{Command, ErrorCode, PAYLOAD_BYTES_MAX, ProtocolError, Refusal, RequestHeader};

@@ -2,7 +2,7 @@
 
 use nbd::{
     BASE_ALLOCATION, DEPTH, GREETING, Handshake, HandshakeError, Mode, Negotiated, OPTIONS_MAX,
-    Step,
+    Step, Tls,
 };
 
 use crate::checks::Two;
@@ -50,6 +50,7 @@ fn run(client: &[u8]) -> (Vec<u32>, Option<Box<Negotiated>>) {
             Step::End => return (types(&out), None),
             Step::Continue if used == 0 => return (types(&out), None),
             Step::Continue => {}
+            Step::StartTls => unreachable!("this server has no TLS"),
         }
     }
 }
@@ -211,4 +212,56 @@ fn endless_negotiation_ends() {
     }
     let end = handshake.advance(&list, &Two, &mut out);
     assert_eq!(end, Err(HandshakeError::TooMany));
+}
+
+/// Before TLS, nothing is told and nothing is negotiated; and nothing from before it is used afterwards.
+#[test]
+fn tls_comes_first() {
+    const TLS_REQUIRED: u32 = 5 | 1 << 31;
+    const INVALID: u32 = 3 | 1 << 31;
+    let mut handshake = Handshake::new(Tls::Required);
+    let mut out = Vec::new();
+    let mut send = |handshake: &mut Handshake, bytes: &[u8]| {
+        out.clear();
+        let step = handshake.advance(bytes, &Two, &mut out).unwrap();
+        assert_eq!(step.0, bytes.len());
+        (types(&out), step.1)
+    };
+    send(&mut handshake, &FLAGS);
+    for (bytes, expected) in [
+        (option(3, &[]), TLS_REQUIRED),
+        (option(8, &[]), TLS_REQUIRED),
+        (option(11, &[]), TLS_REQUIRED),
+        (contexts(10, "disk", &["base:allocation"]), TLS_REQUIRED),
+        (go("disk"), TLS_REQUIRED),
+        (option(5, &[0]), INVALID),
+    ] {
+        let refused = (vec![expected], Step::Continue);
+        assert_eq!(send(&mut handshake, &bytes), refused);
+    }
+    let began = (vec![ACK], Step::StartTls);
+    assert_eq!(send(&mut handshake, &option(5, &[])), began);
+    let mut handshake = handshake.protected();
+    let again = (vec![INVALID], Step::Continue);
+    assert_eq!(send(&mut handshake, &option(5, &[])), again);
+    let (_, step) = send(&mut handshake, &go("disk"));
+    let Step::Ready(negotiated) = step else {
+        panic!("{step:?}");
+    };
+    assert_eq!(
+        (negotiated.mode, negotiated.contexts),
+        (Mode::Simple, vec![])
+    );
+
+    let mut handshake = Handshake::new(Tls::Required);
+    handshake.advance(&FLAGS, &Two, &mut Vec::new()).unwrap();
+    let mut out = Vec::new();
+    let refused = handshake.advance(&option(1, b"disk"), &Two, &mut out);
+    assert!(matches!(refused, Err(HandshakeError::NoExport(..))));
+    assert_eq!(out, []);
+    // A server without TLS.
+    assert_eq!(
+        run(&[&FLAGS[..], &option(5, &[])].concat()).0,
+        [2 | 1 << 31]
+    );
 }

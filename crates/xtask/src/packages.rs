@@ -27,6 +27,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("fio", "fio"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdcopy", "libnbd-bin"),
+    ("openssl", "openssl"),
     ("busybox", "busybox-static"),
     ("mkfs.ext4", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),

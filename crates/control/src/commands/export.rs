@@ -60,6 +60,8 @@ record! {
     NbdServerStart {
         /// The address to listen on.
         addr: SocketAddressLegacy = "addr",
+        /// The id of a `tls-creds-x509`: clients must use TLS with its certificates.
+        tls_creds: Option<String> = "tls-creds",
         /// The limit of connections. ringdisk has one of its own, and takes no other.
         max_connections: Option<u32> = "max-connections",
     }

@@ -138,8 +138,9 @@ fn list(client: &mut Client, connection: &Connection) -> CommandResult {
 /// What clients are given.
 fn uri(server: &Value, name: &str) -> String {
     let address = server["address"].as_str().unwrap_or_default();
+    let scheme = if server["tls"] == true { "nbds" } else { "nbd" };
     match address.parse() {
-        Ok(NbdAddress::Tcp(address)) => format!("nbd://{address}/{name}"),
-        _ => format!("nbd+unix:///{name}?socket={address}"),
+        Ok(NbdAddress::Tcp(address)) => format!("{scheme}://{address}/{name}"),
+        _ => format!("{scheme}+unix:///{name}?socket={address}"),
     }
 }

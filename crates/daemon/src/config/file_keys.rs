@@ -109,11 +109,34 @@ pub static TOP_KEYS: &[TopKey] = &[
             "nbd",
             Form::Text("ADDRESS"),
             "where [NBD clients](nbd.md) connect: the path of a socket, or an IP address and a port, as in \
-             `192.0.2.1:10809`, which is not protected",
+             `192.0.2.1:10809`, which only `nbd-tls` protects",
         )
         .by_default("none"),
         read: |config, entry| set_some(&mut config.nbd, entry),
         differs: |a, b| a.nbd != b.nbd || a.exports != b.exports,
+    },
+    TopKey {
+        key: key(
+            "nbd-tls",
+            Form::Text("DIR"),
+            "directory with the [certificates](nbd.md#tls) of the NBD server; its clients must use TLS then",
+        )
+        .by_default("none"),
+        read: |config, entry| set_some(&mut config.nbd_tls, entry),
+        differs: |a, b| a.nbd_tls != b.nbd_tls,
+    },
+    TopKey {
+        key: key(
+            "nbd-tls-verify-peer",
+            Form::Words(&["on", "off"]),
+            "whether NBD clients must have a certificate of the authority in `ca-cert.pem`",
+        )
+        .by_default("`on`"),
+        read: |config, entry| {
+            config.nbd_tls_any_peer = matches!(&*entry.text()?, "off" | "false");
+            Ok(())
+        },
+        differs: |a, b| a.nbd_tls_any_peer != b.nbd_tls_any_peer,
     },
     TopKey {
         key: key(

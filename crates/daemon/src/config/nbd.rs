@@ -37,6 +37,15 @@ impl FromStr for NbdAddress {
     }
 }
 
+/// The certificates of the server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsSpec {
+    /// With QEMU's names: `server-cert.pem`, `server-key.pem`, `ca-cert.pem` and, if there is one, `ca-crl.pem`.
+    pub dir: PathBuf,
+    /// Whether clients need a certificate of this authority.
+    pub verify_peer: bool,
+}
+
 /// How a disk is exported.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NbdExportSpec {

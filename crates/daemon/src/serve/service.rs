@@ -18,7 +18,7 @@ use super::{Args, ServeError};
 use crate::config::Config;
 use crate::config::conflicts::check_conflicts;
 use crate::config::cpus::Cpus;
-use crate::config::nbd::{NbdAddress, NbdExportSpec};
+use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::config::spec::DiskSpec;
 use crate::credentials::{self, UserAccount};
 use crate::inherited::Inherited;
@@ -34,6 +34,7 @@ use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
+use crate::server::nbd::ReadyNbd;
 use crate::server::nbd::listener::BoundNbd;
 use crate::server::reload::Reloader;
 use crate::server::{Server, ServerError};
@@ -149,6 +150,7 @@ struct Settings {
     control_path: PathBuf,
     metrics: Option<SocketAddr>,
     nbd: Option<NbdAddress>,
+    tls: Option<TlsSpec>,
     backing: Vec<PathBuf>,
     state: Option<PathBuf>,
     user: Option<UserAccount>,
@@ -163,6 +165,7 @@ impl Settings {
         let state = args.state.clone().or(config.state.clone());
         let user = args.user.as_deref().or(config.user.as_deref());
         let user = user.map(UserAccount::find).transpose();
+        let tls = args.nbd_tls.clone().or(config.nbd_tls.clone());
         let backing = match &args.allow_backing[..] {
             [] => &config.allow_backing,
             given => given,
@@ -179,6 +182,10 @@ impl Settings {
             control,
             metrics: args.metrics.or(config.metrics),
             nbd: args.nbd.clone().or(config.nbd.clone()),
+            tls: tls.map(|dir| TlsSpec {
+                dir,
+                verify_peer: !config.nbd_tls_any_peer,
+            }),
             backing: backing.to_vec(),
             state: state.or_else(state_directory),
             user: user.map_err(SandboxError::User)?,
@@ -208,6 +215,7 @@ impl Settings {
         let options = SandboxOptions {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),
+            readable: self.tls.iter().map(|tls| tls.dir.clone()).collect(),
             user: self.user.clone(),
             listens: self.metrics.is_some() || matches!(self.nbd, Some(NbdAddress::Tcp(_))),
         };
@@ -306,14 +314,14 @@ impl Service {
         };
         let metrics = settings.metrics.map(start).transpose()?;
         let socket = bind_control(settings, &self.inherited)?;
-        let (nbd, exports) = self.open_nbd(settings)?;
+        let nbd = self.open_nbd(settings)?;
         self.sandbox.seal()?;
         if let Some(predecessor) = predecessor {
             let committed = predecessor.commit(&self.inherited);
             committed.map_err(|e| ServeError::System("the old process continues to serve", e))?;
         }
         // Before another upgrade can hand it over.
-        if let Some(nbd) = nbd {
+        if let Some((nbd, exports)) = nbd {
             self.serve_nbd(nbd, exports);
         }
         if let Some(upgrade_socket) = &self.upgrade_socket {
@@ -340,23 +348,30 @@ impl Service {
     fn open_nbd(
         &self,
         settings: &Settings,
-    ) -> Result<(Option<BoundNbd>, Vec<NbdExportSpec>), ServeError> {
-        if let Some(nbd) = self.inherited.nbd() {
-            return Ok((
-                Some(BoundNbd::adopt(nbd.address, nbd.listener)),
-                nbd.exports,
-            ));
+    ) -> Result<Option<(ReadyNbd, Vec<NbdExportSpec>)>, ServeError> {
+        for (id, tls) in self.inherited.tls() {
+            self.server.add_tls(&id, tls)?;
         }
-        let bound = settings.nbd.as_ref().map(BoundNbd::bind).transpose()?;
-        Ok((bound, self.nbd_exports.clone()))
+        let (bound, tls, exports) = match (self.inherited.nbd(), &settings.nbd) {
+            (Some(nbd), _) => {
+                let bound = BoundNbd::adopt(nbd.address, nbd.listener);
+                (bound, nbd.tls, nbd.exports)
+            }
+            (None, Some(address)) => {
+                let (tls, exports) = (settings.tls.clone(), self.nbd_exports.clone());
+                (BoundNbd::bind(address)?, tls, exports)
+            }
+            (None, None) => return Ok(None),
+        };
+        Ok(Some((self.server.ready_nbd(bound, tls)?, exports)))
     }
 
     /// Disks are served whether or not their NBD exports are.
-    fn serve_nbd(&self, bound: BoundNbd, exports: Vec<NbdExportSpec>) {
+    fn serve_nbd(&self, ready: ReadyNbd, exports: Vec<NbdExportSpec>) {
         let server = &self.server;
         // A client that connects already finds all exports.
         let _paused = server.nbd.pause();
-        if let Err(e) = server.adopt_nbd(bound) {
+        if let Err(e) = server.adopt_nbd(ready) {
             return error!("{e}");
         }
         for export in exports {

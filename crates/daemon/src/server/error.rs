@@ -14,6 +14,7 @@ use crate::node::NodeError;
 use crate::sandbox::OutsideSandbox;
 use crate::server::bitmap_plan::BitmapError;
 use crate::server::iothreads::IoThreadError;
+use crate::server::tls::TlsError;
 use crate::socket::SocketError;
 
 #[derive(Debug, Error)]
@@ -169,6 +170,14 @@ pub enum NbdError {
     Socket(#[from] SocketError),
     #[error("there is an NBD export with the id '{0}' already; choose another id")]
     SameId(String),
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    #[error("there is no tls-creds-x509 '{0}'; object-add adds it")]
+    NoTls(String),
+    #[error("there is a tls-creds-x509 '{0}' already; choose another id")]
+    SameTls(String),
+    #[error("the NBD server uses '{0}'; nbd-server-stop ends that")]
+    TlsInUse(String),
     #[error("there is an NBD export named '{0}' already; choose another name")]
     SameName(String),
     #[error("'{0}' is {1} bytes long; names of NBD exports have at most {max}", max = nbd::NAME_BYTES_MAX)]

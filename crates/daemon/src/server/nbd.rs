@@ -11,8 +11,10 @@ mod memory;
 mod output;
 mod queue;
 mod status;
+mod stream;
 mod transfer;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -23,9 +25,10 @@ use tracing::{info, warn};
 use super::clients::END_TIMEOUT;
 use super::device::ServedDisk;
 use super::error::NbdError;
+use super::tls::TlsCredentials;
 use super::{Removal, Server, ServerError};
 use crate::config::conflicts::ConflictError;
-use crate::config::nbd::{NbdAddress, NbdExportSpec};
+use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::inherited::NbdService;
 use export::{Exports, NbdExport, locked};
 use listener::{BoundNbd, Listener};
@@ -38,7 +41,12 @@ const EXPORTS_MAX: usize = 4096;
 pub struct NbdServer {
     exports: Arc<Mutex<Exports>>,
     listener: Mutex<Option<Listener>>,
+    /// Certificates by the id that `nbd-server-start` refers to.
+    tls: Mutex<BTreeMap<String, Arc<TlsCredentials>>>,
 }
+
+/// Limit of [`NbdServer::tls`].
+const TLS_MAX: usize = 64;
 
 impl NbdServer {
     /// All exports.
@@ -58,6 +66,20 @@ impl NbdServer {
         listener.as_ref().map(|listener| listener.address().clone())
     }
 
+    /// Whether clients must use TLS.
+    pub fn has_tls(&self) -> bool {
+        let listener = locked(&self.listener);
+        listener.as_ref().is_some_and(|l| l.tls().is_some())
+    }
+
+    /// The certificates that commands have added, by id.
+    pub fn tls(&self) -> Vec<(String, TlsSpec)> {
+        let all = locked(&self.tls);
+        all.iter()
+            .map(|(id, tls)| (id.clone(), tls.spec.clone()))
+            .collect()
+    }
+
     /// What a process that takes over needs, with a copy of the socket.
     ///
     /// # Errors
@@ -70,10 +92,17 @@ impl NbdServer {
         let exports = self.exports();
         Ok(Some(NbdService {
             address: listener.address().clone(),
+            tls: listener.tls().map(|tls| tls.spec.clone()),
             listener: listener.copy()?,
             exports: exports.iter().map(|export| export.spec()).collect(),
         }))
     }
+}
+
+/// A socket, and the certificates that its clients are shown: all that the sandbox may refuse later.
+pub struct ReadyNbd {
+    bound: BoundNbd,
+    tls: Option<Arc<TlsCredentials>>,
 }
 
 /// No client is accepted while this exists.
@@ -105,11 +134,55 @@ fn is_denied(error: &io::Error) -> bool {
 }
 
 impl Server {
-    /// Serves NBD clients at this address.
+    /// Adds certificates for [`start_nbd`](Self::start_nbd).
     ///
     /// # Errors
-    /// The server is running, or cannot listen there.
-    pub fn start_nbd(&self, address: &NbdAddress) -> Result<(), ServerError> {
+    /// The id is taken, or the files cannot be used.
+    pub fn add_tls(&self, id: &str, spec: TlsSpec) -> Result<(), ServerError> {
+        let mut all = locked(&self.nbd.tls);
+        if all.contains_key(id) {
+            return Err(NbdError::SameTls(id.into()).into());
+        }
+        if all.len() >= TLS_MAX {
+            return Err(ServerError::TooMany(format!("{TLS_MAX} tls-creds-x509")));
+        }
+        let credentials = TlsCredentials::read(spec).map_err(NbdError::from)?;
+        all.insert(id.into(), Arc::new(credentials));
+        Ok(())
+    }
+
+    /// Removes certificates. Returns false if there are none with this id.
+    ///
+    /// # Errors
+    /// The NBD server uses them.
+    pub fn remove_tls(&self, id: &str) -> Result<bool, ServerError> {
+        let listener = locked(&self.nbd.listener);
+        let mut all = locked(&self.nbd.tls);
+        let used = listener.as_ref().and_then(|listener| listener.tls());
+        match (all.get(id), used) {
+            (None, _) => Ok(false),
+            (Some(tls), Some(used)) if Arc::ptr_eq(tls, used) => {
+                Err(NbdError::TlsInUse(id.into()).into())
+            }
+            _ => {
+                all.remove(id);
+                Ok(true)
+            }
+        }
+    }
+
+    /// Serves NBD clients at this address, with the certificates of this id.
+    ///
+    /// # Errors
+    /// The server is running, or cannot listen there, or there are no such certificates.
+    pub fn start_nbd(&self, address: &NbdAddress, tls: Option<&str>) -> Result<(), ServerError> {
+        let tls = match tls {
+            Some(id) => {
+                let tls = locked(&self.nbd.tls).get(id).cloned();
+                Some(tls.ok_or_else(|| NbdError::NoTls(id.into()))?)
+            }
+            None => None,
+        };
         let mut listener = locked(&self.nbd.listener);
         if let Some(running) = &*listener {
             return Err(NbdError::Running(running.address().clone()).into());
@@ -123,17 +196,40 @@ impl Server {
             }
             e => e,
         })?;
-        *listener = Some(Listener::start(bound, self.nbd.exports.clone())?);
+        *listener = Some(Listener::start(bound, self.nbd.exports.clone(), tls)?);
         Ok(())
+    }
+
+    /// Reads the certificates for a socket, unless they are those that were added with an id.
+    ///
+    /// # Errors
+    /// They cannot be used.
+    pub fn ready_nbd(
+        &self,
+        bound: BoundNbd,
+        tls: Option<TlsSpec>,
+    ) -> Result<ReadyNbd, ServerError> {
+        let Some(spec) = tls else {
+            return Ok(ReadyNbd { bound, tls: None });
+        };
+        let added = locked(&self.nbd.tls);
+        let same = added.values().find(|tls| tls.spec == spec).cloned();
+        let tls = match same {
+            Some(tls) => tls,
+            None => Arc::new(TlsCredentials::read(spec).map_err(NbdError::from)?),
+        };
+        let tls = Some(tls);
+        Ok(ReadyNbd { bound, tls })
     }
 
     /// Serves NBD clients at a socket that was made before.
     ///
     /// # Errors
     /// There is no thread for it.
-    pub fn adopt_nbd(&self, mut bound: BoundNbd) -> Result<(), ServerError> {
+    pub fn adopt_nbd(&self, ready: ReadyNbd) -> Result<(), ServerError> {
+        let ReadyNbd { mut bound, tls } = ready;
         bound.own();
-        let started = Listener::start(bound, self.nbd.exports.clone())?;
+        let started = Listener::start(bound, self.nbd.exports.clone(), tls)?;
         *locked(&self.nbd.listener) = Some(started);
         Ok(())
     }

@@ -16,7 +16,7 @@ use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::config::limits;
-use crate::config::nbd::NbdExportSpec;
+use crate::config::nbd::{NbdExportSpec, TlsSpec};
 use crate::inherited::{FileIdentity, NbdService};
 use crate::log;
 use crate::node::Node;
@@ -28,8 +28,8 @@ use crate::socket::BoundPath;
 use crate::socket::accept::Client;
 use crate::upgrade::protocol::{
     BITMAP_UNIT, Channel, FirstMessage, Handover, HandoverBitmap, HandoverDisk, HandoverExport,
-    HandoverNbd, HandoverNbdExport, HandoverSession, Launched, Outcome, PROTOCOL, Step,
-    UpgradeReply, UpgradeRequest,
+    HandoverNbd, HandoverNbdExport, HandoverSession, HandoverTls, Launched, Outcome, PROTOCOL,
+    Step, UpgradeReply, UpgradeRequest,
 };
 
 /// How long the new process may take for a step while guests are served.
@@ -350,6 +350,9 @@ fn send(
         sockets,
         exports: Vec::new(),
         nbd: nbd.as_ref().map(handover_nbd),
+        tls: (server.nbd.tls().iter())
+            .map(|(id, spec)| (id.clone(), handover_tls(spec)))
+            .collect(),
         bitmaps,
     };
     let singles = lock.iter().chain(control).chain(upgrade).chain(metrics);
@@ -380,6 +383,13 @@ fn send(
     channel.send(&handover, &descriptors, deadline)
 }
 
+fn handover_tls(spec: &TlsSpec) -> HandoverTls {
+    HandoverTls {
+        dir: spec.dir.clone(),
+        verify_peer: spec.verify_peer,
+    }
+}
+
 fn handover_nbd(nbd: &NbdService) -> HandoverNbd {
     let export = |export: &NbdExportSpec| HandoverNbdExport {
         id: export.id.clone(),
@@ -394,6 +404,7 @@ fn handover_nbd(nbd: &NbdService) -> HandoverNbd {
     };
     HandoverNbd {
         address: nbd.address.to_string(),
+        tls: nbd.tls.as_ref().map(handover_tls),
         exports: nbd.exports.iter().map(export).collect(),
     }
 }

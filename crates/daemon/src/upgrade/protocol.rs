@@ -123,6 +123,9 @@ pub struct Handover {
     /// The NBD server. Versions without it ignore its socket.
     #[serde(default)]
     pub nbd: Option<HandoverNbd>,
+    /// Certificates that commands have added, by id. The new process reads the files.
+    #[serde(default)]
+    pub tls: Vec<(String, HandoverTls)>,
     /// Temporary bitmaps, in the order of their bits. Older versions do not know them.
     #[serde(default)]
     pub bitmaps: Vec<HandoverBitmap>,
@@ -132,7 +135,17 @@ pub struct Handover {
 #[derive(Serialize, Deserialize)]
 pub struct HandoverNbd {
     pub address: String,
+    /// Clients must use TLS.
+    #[serde(default)]
+    pub tls: Option<HandoverTls>,
     pub exports: Vec<HandoverNbdExport>,
+}
+
+/// Where certificates are.
+#[derive(Serialize, Deserialize)]
+pub struct HandoverTls {
+    pub dir: PathBuf,
+    pub verify_peer: bool,
 }
 
 #[derive(Serialize, Deserialize)]

@@ -13,14 +13,14 @@ use engine::Identity;
 use guest::SavedSession;
 
 use crate::config::limits;
-use crate::config::nbd::NbdExportSpec;
+use crate::config::nbd::{NbdExportSpec, TlsSpec};
 use crate::inherited::{
     self, Gate, Inherited, InheritedDisk, InheritedExport, InheritedParts, NbdService,
 };
 use crate::state::Overrides;
 use crate::upgrade::protocol::{
     BITMAP_UNIT, Channel, Handover, HandoverBitmap, HandoverExport, HandoverNbd, HandoverNbdExport,
-    Hello, PROTOCOL, Step,
+    HandoverTls, Hello, PROTOCOL, Step,
 };
 
 /// How long the old process may take to pause all disks. It gives up sooner.
@@ -119,6 +119,8 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
     if let Some(nbd) = handover.nbd {
         parts.nbd = Some(inherited_nbd(nbd, descriptors.next()?)?);
     }
+    let tls = handover.tls.into_iter();
+    parts.tls = tls.map(|(id, tls)| (id, tls.into())).collect();
     if let Some(bits) = descriptors.next_if(!handover.bitmaps.is_empty())? {
         parts.bitmaps = bitmaps(&handover.bitmaps, &bits)?;
     }
@@ -191,6 +193,15 @@ fn inherited_export(
     })
 }
 
+impl From<HandoverTls> for TlsSpec {
+    fn from(tls: HandoverTls) -> Self {
+        Self {
+            dir: tls.dir,
+            verify_peer: tls.verify_peer,
+        }
+    }
+}
+
 fn inherited_nbd(nbd: HandoverNbd, listener: OwnedFd) -> io::Result<NbdService> {
     let address = nbd.address.parse().map_err(io::Error::other)?;
     let export = |export: HandoverNbdExport| {
@@ -211,6 +222,7 @@ fn inherited_nbd(nbd: HandoverNbd, listener: OwnedFd) -> io::Result<NbdService> 
     Ok(NbdService {
         address,
         listener,
+        tls: nbd.tls.map(TlsSpec::from),
         exports: exports.collect::<io::Result<_>>()?,
     })
 }

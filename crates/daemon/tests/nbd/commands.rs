@@ -175,12 +175,6 @@ fn what_does_not_exist_is_refused() {
         (
             "nbd-server-start",
             json!({ "addr": unix }),
-            "tls-creds",
-            json!("tls0"),
-        ),
-        (
-            "nbd-server-start",
-            json!({ "addr": unix }),
             "max-connections",
             json!(1),
         ),
@@ -266,7 +260,7 @@ fn exports_are_handed_over() {
 }
 
 /// Ends the process that serves now, which is not a child of this one.
-fn stop_successor(served: &Served) {
+pub fn stop_successor(served: &Served) {
     use std::io::{BufRead, BufReader, Write};
     let socket = std::os::unix::net::UnixStream::connect(served.path("control.qmp")).unwrap();
     let mut lines = BufReader::new(&socket).lines();

@@ -4,6 +4,7 @@ mod clients;
 mod commands;
 mod hostile;
 mod raw;
+mod tls;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -1,6 +1,8 @@
 //! A client that sends what it likes.
 
 use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
@@ -15,7 +17,16 @@ pub struct Client(UnixStream);
 impl Client {
     /// Before any option.
     pub fn greeted(socket: &Path) -> Self {
-        let mut stream = UnixStream::connect(socket).unwrap();
+        Self::greeted_by(UnixStream::connect(socket).unwrap())
+    }
+
+    /// The same at a TCP port.
+    pub fn greeted_at(address: &str) -> Self {
+        let stream = OwnedFd::from(TcpStream::connect(address).unwrap());
+        Self::greeted_by(stream.into())
+    }
+
+    fn greeted_by(mut stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(HANG)).unwrap();
         let mut greeting = [0; 18];
         stream.read_exact(&mut greeting).unwrap();

@@ -2,7 +2,7 @@
 
 use nbd::{
     BlockSizes, Command, ExportInfo, Exports, GREETING, Handshake, Mode, OPTION_BYTES_MAX,
-    PAYLOAD_BYTES_MAX, RequestHeader, Step, flags,
+    PAYLOAD_BYTES_MAX, RequestHeader, Step, Tls, flags,
 };
 
 /// Two exports, one of which is read-only.
@@ -36,13 +36,19 @@ impl Exports for Two {
     }
 }
 
-/// Runs a handshake and the requests after it. The first byte decides how many of the others arrive at once.
+/// Runs a handshake and the requests after it. The first byte decides how many of the others arrive at once, and whether the
+/// server requires TLS, whose bytes are left out.
 pub fn session(bytes: &[u8]) {
     let [chunk, bytes @ ..] = bytes else {
         return;
     };
-    let chunk = usize::from(*chunk).max(1);
-    let mut handshake = Handshake::default();
+    let mut tls = if chunk & 0x80 == 0 {
+        Tls::Required
+    } else {
+        Tls::Off
+    };
+    let chunk = usize::from(chunk & 0x7f).max(1);
+    let mut handshake = Handshake::new(tls);
     let mut out = GREETING.to_vec();
     // What has arrived grows only when the handshake asks for more.
     let (mut start, mut end) = (0, 0);
@@ -65,9 +71,15 @@ pub fn session(bytes: &[u8]) {
             }
             Step::Continue => {}
             Step::End => return,
+            Step::StartTls => {
+                assert_eq!(tls, Tls::Required);
+                tls = Tls::On;
+                handshake = handshake.protected();
+            }
             Step::Ready(negotiated) => break negotiated,
         }
     };
+    assert_ne!(tls, Tls::Required);
     assert!(negotiated.contexts.is_empty() || negotiated.mode > Mode::Simple);
     requests(&bytes[start..], negotiated.mode, &negotiated.export);
 }

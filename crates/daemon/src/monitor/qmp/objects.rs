@@ -7,7 +7,7 @@ use block::{Aio, CacheMode, DetectZeroes, Discard, ThrottleLimits};
 use control::{
     BlockExportOptions, BlockExportOptionsNbd, BlockExportType, BlockdevDriver, BlockdevOptions,
     BlockdevOptionsRbd, BlockdevRef, CommandError, InetSocketAddress, NULL_BYTES_DEFAULT,
-    NbdServerStart, ObjectOptions, ObjectType, SocketAddressLegacyType,
+    NbdServerStart, ObjectOptions, ObjectType, SocketAddressLegacyType, TlsCredsEndpoint,
 };
 use datapath::Polling;
 use image::Format;
@@ -17,7 +17,7 @@ use crate::config::ThreadSpec;
 use crate::config::cpus::Cpus;
 use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
-use crate::config::nbd::{NbdAddress, NbdExportSpec};
+use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::server::{Server, ServerError};
 
@@ -232,7 +232,7 @@ pub(super) fn start_nbd(server: &Server, wanted: &NbdServerStart) -> Result<(), 
             }
         }
     };
-    Ok(server.start_nbd(&address)?)
+    Ok(server.start_nbd(&address, wanted.tls_creds.as_deref())?)
 }
 
 pub(super) fn add_object(server: &Server, options: &ObjectOptions) -> Result<(), CommandError> {
@@ -252,10 +252,30 @@ pub(super) fn add_object(server: &Server, options: &ObjectOptions) -> Result<(),
             };
             Ok(server.threads.add(&id, spec)?)
         }
+        ObjectType::TlsCredsX509(tls) => {
+            if tls.endpoint != Some(TlsCredsEndpoint::Server) {
+                return Err(CommandError::generic(
+                    "endpoint: ringdisk has certificates of servers only; add endpoint=server",
+                ));
+            }
+            let Some(dir) = &tls.dir else {
+                return Err(CommandError::generic(
+                    "dir: name the directory of the certificates",
+                ));
+            };
+            let spec = TlsSpec {
+                dir: dir.into(),
+                verify_peer: tls.verify_peer.unwrap_or(true),
+            };
+            Ok(server.add_tls(&id, spec)?)
+        }
     }
 }
 
 pub(super) fn remove_object(server: &Server, id: &str) -> Result<(), CommandError> {
+    if server.remove_tls(id)? {
+        return Ok(());
+    }
     match server.remove_group(id) {
         Err(ServerError::NoGroup(_)) => Ok(server.threads.remove(id)?),
         result => Ok(result?),

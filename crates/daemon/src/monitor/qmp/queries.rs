@@ -52,7 +52,7 @@ pub(super) fn nbd(server: &Server) -> Value {
         })
     });
     let address = server.nbd.address().map(|address| address.to_string());
-    json!({ "address": address, "exports": exports.collect::<Vec<_>>() })
+    json!({ "address": address, "tls": server.nbd.has_tls(), "exports": exports.collect::<Vec<_>>() })
 }
 
 pub(super) fn block_stats(server: &Arc<Server>, nodes: bool) -> Vec<BlockStats> {

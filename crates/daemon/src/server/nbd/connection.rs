@@ -1,12 +1,14 @@
 //! A client's connection: the handshake, and then its requests.
 
-use std::io;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use guest::LocalQueue;
-use nbd::{ExportInfo, GREETING, Handshake, HandshakeError, Negotiated, OPTION_BYTES_MAX, Step};
+use nbd::{
+    ExportInfo, GREETING, Handshake, HandshakeError, Negotiated, OPTION_BYTES_MAX, Step, Tls,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use thiserror::Error;
@@ -15,8 +17,10 @@ use tracing::info;
 use super::export::{Exports, NbdExport, locked};
 use super::memory::{CONNECTION_MAX, ConnectionMemory, SharedMemory};
 use super::queue::ClientQueue;
+use super::stream::{Received, Stream};
 use super::transfer::{Transfer, TransferError};
 use crate::server::clients::Client;
+use crate::server::tls::TlsCredentials;
 
 /// How long a handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -27,6 +31,10 @@ pub enum ConnectionError {
     Handshake(#[from] HandshakeError),
     #[error("the handshake has taken more than {} s", HANDSHAKE.as_secs())]
     TooSlow,
+    #[error(
+        "it has sent {0} bytes between STARTTLS and the reply, which an attacker may have added"
+    )]
+    BeforeTls(usize),
     #[error("export '{0}': {1}")]
     Queue(String, io::Error),
     #[error(transparent)]
@@ -35,24 +43,33 @@ pub enum ConnectionError {
     Socket(#[from] io::Error),
 }
 
+/// What the connections of a server have in common.
+pub struct Serving {
+    pub exports: Arc<Mutex<Exports>>,
+    pub memory: Arc<SharedMemory>,
+    /// Clients must use TLS.
+    pub tls: Option<Arc<TlsCredentials>>,
+}
+
 /// Serves a client until it disconnects, or `stop` becomes readable.
 ///
 /// # Errors
 /// The client was disconnected.
 pub fn serve(
     socket: &OwnedFd,
-    exports: &Mutex<Exports>,
-    memory: &Arc<SharedMemory>,
+    server: &Serving,
     stop: &Arc<OwnedFd>,
     peer: &str,
 ) -> Result<(), ConnectionError> {
+    let exports = &*server.exports;
     let mut greeted = Greeted {
-        socket,
+        stream: Stream::new(socket),
         stop,
         deadline: Instant::now() + HANDSHAKE,
         input: Vec::new(),
     };
-    let Some(Agreed { negotiated, reply }) = greeted.negotiate(&Named(exports))? else {
+    let tls = server.tls.as_deref();
+    let Some(Agreed { negotiated, reply }) = greeted.negotiate(&Named(exports), tls)? else {
         return Ok(());
     };
     let name = negotiated.export.name.clone();
@@ -64,7 +81,7 @@ pub fn serve(
         found.ok_or_else(|| failed(io::Error::other("was removed during the handshake")))?
     };
     // Given back when the queue has stopped.
-    let mut memory = ConnectionMemory::new(memory.clone());
+    let mut memory = ConnectionMemory::new(server.memory.clone());
     let (queue, new) = LocalQueue::new(CONNECTION_MAX).map_err(failed)?;
     let client = Client {
         export: export.number,
@@ -79,9 +96,9 @@ pub fn serve(
     }
     info!("NBD: {peer} uses export '{name}'");
     greeted.send(&reply)?;
-    let Greeted { input, .. } = greeted;
+    let Greeted { input, stream, .. } = greeted;
     let queue = (queue, &mut memory);
-    let transfer = Transfer::new(socket, stop.as_fd(), queue, &export, negotiated, &input);
+    let transfer = Transfer::new(stream, stop.as_fd(), queue, &export, negotiated, &input);
     Ok(transfer.run()?)
 }
 
@@ -115,7 +132,7 @@ struct Agreed {
 
 /// A connection before requests are served. The socket does not block.
 struct Greeted<'a> {
-    socket: &'a OwnedFd,
+    stream: Stream<'a>,
     stop: &'a OwnedFd,
     deadline: Instant,
     /// Bytes that have arrived and were not used yet.
@@ -124,9 +141,13 @@ struct Greeted<'a> {
 
 impl Greeted<'_> {
     /// Returns `None` if the client or this process ends the connection.
-    fn negotiate(&mut self, exports: &Named<'_>) -> Result<Option<Agreed>, ConnectionError> {
+    fn negotiate(
+        &mut self,
+        exports: &Named<'_>,
+        tls: Option<&TlsCredentials>,
+    ) -> Result<Option<Agreed>, ConnectionError> {
         self.send(&GREETING)?;
-        let mut handshake = Handshake::default();
+        let mut handshake = Handshake::new(tls.map_or(Tls::Off, |_| Tls::Required));
         let mut out = Vec::new();
         loop {
             let (used, step) = handshake.advance(&self.input, exports, &mut out)?;
@@ -138,7 +159,19 @@ impl Greeted<'_> {
                 }
                 Step::End => {
                     self.send(&out)?;
+                    self.stream.close();
                     return Ok(None);
+                }
+                Step::StartTls => {
+                    self.send(&out)?;
+                    out.clear();
+                    if !self.input.is_empty() {
+                        return Err(ConnectionError::BeforeTls(self.input.len()));
+                    }
+                    if let Some(tls) = tls {
+                        self.stream.start_tls(tls.config.clone())?;
+                    }
+                    handshake = handshake.protected();
                 }
                 Step::Continue => {}
             }
@@ -155,49 +188,62 @@ impl Greeted<'_> {
         let mut bytes = [0; 4096];
         debug_assert!(self.input.len() < OPTION_BYTES_MAX + 16);
         loop {
-            match rustix::io::read(self.socket, &mut bytes) {
-                Ok(0) => return Ok(false),
-                Ok(n) => {
-                    self.input.extend_from_slice(&bytes[..n]);
+            match self.stream.read(&mut [IoSliceMut::new(&mut bytes)]) {
+                Ok(Received { bytes: 0, .. }) => return Ok(false),
+                Ok(received) => {
+                    self.input.extend_from_slice(&bytes[..received.bytes]);
                     return Ok(true);
                 }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => {
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => {
                     if !self.wait(PollFlags::IN)? {
                         return Ok(false);
                     }
                 }
-                Err(e) => return Err(io::Error::from(e).into()),
+                Err(e) => return Err(e.into()),
             }
         }
     }
 
-    fn send(&self, mut bytes: &[u8]) -> Result<(), ConnectionError> {
-        while !bytes.is_empty() {
-            match rustix::io::write(self.socket, bytes) {
-                Ok(n) => bytes = &bytes[n..],
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => {
+    fn send(&mut self, mut bytes: &[u8]) -> Result<(), ConnectionError> {
+        loop {
+            let sent = match bytes {
+                [] => self
+                    .stream
+                    .flush()
+                    .map(|all| if all { Some(0) } else { None }),
+                bytes => self.stream.write(&[IoSlice::new(bytes)]).map(Some),
+            };
+            match sent {
+                Ok(Some(_)) if bytes.is_empty() => return Ok(()),
+                Ok(Some(n)) => bytes = &bytes[n..],
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() != ErrorKind::WouldBlock => return Err(e.into()),
+                Ok(None) | Err(_) => {
                     if !self.wait(PollFlags::OUT)? {
                         return Err(io::Error::from(Errno::SHUTDOWN).into());
                     }
                 }
-                Err(e) => return Err(io::Error::from(e).into()),
             }
         }
-        Ok(())
     }
 
     /// Returns false if this process ends the connection.
-    fn wait(&self, what: PollFlags) -> Result<bool, ConnectionError> {
+    fn wait(&mut self, what: PollFlags) -> Result<bool, ConnectionError> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(ConnectionError::TooSlow);
         }
         let left = Timespec::try_from(left).ok();
+        // The server's part of the TLS handshake.
+        let unsent = if self.stream.flush()? {
+            PollFlags::empty()
+        } else {
+            PollFlags::OUT
+        };
         let mut ready = [
             PollFd::new(self.stop, PollFlags::IN),
-            PollFd::new(self.socket, what),
+            PollFd::new(self.stream.socket(), what | unsent),
         ];
         match poll(&mut ready, left.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(ready[0].revents().is_empty()),

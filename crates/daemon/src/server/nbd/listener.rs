@@ -12,11 +12,12 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::net::sockopt;
 use tracing::{error, info, warn};
 
-use super::connection;
+use super::connection::{self, Serving};
 use super::export::{Exports, locked};
 use super::memory::SharedMemory;
 use crate::config::nbd::NbdAddress;
 use crate::server::error::{NbdError, ServerError};
+use crate::server::tls::TlsCredentials;
 use crate::socket::Socket;
 use crate::socket::accept::Backoff;
 
@@ -106,6 +107,7 @@ impl BoundNbd {
 /// waiting for them: their storage may not answer.
 pub struct Listener {
     address: NbdAddress,
+    tls: Option<Arc<TlsCredentials>>,
     copy: OwnedFd,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
@@ -114,19 +116,30 @@ pub struct Listener {
 impl Listener {
     /// # Errors
     /// There is no thread or descriptor left.
-    pub fn start(bound: BoundNbd, exports: Arc<Mutex<Exports>>) -> Result<Self, ServerError> {
+    pub fn start(
+        bound: BoundNbd,
+        exports: Arc<Mutex<Exports>>,
+        tls: Option<Arc<TlsCredentials>>,
+    ) -> Result<Self, ServerError> {
         let address = bound.address.clone();
         let fail = |e: io::Error| NbdError::Listen(address.clone(), e);
         let copy = bound.fd().try_clone_to_owned().map_err(fail)?;
         let stop = Arc::new(event().map_err(fail)?);
         let its_stop = stop.clone();
+        let serving = Arc::new(Serving {
+            exports,
+            memory: Arc::new(SharedMemory::default()),
+            tls: tls.clone(),
+        });
         let thread = thread::Builder::new()
             .name("nbd".into())
-            .spawn(move || listen(&bound, &its_stop, &exports))
+            .spawn(move || listen(&bound, &its_stop, &serving))
             .map_err(fail)?;
-        info!("NBD: listening at {address}");
+        let with = if tls.is_some() { ", with TLS" } else { "" };
+        info!("NBD: listening at {address}{with}");
         Ok(Self {
             address,
+            tls,
             copy,
             stop,
             thread: Some(thread),
@@ -135,6 +148,10 @@ impl Listener {
 
     pub fn address(&self) -> &NbdAddress {
         &self.address
+    }
+
+    pub fn tls(&self) -> Option<&Arc<TlsCredentials>> {
+        self.tls.as_ref()
     }
 
     /// # Errors
@@ -157,11 +174,10 @@ fn event() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
+fn listen(bound: &BoundNbd, stop: &OwnedFd, serving: &Arc<Serving>) {
     // What ends each client, while its thread runs. Nobody waits for the threads, so nothing is left when they end.
     let mut clients: Vec<Weak<OwnedFd>> = Vec::new();
     let (mut accepting, lines) = (Backoff::default(), Arc::new(LogLimiter::default()));
-    let memory = Arc::new(SharedMemory::default());
     loop {
         let mut ready = [
             PollFd::new(stop, PollFlags::IN),
@@ -177,7 +193,7 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
             Ok(_) => {}
         }
         clients.retain(|client| client.strong_count() > 0);
-        if locked(exports).pauses > 0 {
+        if locked(&serving.exports).pauses > 0 {
             // Clients wait in the socket's queue: for the new process, or for this one if that fails.
             thread::sleep(std::time::Duration::from_millis(10));
             continue;
@@ -199,7 +215,7 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
             });
             continue;
         }
-        match start_client(socket, peer, exports, &memory, &lines) {
+        match start_client(socket, peer, serving, &lines) {
             Ok(client) => clients.push(client),
             Err(e) => lines.log(|left_out| {
                 let e = block::explain_thread(&e);
@@ -215,16 +231,14 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, exports: &Arc<Mutex<Exports>>) {
 fn start_client(
     socket: OwnedFd,
     peer: String,
-    exports: &Arc<Mutex<Exports>>,
-    memory: &Arc<SharedMemory>,
+    serving: &Arc<Serving>,
     lines: &Arc<LogLimiter>,
 ) -> io::Result<Weak<OwnedFd>> {
     let stop = Arc::new(event()?);
     let client = Arc::downgrade(&stop);
-    let (exports, lines) = (exports.clone(), lines.clone());
-    let memory = memory.clone();
+    let (serving, lines) = (serving.clone(), lines.clone());
     let serve = move || {
-        if let Err(e) = connection::serve(&socket, &exports, &memory, &stop, &peer) {
+        if let Err(e) = connection::serve(&socket, &serving, &stop, &peer) {
             lines.log(|left_out| warn!("NBD: {peer} was disconnected: {e}{left_out}"));
         }
     };

@@ -6,8 +6,8 @@
 mod input;
 mod jobs;
 
-use std::io::{self, IoSlice};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::io::{self, ErrorKind, IoSlice};
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use guest::LocalQueue;
@@ -19,6 +19,7 @@ use thiserror::Error;
 use super::export::NbdExport;
 use super::memory::ConnectionMemory;
 use super::output::{Output, Part};
+use super::stream::Stream;
 use input::Input;
 use jobs::Job;
 
@@ -65,7 +66,7 @@ impl From<Errno> for TransferError {
 
 /// A connection in the transmission phase.
 pub struct Transfer<'a> {
-    socket: &'a OwnedFd,
+    stream: Stream<'a>,
     stop: BorrowedFd<'a>,
     queue: LocalQueue,
     memory: &'a mut ConnectionMemory,
@@ -94,7 +95,7 @@ enum Reading {
 impl<'a> Transfer<'a> {
     /// `early` are bytes that arrived with the handshake.
     pub fn new(
-        socket: &'a OwnedFd,
+        stream: Stream<'a>,
         stop: BorrowedFd<'a>,
         (queue, memory): (LocalQueue, &'a mut ConnectionMemory),
         export: &'a NbdExport,
@@ -102,7 +103,7 @@ impl<'a> Transfer<'a> {
         early: &[u8],
     ) -> Self {
         Self {
-            socket,
+            stream,
             stop,
             queue,
             memory,
@@ -133,6 +134,7 @@ impl<'a> Transfer<'a> {
             has_worked |= self.receive()?;
             self.queue.publish();
             if self.is_over() {
+                self.stream.close();
                 return Ok(());
             }
             turns += 1;
@@ -146,12 +148,17 @@ impl<'a> Transfer<'a> {
     }
 
     fn is_over(&self) -> bool {
-        let is_idle = self.free.len() == JOBS && self.output.parts.is_empty();
+        let is_idle = self.free.len() == JOBS && !self.has_output();
         match self.reading {
             Reading::Yes => false,
             Reading::Ended => is_idle,
             Reading::Stopped(until) => is_idle || Instant::now() >= until,
         }
+    }
+
+    /// Whether replies wait for the client.
+    fn has_output(&self) -> bool {
+        !self.output.parts.is_empty() || self.stream.is_unsent()
     }
 
     /// Whether the next request may be read.
@@ -179,10 +186,10 @@ impl<'a> Transfer<'a> {
                 offered += bytes.len() - skip;
                 slices.push(IoSlice::new(&bytes[skip..]));
             }
-            let sent = match rustix::io::writev(self.socket, &slices) {
+            let sent = match self.stream.write(&slices) {
                 Ok(sent) => sent,
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Ok(any),
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(any),
                 Err(e) => return Err(e.into()),
             };
             any = true;
@@ -193,6 +200,7 @@ impl<'a> Transfer<'a> {
                 return Ok(any);
             }
         }
+        self.stream.flush()?;
         Ok(any)
     }
 
@@ -200,7 +208,7 @@ impl<'a> Transfer<'a> {
     fn wait(&mut self, sleeps: bool) -> Result<(), TransferError> {
         let mut wanted = PollFlags::empty();
         wanted.set(PollFlags::IN, self.can_read());
-        wanted.set(PollFlags::OUT, !self.output.parts.is_empty());
+        wanted.set(PollFlags::OUT, self.has_output());
         let is_idle = self.queue.in_flight() == 0;
         let timeout = match self.reading {
             _ if !sleeps => Some(Duration::ZERO),
@@ -220,7 +228,7 @@ impl<'a> Transfer<'a> {
         }
         let call = self.queue.call();
         let mut ready = [
-            PollFd::new(self.socket, wanted),
+            PollFd::new(self.stream.socket(), wanted),
             PollFd::new(&call, PollFlags::IN),
             PollFd::new(&self.stop, stop),
         ];

@@ -1,14 +1,14 @@
 //! What a client sends: requests, and the payload of writes.
 
-use std::io::IoSliceMut;
+use std::io::{ErrorKind, IoSliceMut};
 
 use guest::Buffer;
 use nbd::{Command, ErrorCode, Refusal, RequestHeader};
-use rustix::io::Errno;
 
 use super::jobs::{Job, Work};
 use super::{Reading, Transfer, TransferError};
 use crate::server::nbd::memory::{NoMemory, RESERVED};
+use crate::server::nbd::stream::Received;
 
 /// Bytes of headers, and of payload that arrives with them, that are read at once.
 const INPUT: usize = 32 << 10;
@@ -72,7 +72,6 @@ impl Transfer<'_> {
             bytes, end, next, ..
         } = &mut self.input;
         let space = IoSliceMut::new(&mut bytes[*end..]);
-        let space_len = space.len();
         let (read, direct) = match next {
             NextInput::Payload {
                 buffer, arrived, ..
@@ -80,23 +79,22 @@ impl Transfer<'_> {
                 let rest = &mut self.queue.bytes_mut(buffer)[*arrived..];
                 let direct = rest.len();
                 let mut parts = [IoSliceMut::new(rest), space];
-                (rustix::io::readv(self.socket, &mut parts), direct)
+                (self.stream.read(&mut parts), direct)
             }
-            _ => (rustix::io::readv(self.socket, &mut [space]), 0),
+            _ => (self.stream.read(&mut [space]), 0),
         };
         match read {
-            Ok(0) => self.reading = Reading::Ended,
-            Ok(n) => {
+            Ok(Received { bytes: 0, .. }) => self.reading = Reading::Ended,
+            Ok(Received { bytes: n, has_more }) => {
                 if let NextInput::Payload { arrived, .. } = next {
                     *arrived += n.min(direct);
                 }
                 *end += n.saturating_sub(direct);
-                // Otherwise the next read would find nothing; if there is more, poll says so.
-                self.is_readable = n == direct + space_len;
+                self.is_readable = has_more;
                 self.parse()?;
             }
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => {
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
                 self.is_readable = false;
                 return Ok(has_worked);
             }
