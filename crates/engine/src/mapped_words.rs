@@ -18,7 +18,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::time::{ClockId, clock_gettime};
 
 const WORD_BYTES: usize = size_of::<AtomicU64>();
-/// The words begin after this many: the first of them is the time that was noted last, and the others are not used.
+/// The words begin after this many: the first of them is the time that was noted last, the second the caller's, and the
+/// others are not used.
 const HEAD: usize = 512;
 
 /// A file that is mapped and shared: what is stored in these words is in the file, also after a kill of this process.
@@ -68,15 +69,21 @@ impl MappedWords {
         })
     }
 
-    /// When something was about to be written to the disk, as noted last: the time since 1970, in steps of the times of files.
+    /// When something was about to be written to the disk, as noted last, by the monotonic clock of this boot. It advances
+    /// together with the times of files.
     pub fn noted_time(&self) -> Duration {
-        Duration::from_nanos(self.head().load(Ordering::Relaxed))
+        Duration::from_nanos(self.head()[0].load(Ordering::Relaxed))
     }
 
-    fn head(&self) -> &AtomicU64 {
+    /// A word for the caller, which is 0 in a new file.
+    pub fn label(&self) -> &AtomicU64 {
+        &self.head()[1]
+    }
+
+    fn head(&self) -> &[AtomicU64; 2] {
         // SAFETY: the file has a head, which is mapped while this value lives. Any bits are a valid AtomicU64, and a mapping
         // begins at a page.
-        unsafe { self.start.as_ref() }
+        unsafe { self.start.cast().as_ref() }
     }
 }
 
@@ -105,11 +112,12 @@ impl SharedWords for MappedWords {
 
     #[inline]
     fn note_time(&self) {
-        // The clock of the times of files; a few nanoseconds, without a system call.
-        let now = clock_gettime(ClockId::RealtimeCoarse);
+        // A few nanoseconds, without a system call.
+        let now = clock_gettime(ClockId::MonotonicCoarse);
         let now = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
-        if self.head().load(Ordering::Relaxed) != now {
-            self.head().store(now, Ordering::Relaxed);
+        let [noted, _] = self.head();
+        if noted.load(Ordering::Relaxed) != now {
+            noted.store(now, Ordering::Relaxed);
         }
     }
 }
@@ -124,8 +132,6 @@ impl Drop for MappedWords {
 
 #[cfg(test)]
 mod tests {
-    use std::time::UNIX_EPOCH;
-
     use super::*;
 
     #[test]
@@ -140,11 +146,14 @@ mod tests {
         words.words()[999].store(9, Ordering::Relaxed);
         words.note_time();
         let noted = words.noted_time();
-        assert!(UNIX_EPOCH.elapsed().unwrap().abs_diff(noted) < Duration::from_secs(100));
+        let now = clock_gettime(ClockId::Monotonic);
+        assert!(Duration::try_from(now).unwrap().abs_diff(noted) < Duration::from_secs(100));
+        assert_eq!(words.label().swap(3, Ordering::Relaxed), 0);
         assert!(words.grow((1 << 17) + 1).is_err());
         drop(words);
         let again = open();
         assert_eq!(again.noted_time(), noted);
+        assert_eq!(again.label().load(Ordering::Relaxed), 3);
         let found = again
             .words()
             .iter()

@@ -33,6 +33,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use block::{DirtyBitmap, DirtyBitmaps, SharedWords};
@@ -46,8 +47,7 @@ use crate::inherited::Inherited;
 use record::{BitmapRecord, Record, State, read_bits};
 use seen::Seen;
 
-const FOREIGN: &str =
-    "another program has written to the disk meanwhile, or has changed or replaced the disk's file";
+const FOREIGN: &str = "another program has written to the disk meanwhile, or has changed or replaced the disk's file, or the host's clock was set";
 
 /// The bitmaps of a disk that is not in an image.
 pub struct RawBitmaps {
@@ -562,10 +562,12 @@ impl Place {
                     return Err(lacks(io::ErrorKind::NotFound.into()));
                 }
                 let words = self.open_bits(name, false).map_err(lacks)?;
-                if *recording && Seen::found(&self.file)?.is_changed_after(words.noted_time()) {
+                let offset = words.label().load(Relaxed);
+                let found = Seen::found(&self.file)?;
+                if *recording && found.is_changed_after(words.noted_time(), offset) {
                     return Err(io::Error::other(FOREIGN));
                 }
-                words.note_time();
+                note_time(&words);
                 let shared = empty.in_shared(Arc::new(words));
                 let shared =
                     shared.map_err(|_| io::Error::other("there is no space for its bits"))?;
@@ -592,7 +594,7 @@ impl Place {
         };
         let words = self.open_bits(&name, true).map_err(full)?;
         // The file was opened for writing, which may have changed its times.
-        words.note_time();
+        note_time(&words);
         let shared = bitmap.in_shared(Arc::new(words));
         let no_space = |_| full(io::ErrorKind::StorageFull.into());
         Ok((shared.map_err(no_space)?, name))
@@ -628,6 +630,12 @@ impl Place {
             let _ = fs::remove_file(self.bits.0.join(file));
         }
     }
+}
+
+/// Notes the time, and what turns it into the time of a file.
+fn note_time(words: &MappedWords) {
+    words.label().store(seen::clock_offset(), Relaxed);
+    words.note_time();
 }
 
 /// Begins the names of a disk's files: a hash of its path (FNV-1a, 64 bits). The record has the whole path.

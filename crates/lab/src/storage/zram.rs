@@ -212,6 +212,8 @@ impl Drop for Zram {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, PoisonError};
+
     use super::*;
 
     const BYTES: u64 = 2 << 20;
@@ -239,8 +241,12 @@ mod tests {
         Path::new(&format!("/sys/block/zram{number}")).exists()
     }
 
+    /// The tests, one after another: the kernel gives the number of a removed device to the next one.
+    static ONE: Mutex<()> = Mutex::new(());
+
     #[test]
     fn the_device_of_a_killed_run_is_removed() {
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let notes = tempfile::tempdir().unwrap();
         let Some((number, note)) = killed(notes.path()) else {
             return;
@@ -270,6 +276,7 @@ mod tests {
 
     #[test]
     fn a_device_that_is_another_one_is_not_removed() {
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let notes = tempfile::tempdir().unwrap();
         let Some((number, note)) = killed(notes.path()) else {
             return;

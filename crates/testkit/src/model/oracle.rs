@@ -82,7 +82,13 @@ fn described(bytes: &[u8]) -> String {
             format!("write {mark:#x} of sector {sector}")
         }
         () if bytes.iter().all(|b| *b == bytes[0]) => format!("the byte {:#x}", bytes[0]),
-        () => format!("{:02x?}...", &bytes[..16]),
+        () => {
+            let words: Vec<String> = (0..SECTOR)
+                .step_by(8)
+                .map(|at| format!("{:x}", word(at)))
+                .collect();
+            format!("these words: {}", words.join(" "))
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use engine::{DiskFile, Identity};
 use rustix::fs::{major, minor};
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use crate::node::journal::boot;
@@ -47,6 +48,17 @@ enum Kind {
 
 /// A write of a killed process may reach the file system this much after it was submitted.
 const SUBMISSION_MAX: Duration = Duration::from_secs(2);
+
+/// A smaller difference of [`clock_offset`] may be this process waiting for a CPU between two looks at the clocks.
+const CLOCK_TOLERANCE: Duration = Duration::from_millis(100);
+
+/// How far the clock of the times of files is ahead of the monotonic one, in nanoseconds. It changes when the clock is set.
+pub fn clock_offset() -> u64 {
+    let now = |clock| Duration::try_from(clock_gettime(clock)).unwrap_or_default();
+    let monotonic = now(ClockId::Monotonic);
+    let offset = now(ClockId::Realtime).saturating_sub(monotonic);
+    u64::try_from(offset.as_nanos()).unwrap_or(u64::MAX)
+}
 
 impl Seen {
     /// As it was found when it was opened and locked.
@@ -106,15 +118,17 @@ impl Seen {
         is_same_device && (self.device, self.inode) == (now.device, now.inode)
     }
 
-    /// Whether it is a file that was written or changed after `noted`, the time since 1970 at which the last write began, and
-    /// long enough after it for another program to be the cause.
-    pub fn is_changed_after(&self, noted: Duration) -> bool {
+    /// Whether it is a file that was written or changed after `noted`, the time at which the last write began by the monotonic
+    /// clock, and long enough after it for another program to be the cause. That cannot be known if the clock was set
+    /// since `offset`, an earlier [`clock_offset`].
+    pub fn is_changed_after(&self, noted: Duration, offset: u64) -> bool {
         let Kind::File { modified, changed } = self.kind else {
             return false;
         };
         let (seconds, nanoseconds) = modified.max(changed);
         let last = Duration::new(seconds.max(0) as u64, nanoseconds as u32);
-        last > noted + SUBMISSION_MAX
+        let is_set = Duration::from_nanos(clock_offset().abs_diff(offset)) > CLOCK_TOLERANCE;
+        is_set || last > noted + Duration::from_nanos(offset) + SUBMISSION_MAX
     }
 
     /// Whether it is the same file or device, and nothing was written to it, as far as that can be seen.
@@ -161,5 +175,35 @@ fn of_device(number: u64) -> Kind {
         id: (!id.is_empty()).then(|| id.join(" ")),
         sequence: read("diskseq").or_else(|| read("../diskseq")),
         written,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_changed_after_the_last_write_or_when_the_clock_was_set() {
+        let noted = Duration::from_secs(1000);
+        let offset = clock_offset();
+        let of = |late: Duration| {
+            let last = noted + Duration::from_nanos(offset) + late;
+            let modified = (last.as_secs() as i64, i64::from(last.subsec_nanos()));
+            Seen {
+                boot: String::new(),
+                device: 0,
+                inode: 0,
+                kind: Kind::File {
+                    modified,
+                    changed: (0, 0),
+                },
+            }
+        };
+        let hour = 3_600_000_000_000;
+        assert!(!of(Duration::ZERO).is_changed_after(noted, offset));
+        assert!(of(Duration::from_secs(3)).is_changed_after(noted, offset));
+        for offset in [0, offset - hour, offset + hour] {
+            assert!(of(Duration::ZERO).is_changed_after(noted, offset));
+        }
     }
 }
