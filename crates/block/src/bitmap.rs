@@ -405,6 +405,29 @@ impl DirtyBitmaps {
         self.lock().clone()
     }
 
+    /// Lets them cover a disk that has grown to `size`; the new part is clean. Only one thread at a time may call this. Returns
+    /// those that cannot, and are inconsistent from now on: the bits of all take at most `bytes_max` bytes. Backups depend on
+    /// those that persist, which come first, and many small ones are worth more than a large one.
+    #[must_use]
+    pub fn grow(&self, size: u64, bytes_max: u64) -> Vec<Arc<DirtyBitmap>> {
+        let mut all = self.all();
+        let needed = |bitmap: &DirtyBitmap| size.div_ceil(bitmap.granularity()).div_ceil(8);
+        all.retain(|bitmap| !bitmap.is_inconsistent());
+        all.sort_by_key(|bitmap| (!bitmap.is_persistent(), needed(bitmap)));
+        let mut left = bytes_max;
+        all.retain(|bitmap| {
+            let needed = needed(bitmap);
+            let is_lost = needed > left || bitmap.grow(size).is_err();
+            if is_lost {
+                bitmap.set_inconsistent();
+            } else {
+                left -= needed;
+            }
+            is_lost
+        });
+        all
+    }
+
     /// The one with this name.
     pub fn find(&self, name: &str) -> Option<Arc<DirtyBitmap>> {
         let bitmaps = self.lock();

@@ -343,22 +343,19 @@ impl RawBitmaps {
 
     /// Lets them cover the whole disk.
     fn grow_all(&self, inner: &Inner) {
-        let mut bytes = 0;
-        for bitmap in self.bitmaps.all() {
-            let old = bitmap.size();
-            bytes += inner.size.div_ceil(bitmap.granularity()).div_ceil(8);
-            if inner.size <= old {
-                continue;
-            }
-            if bytes > BITMAP_BYTES_MAX || bitmap.grow(inner.size).is_err() {
-                bitmap.set_inconsistent();
-                error!(
-                    "disk {}: bitmap '{}' is lost: there is no space for the bits of the larger disk",
-                    self.disk,
-                    bitmap.name()
-                );
-            } else if bitmap.is_recording() {
-                bitmap.mark(old, inner.size - old);
+        let before: Vec<_> = (self.bitmaps.all().into_iter())
+            .map(|bitmap| (bitmap.size(), bitmap))
+            .collect();
+        for bitmap in self.bitmaps.grow(inner.size, BITMAP_BYTES_MAX) {
+            error!(
+                "disk {}: bitmap '{}' is lost: there is no space for the bits of the larger disk",
+                self.disk,
+                bitmap.name()
+            );
+        }
+        for (old, bitmap) in before {
+            if bitmap.is_recording() && !bitmap.is_inconsistent() {
+                bitmap.mark(old, inner.size.saturating_sub(old));
             }
         }
     }

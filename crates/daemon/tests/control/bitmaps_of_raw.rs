@@ -202,6 +202,44 @@ fn stops_and_upgrades_keep_every_bit() {
     Raw::stop(server);
 }
 
+/// A bitmap that becomes too large is lost, and no other.
+#[test]
+fn growth_keeps_small_and_persistent_bitmaps() {
+    let raw = Raw::new();
+    let server = raw.serve();
+    let add = |name, options: &[&str]| {
+        raw.run(&[&["bitmap", "add", "d", name], options].concat());
+    };
+    // At 1 TiB they have 256, 16, 64, 32 and 32 MiB of bits.
+    add("finest", &["--granularity", "512", "--persistent"]);
+    add("temporary", &["--granularity", "8k"]);
+    add("fine", &["--granularity", "2k", "--persistent"]);
+    add("nightly", &["--granularity", "4k", "--persistent"]);
+    add(
+        "disabled",
+        &["--granularity", "4k", "--disabled", "--persistent"],
+    );
+    raw.run(&["resize", "d", "1T"]);
+    let lost = |of: &Raw| -> Vec<_> {
+        let all = of.list().into_iter();
+        let lost = all.filter(|bitmap| bitmap["inconsistent"] == true);
+        lost.map(|bitmap| bitmap["name"].as_str().unwrap().to_owned())
+            .collect()
+    };
+    assert_eq!(lost(&raw), ["temporary", "finest"]);
+    assert_eq!(server.log().matches("is lost").count(), 2);
+    // It does not come back, and the others stay.
+    raw.run(&["resize", "d", "1025G"]);
+    assert_eq!(lost(&raw), ["fine", "temporary", "finest"]);
+    assert_eq!(server.log().matches("is lost").count(), 3);
+    Raw::stop(server);
+    let server = raw.serve();
+    assert_eq!(raw.list().len(), 4);
+    assert_eq!(raw.bitmap("nightly")["count"], (1025_u64 << 30) - SIZE);
+    assert_eq!(raw.bitmap("disabled")["count"], 0);
+    Raw::stop(server);
+}
+
 #[test]
 fn kills_lose_no_bit() {
     for seed in seeds(4711, 4) {

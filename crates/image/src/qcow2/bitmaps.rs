@@ -227,29 +227,17 @@ impl Qcow2 {
                 },
             });
         }
-        // The disk may have grown since they were made.
-        for bitmap in &bitmaps {
-            let _ = bitmap.grow(self.size());
-        }
         self.bitmaps.set(bitmaps);
+        // The disk may have grown since they were made.
+        self.grow_bitmaps(self.size());
     }
 
     /// The disk grows to `size`. The bitmaps are in use, and no request beyond the old end is accepted yet. The new part
     /// is clean, as in QEMU: it was not written.
     pub(super) fn grow_bitmaps(&self, size: u64) {
-        let mut all = self.bitmaps.all();
-        let needed = |bits: &DirtyBitmap| size.div_ceil(bits.granularity()).div_ceil(8);
-        // Backups depend on those that persist, and many small ones are worth more than a large one.
-        all.sort_by_key(|bits| (!bits.is_persistent(), needed(bits)));
-        let mut bytes = 0;
-        for bits in &all {
-            let needed = needed(bits);
-            if bytes + needed > BITMAP_BYTES_MAX || bits.grow(size).is_err() {
-                let why = "the bitmaps of the larger disk would take more than 128 MiB of memory";
-                self.bitmap_lost(bits, &ImageError::Unsupported(why));
-            } else {
-                bytes += needed;
-            }
+        let why = "the bitmaps of the larger disk would take more than 128 MiB of memory";
+        for bits in self.bitmaps.grow(size, BITMAP_BYTES_MAX) {
+            self.bitmap_lost(&bits, &ImageError::Unsupported(why));
         }
     }
 
