@@ -392,7 +392,9 @@ fn failing_storage_gives_up_bitmaps_visibly() {
         return;
     }
     let (mut failed, mut given_up) = (0, 0);
-    for fail_in in 1..60 {
+    let cases = (1..60).flat_map(|fail_in| (0..4).map(move |case| (fail_in, case)));
+    for (fail_in, case) in cases {
+        let (is_killed, is_added) = (case & 1 != 0, case & 2 != 0);
         let directory = tempfile::tempdir().unwrap();
         let directory = directory.path();
         qemu::img(directory, "create -q -f qcow2 disk.qcow2 1M");
@@ -405,16 +407,22 @@ fn failing_storage_gives_up_bitmaps_visibly() {
         image.on_bitmap_lost(move |_, _| {
             counter.fetch_add(1, Ordering::Relaxed);
         });
-        add(image, "new", 512, 1 << 20);
+        if is_added {
+            add(image, "new", 512, 1 << 20);
+        }
         disk.write(0, &[1; 512]).unwrap();
         memory.fail_in(fail_in);
         let has_failed = disk.chain.close().is_err();
         failed += u32::from(has_failed);
         given_up += u32::from(lost.load(Ordering::Relaxed) > 0);
         memory.fail_in(0);
-        // Another write, and a second attempt.
+        // Another write, and a second attempt; or a kill.
         disk.write(4096, &[2; 512]).unwrap();
-        let closed = disk.chain.close();
+        let closed = if is_killed {
+            Ok(())
+        } else {
+            disk.chain.close()
+        };
         drop(disk);
         let report = check(&memory).unwrap();
         assert_eq!(report.errors, 0, "{fail_in}: {report:?}");
@@ -429,6 +437,68 @@ fn failing_storage_gives_up_bitmaps_visibly() {
         }
     }
     assert!(failed > 5 && given_up > 0, "{failed} {given_up}");
+}
+
+/// Wherever space runs out while bitmaps are stored, only bitmaps are lost, and the image is closed as usual.
+#[test]
+fn missing_space_loses_only_bitmaps() {
+    if !qemu::is_there("missing_space_loses_only_bitmaps") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    qemu::img(directory, "create -q -f qcow2 disk.qcow2 1G");
+    qemu::img(directory, "bitmap --add -g 512 disk.qcow2 old");
+    qemu::img(directory, "bitmap --add -g 65536 disk.qcow2 small");
+    let start = std::fs::read(directory.join("disk.qcow2")).unwrap();
+    // How many bitmaps were lost with so much space.
+    let mut seen = std::collections::BTreeSet::new();
+    for space in 0.. {
+        let memory = Memory::new(start.clone());
+        let disk = in_memory(&memory, directory, WRITE);
+        let image = disk.chain.image().unwrap();
+        let lost = Arc::new(AtomicU32::new(0));
+        let counter = lost.clone();
+        image.on_bitmap_lost(move |_, error| {
+            assert_eq!(error.errno(), 28, "{error}");
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        add(image, "new", 512, 1 << 30);
+        // Another table for 'old' too.
+        disk.grow(3 << 30).unwrap();
+        for at in [0, 1 << 29, 2 << 30] {
+            disk.write(at, &[1; 512]).unwrap();
+        }
+        disk.flush().unwrap();
+        memory.limit_space(space);
+        disk.chain
+            .close()
+            .unwrap_or_else(|e| panic!("{space} blocks: {e}"));
+        drop(disk);
+        let lost = lost.load(Ordering::Relaxed);
+        seen.insert(lost);
+        std::fs::write(directory.join("disk.qcow2"), memory.bytes()).unwrap();
+        let report = check(&memory).unwrap();
+        assert_eq!(report.errors, 0, "{space} blocks: {report:?}");
+        let disk = in_memory(&memory, directory, WRITE);
+        let image = disk.chain.image().unwrap();
+        let found = image.bitmaps().all();
+        for bitmap in &found {
+            let bits = dirty(bitmap);
+            let granularity = bitmap.granularity();
+            let model = [0, 1 << 29, 2 << 30].map(|at| at..at + granularity);
+            assert_eq!(bits, model, "{space} blocks: {bitmap:?}");
+        }
+        assert_eq!(found.len() as u32 + lost, 3, "{space} blocks");
+        let mut sector = [0; 512];
+        disk.read(2 << 30, &mut sector).unwrap();
+        assert_eq!(sector, [1; 512], "{space} blocks");
+        if lost == 0 {
+            println!("{space} blocks are enough");
+            break;
+        }
+    }
+    assert!(seen.len() > 2, "{seen:?}");
 }
 
 #[test]

@@ -11,6 +11,8 @@ use testkit::random::Random;
 
 /// What a crash leaves whole.
 const SECTOR: usize = 512;
+/// Bytes of a block of the file system.
+const BLOCK: u64 = 4096;
 
 #[derive(Clone, Debug)]
 pub enum What {
@@ -45,6 +47,8 @@ struct ImageState {
     record: bool,
     /// Operations until one fails; 0 for never.
     fail_in: u64,
+    /// How many more blocks of zeroes can be written to.
+    space: Option<u64>,
     /// A flush that fails forgets what was written.
     forgets: bool,
     forgotten: bool,
@@ -103,6 +107,11 @@ impl Memory {
         self.state().fail_in = n;
     }
 
+    /// From now on, it is a sparse file on a file system that has this many blocks left. Blocks of zeroes are holes.
+    pub fn limit_space(&self, blocks: u64) {
+        self.state().space = Some(blocks);
+    }
+
     /// From now on, it is a file in the page cache: what a failed flush did not write is lost.
     pub fn forget(&self) {
         self.state().forgets = true;
@@ -119,6 +128,24 @@ impl ImageState {
         if self.record {
             self.events.push(Event { file, what });
         }
+    }
+
+    fn use_space(&mut self, file: usize, at: u64, len: u64) -> io::Result<()> {
+        let Some(space) = self.space else {
+            return Ok(());
+        };
+        let bytes = &self.files[file];
+        let is_hole = |block: &u64| {
+            let (at, end) = (block * BLOCK, (block + 1) * BLOCK);
+            let end = bytes.len().min(end as usize);
+            let block = bytes.get(at as usize..end).unwrap_or_default();
+            block.iter().all(|&byte| byte == 0)
+        };
+        let blocks = at / BLOCK..(at + len).div_ceil(BLOCK);
+        let needed = blocks.filter(is_hole).count() as u64;
+        let left = space.checked_sub(needed);
+        self.space = Some(left.ok_or_else(|| io::Error::from_raw_os_error(28))?);
+        Ok(())
     }
 
     fn may_fail(&mut self) -> io::Result<()> {
@@ -149,6 +176,7 @@ impl Storage for Memory {
     fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
         let mut state = self.state();
         state.may_fail()?;
+        state.use_space(self.file, at.0, from.len() as u64)?;
         write(&mut state.files[self.file], at.0, from);
         state.event(
             self.file,

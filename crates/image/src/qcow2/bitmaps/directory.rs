@@ -117,7 +117,9 @@ impl Qcow2 {
         let at = if parts.is_empty() {
             None
         } else {
-            Some(self.allocate_directory(&parts)?)
+            let at = self.allocate_directory(&parts)?;
+            self.write_new_directory(at, &parts)?;
+            Some(at)
         };
         self.replace_directory(at, &parts)?;
         {
@@ -217,19 +219,26 @@ impl Qcow2 {
         self.allocate_for_bitmap(self.g.clusters(bytes), &mut Vec::new())
     }
 
-    /// Replaces the directory by one in these clusters, or by none.
+    /// Writes a directory to clusters that nothing refers to yet.
+    pub(super) fn write_new_directory(
+        &self,
+        at: HostOffset,
+        parts: &[Part],
+    ) -> Result<(), ImageError> {
+        let mut bytes: Vec<_> = parts.iter().flat_map(|part| part.bytes.clone()).collect();
+        // Whole pieces are written, and read.
+        bytes.resize(bytes.len().next_multiple_of(self.g.piece() as usize), 0);
+        self.file
+            .write_at("writing the bitmap directory", at, &bytes)
+    }
+
+    /// Replaces the directory by one that was [written](Self::write_new_directory), or by none.
     pub(super) fn replace_directory(
         &self,
         at: Option<HostOffset>,
         parts: &[Part],
     ) -> Result<(), ImageError> {
-        let mut bytes: Vec<_> = parts.iter().flat_map(|part| part.bytes.clone()).collect();
-        let len = bytes.len() as u64;
-        if let Some(at) = at {
-            bytes.resize(len.next_multiple_of(self.g.cluster()) as usize, 0);
-            self.file
-                .write_at("writing the bitmap directory", at, &bytes)?;
-        }
+        let len = parts.iter().map(|part| part.bytes.len() as u64).sum();
         self.flush()?;
         let old = {
             let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,6 +12,9 @@
 //!
 //! A crash before the end of 4 leaves each bitmap {in use} or, if its flags were written, {stored}; and possibly leaked
 //! clusters. No table refers to a cluster that is not counted.
+//!
+//! Everything of the guest is durable before 1. If space runs out in 1 to 4, bitmaps are lost and stay in use, and what was
+//! allocated for them is freed, unless their tables in the file may refer to it.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
@@ -38,6 +41,8 @@ struct NewEntry {
     table_entries: u32,
     old_table: Run,
     is_recording: bool,
+    /// The clusters that were allocated for it.
+    new: Vec<HostCluster>,
 }
 
 impl Qcow2 {
@@ -52,21 +57,30 @@ impl Qcow2 {
         }
         // First, so that a full disk loses only the new bitmaps.
         let mut larger = self.allocate_larger_directory()?;
-        let entries = self.write_bits()?;
-        if entries.iter().all(|entry| entry.at.is_some())
-            && let Some(unused) = larger.take()
-        {
+        let mut entries = self.write_bits()?;
+        if !entries.is_empty() {
+            self.flush()?;
+            entries = self.write_tables(entries)?;
+        }
+        let has_new = entries.iter().any(|entry| entry.at.is_none());
+        if let Some(unused) = larger.take_if(|_| !has_new) {
             self.free_clusters(&unused.each().collect::<Vec<_>>())?;
         }
         if entries.is_empty() {
-            return Ok(());
+            // What was freed.
+            return if self.has_changes() {
+                self.flush()
+            } else {
+                Ok(())
+            };
         }
-        self.flush()?;
-        self.write_tables(&entries)?;
-        match larger {
-            Some(run) => self.extend_directory(run, &entries)?,
-            None => self.write_directory(&entries)?,
-        }
+        let stored = match larger {
+            Some(run) => self.extend_directory(run, &mut entries),
+            None => self.write_directory(&mut entries),
+        };
+        // Also after an error, the flags may be in the file: the next write marks them again.
+        self.has_begun_writing.store(false, SeqCst);
+        stored?;
         self.end_of_use(&entries)
     }
 
@@ -106,7 +120,7 @@ impl Qcow2 {
     }
 
     /// Steps 3 and 4 if there are new bitmaps: the directory that was allocated takes the place of the old one.
-    fn extend_directory(&self, run: Run, entries: &[NewEntry]) -> Result<(), ImageError> {
+    fn extend_directory(&self, run: Run, entries: &mut Vec<NewEntry>) -> Result<(), ImageError> {
         let old = self.directory(&self.lock())?;
         let mut parts: Vec<_> = old.into_iter().map(|(_, part)| part).collect();
         for part in &mut parts {
@@ -125,7 +139,19 @@ impl Qcow2 {
                 bytes: entry_bytes(&bits, entry.table_at, entry.table_entries),
             }
         }));
-        self.replace_directory(Some(run.first.start(&self.g)), &parts)?;
+        let at = run.first.start(&self.g);
+        if let Err(error) = self.write_new_directory(at, &parts) {
+            // Nothing refers to it, nor to the new bitmaps.
+            self.free_clusters(&run.each().collect::<Vec<_>>())?;
+            if !is_full(&error) {
+                return Err(error);
+            }
+            for entry in entries.extract_if(.., |entry| entry.at.is_none()) {
+                self.give_up(&entry, &error)?;
+            }
+            return self.write_directory(entries);
+        }
+        self.replace_directory(Some(at), &parts)?;
         // A bitmap for which there was no space has no entry.
         let bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
         let unused = Run::between(run.first + self.g.clusters(bytes), run.end());
@@ -147,7 +173,7 @@ impl Qcow2 {
             };
             let mut new = Vec::new();
             match self.write_bitmap(number, &mut new) {
-                Ok(entry) => entries.push(entry),
+                Ok(entry) => entries.push(NewEntry { new, ..entry }),
                 Err(error) => {
                     self.free_new(number, &new)?;
                     if !is_full(&error) {
@@ -176,6 +202,7 @@ impl Qcow2 {
                 table_entries: bitmap.table_entries,
                 old_table: self.table_run(bitmap),
                 is_recording: bitmap.bits.is_recording(),
+                new: Vec::new(),
             };
             (bitmap.bits.clone(), bitmap.table.clone(), entry)
         };
@@ -252,20 +279,38 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Step 2.
-    fn write_tables(&self, entries: &[NewEntry]) -> Result<(), ImageError> {
+    /// Step 2. Returns the entries of the bitmaps that have their tables.
+    fn write_tables(&self, entries: Vec<NewEntry>) -> Result<Vec<NewEntry>, ImageError> {
+        let mut written = Vec::new();
         for entry in entries {
             let table = self.lock().bitmaps.loaded[entry.number].table.clone();
             let mut bytes: Vec<_> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
-            bytes.resize(bytes.len().next_multiple_of(self.g.cluster() as usize), 0);
+            // Whole pieces are written: the last cluster of the table holds nothing else.
+            bytes.resize(bytes.len().next_multiple_of(self.g.piece() as usize), 0);
             let doing = "writing a bitmap table";
-            self.file.write_at(doing, entry.table_at, &bytes)?;
+            match self.file.write_at(doing, entry.table_at, &bytes) {
+                Ok(()) => written.push(entry),
+                Err(error) if is_full(&error) => self.give_up(&entry, &error)?,
+                Err(error) => return Err(error),
+            }
         }
-        self.file.flush()
+        self.file.flush()?;
+        Ok(written)
+    }
+
+    /// There was no space for the table of a bitmap, or for its entry.
+    fn give_up(&self, entry: &NewEntry, error: &ImageError) -> Result<(), ImageError> {
+        let bits = self.lock().bitmaps.loaded[entry.number].bits.clone();
+        self.bitmap_lost(&bits, error);
+        // A table where it was may be partly written, and refer to new clusters.
+        if entry.table_at != entry.old_table.first.start(&self.g) {
+            self.free_new(entry.number, &entry.new)?;
+        }
+        Ok(())
     }
 
     /// Steps 3 and 4.
-    fn write_directory(&self, entries: &[NewEntry]) -> Result<(), ImageError> {
+    fn write_directory(&self, entries: &mut Vec<NewEntry>) -> Result<(), ImageError> {
         let extension = self.lock().header.bitmaps;
         let Some(extension) = extension else {
             return Ok(());
@@ -282,13 +327,24 @@ impl Qcow2 {
         };
         for change in [set_table_offset, set_table_length, set_flags] {
             let before = bytes.clone();
-            for entry in entries {
+            for entry in &*entries {
                 if let Some(at) = entry.at {
                     change(&mut bytes[at..], entry);
                 }
             }
-            if bytes != before {
-                write(&bytes)?;
+            if bytes == before {
+                continue;
+            }
+            match write(&bytes) {
+                Err(error) if is_full(&error) => {
+                    // It may be partly written: their new tables stay counted.
+                    for entry in entries.drain(..) {
+                        let bits = self.lock().bitmaps.loaded[entry.number].bits.clone();
+                        self.bitmap_lost(&bits, &error);
+                    }
+                    return Ok(());
+                }
+                written => written?,
             }
         }
         Ok(())
@@ -299,8 +355,6 @@ impl Qcow2 {
         let flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
         let state_ref = &mut *state;
-        // The next write marks them again.
-        self.has_begun_writing.store(false, SeqCst);
         for entry in entries {
             let bitmap = &mut state_ref.bitmaps.loaded[entry.number];
             bitmap.is_in_use = false;
@@ -321,7 +375,8 @@ impl Qcow2 {
 
 /// Whether there is no space for more.
 fn is_full(error: &ImageError) -> bool {
-    is_no_space(error.errno()) || error.errno() == FILE_TOO_LARGE
+    let is_lost = matches!(error, ImageError::Lost { .. });
+    !is_lost && (is_no_space(error.errno()) || error.errno() == FILE_TOO_LARGE)
 }
 
 fn set_table_offset(directory_entry: &mut [u8], entry: &NewEntry) {
