@@ -4,7 +4,7 @@
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
-use super::bitmaps::{BITMAP_DIRECTORY_BYTES_MAX, bitmap_directory};
+use super::bitmaps::bitmap_directory;
 use super::error::ImageError;
 use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_EXTERNAL};
 use super::journal::Journal;
@@ -62,8 +62,7 @@ impl Qcow2 {
             return Ok(false);
         };
         let (at, len) = (extension.directory_at, extension.directory_bytes);
-        let is_valid = len <= BITMAP_DIRECTORY_BYTES_MAX && at.is_of_cluster(self.g.cluster());
-        if state.header.autoclear & AUTOCLEAR_BITMAPS == 0 || !is_valid {
+        if state.header.autoclear & AUTOCLEAR_BITMAPS == 0 || state.bitmaps.is_damaged {
             return Ok(false);
         }
         // Whole pieces are written: the last cluster of the directory holds nothing else.

@@ -118,6 +118,9 @@ pub(super) struct StoredBitmaps {
     unusable: Vec<UnusableBitmap>,
     /// What the header says about bitmaps is not known.
     is_broken: bool,
+    /// The directory is damaged, or not where the header says. The first write clears the header's feature bit, and then
+    /// the bitmaps count as outdated.
+    pub is_damaged: bool,
 }
 
 /// A bitmap that was loaded, or will be stored.

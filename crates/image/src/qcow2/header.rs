@@ -76,6 +76,8 @@ pub(crate) struct BitmapsExtension {
     /// Where its data is in the file, in bytes.
     pub at: u64,
     pub bitmaps: u32,
+    /// Must be 0.
+    pub reserved: u32,
     pub directory_bytes: u64,
     /// Not checked: nothing but the bitmaps depends on it.
     pub directory_at: HostOffset,
@@ -416,6 +418,7 @@ impl<'a> Extensions<'a> {
                     found.bitmaps = Some(BitmapsExtension {
                         at: at as u64 + EXTENSION_HEAD,
                         bitmaps: be32(data, 0),
+                        reserved: be32(data, 4),
                         directory_bytes: be64(data, 8),
                         directory_at: HostOffset::new(be64(data, 16)),
                     });

@@ -12,7 +12,7 @@ use super::error::{Doing, ImageError};
 use super::file::FileEnd;
 use super::flush::Flushed;
 use super::geometry::Geometry;
-use super::header::{AUTOCLEAR_BITMAPS, HEADER_BYTES, Header, HeaderError};
+use super::header::{HEADER_BYTES, Header, HeaderError};
 use super::journal::{self, Changes, JournalFile, JournalOwner};
 use super::l1::L1;
 use super::metadata::Metadata;
@@ -385,14 +385,6 @@ fn find_metadata(
             u64::from(snapshot.l1_entries) * 8,
             "a snapshot's L1 table",
         );
-    }
-    // Without the bit, the place may have been given to anything else since. So may one behind the end of the file.
-    if let Some(bitmaps) = header.bitmaps
-        && header.autoclear & AUTOCLEAR_BITMAPS != 0
-        && let (at, bytes) = (bitmaps.directory_at, bitmaps.directory_bytes)
-        && at.bytes().saturating_add(bytes) <= file.get().bytes().next_multiple_of(512)
-    {
-        add(at, bytes, "the bitmap directory");
     }
     let entries = (0..l1.entries()).map(|index| l1.get(L1Index::new(index)));
     let tables = entries.filter_map(|entry| table_at(&g, entry).ok().flatten());

@@ -312,9 +312,11 @@ impl Qcow2 {
         state.header.bitmaps = Some(BitmapsExtension {
             at,
             bitmaps,
+            reserved: 0,
             directory_bytes,
             directory_at,
         });
+        state.bitmaps.is_damaged = false;
         self.set_bitmaps_valid(state, true)
     }
 

@@ -49,6 +49,7 @@ impl Qcow2 {
         let entries = match self.read_directory(state) {
             Ok(entries) => entries,
             Err(why) => {
+                state.bitmaps.is_damaged = true;
                 let (name, granularity, why) = (String::new(), 0, why.text());
                 return state.bitmaps.unusable.push(UnusableBitmap {
                     name,
@@ -77,10 +78,15 @@ impl Qcow2 {
         }
     }
 
-    fn read_directory(&self, state: &ImageState) -> Result<Vec<BitmapEntry>, Unusable> {
+    /// The entries of the directory. Its clusters count as metadata only if they can be that: the guest's I/O must not depend
+    /// on what the header says about bitmaps.
+    fn read_directory(&self, state: &mut ImageState) -> Result<Vec<BitmapEntry>, Unusable> {
         let Some(extension) = state.header.bitmaps else {
             return Ok(Vec::new());
         };
+        if extension.reserved != 0 {
+            return Err("a reserved field of the header's extension for bitmaps is not 0".into());
+        }
         let (at, len) = (extension.directory_at, extension.directory_bytes);
         let in_file = at.bytes().checked_add(len);
         let in_file = in_file.is_some_and(|end| end <= self.file.get().bytes());
@@ -91,7 +97,19 @@ impl Qcow2 {
         let doing = "reading the bitmap directory";
         self.file.read_at(doing, at, &mut bytes)?;
         let unknown = "the bitmap directory is damaged, or has bitmaps of an unknown type";
-        bitmap_directory(&bytes, extension.bitmaps).ok_or(unknown.into())
+        let entries = bitmap_directory(&bytes, extension.bitmaps).ok_or(unknown)?;
+        // Without the bit, its place may have been given to anything else since.
+        if state.header.autoclear & AUTOCLEAR_BITMAPS != 0 {
+            let run = Run {
+                first: at.cluster(&self.g),
+                clusters: self.g.clusters(len),
+            };
+            if !self.is_free_for_bitmaps(state, run)? {
+                return Err("the bitmap directory cannot be where the header says".into());
+            }
+            state.metadata.add_run(run, "the bitmap directory");
+        }
+        Ok(entries)
     }
 
     fn load_bitmap(
@@ -231,20 +249,26 @@ impl Qcow2 {
             clusters,
         };
         let is_in_file = run.end().start(&self.g) <= self.file.get();
-        if at == HostOffset::START
-            || !at.is_of_cluster(self.g.cluster())
-            || !is_in_file
-            || state.metadata.within(run).is_some()
-        {
+        let is_placed = at != HostOffset::START && at.is_of_cluster(self.g.cluster());
+        if !is_placed || !is_in_file || !self.is_free_for_bitmaps(state, run)? {
             return Err(DAMAGED.into());
+        }
+        run.each()
+            .for_each(|cluster| state.metadata.add_table(cluster));
+        Ok(())
+    }
+
+    /// Whether clusters are used once, and for nothing that is known.
+    fn is_free_for_bitmaps(&self, state: &mut ImageState, run: Run) -> Result<bool, Unusable> {
+        if state.metadata.within(run).is_some() {
+            return Ok(false);
         }
         for cluster in run.each() {
             if state.refcounts.get(&self.file, cluster)? != 1 {
-                return Err(DAMAGED.into());
+                return Ok(false);
             }
-            state.metadata.add_table(cluster);
         }
-        Ok(())
+        Ok(true)
     }
 }
 
