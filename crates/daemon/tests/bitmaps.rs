@@ -82,3 +82,28 @@ fn orderly_ends_store_bitmaps_and_kills_do_not() {
     qemu::img(directory, "bitmap --remove disk.qcow2 b0");
     qemu::check(directory, "disk.qcow2", false);
 }
+
+#[test]
+fn few_unusable_bitmaps_are_logged_one_by_one() {
+    if !qemu::is_there("few_unusable_bitmaps_are_logged_one_by_one") {
+        return;
+    }
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let directory = directory.path();
+    qemu::img(directory, "create -q -f qcow2 disk.qcow2 64M");
+    for number in 0..10 {
+        qemu::img(directory, &format!("bitmap --add disk.qcow2 b{number}"));
+    }
+    // A program that does not know bitmaps clears the feature bit.
+    let image = directory.join("disk.qcow2");
+    let mut bytes = std::fs::read(&image).unwrap();
+    bytes[95] &= !1;
+    std::fs::write(&image, bytes).unwrap();
+    let (mut server, device) = serve(directory);
+    let log = server.log();
+    assert_eq!(log.matches("of its image is not continued").count(), 8);
+    let rest = "2 more bitmaps of its image are not continued; 'ringdisk bitmap list";
+    assert!(log.contains(rest), "{log}");
+    drop(device);
+    assert!(server.terminate().unwrap().success(), "{}", server.log());
+}

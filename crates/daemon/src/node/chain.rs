@@ -112,14 +112,23 @@ pub(super) fn open_chain(
     })
 }
 
+/// Most bitmaps that are not continued and are logged one by one. An image may have 65535.
+const UNUSABLE_NAMED: usize = 8;
+
 /// Logs which bitmaps of an image are not continued, now and later.
 fn report_bitmaps(disk: &str, chain: &Chain) {
     let Some(image) = chain.image() else {
         return;
     };
     let advice = "an incremental backup that relies on it must be followed by a full one; 'ringdisk bitmap remove' deletes it";
-    for UnusableBitmap { name, why, .. } in image.unusable_bitmaps() {
+    let unusable = image.unusable_bitmaps();
+    for UnusableBitmap { name, why, .. } in unusable.iter().take(UNUSABLE_NAMED) {
         warn!("disk {disk}: bitmap '{name}' of its image is not continued: {why}; {advice}");
+    }
+    if let Some(more @ 1..) = unusable.len().checked_sub(UNUSABLE_NAMED) {
+        warn!(
+            "disk {disk}: {more} more bitmaps of its image are not continued; 'ringdisk bitmap list {disk}' shows all"
+        );
     }
     let disk = disk.to_owned();
     image.on_bitmap_lost(move |name, error| {
