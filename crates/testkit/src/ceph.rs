@@ -5,17 +5,19 @@
 //! starts quickly because the monitor does not wait to batch changes (`paxos propose interval`), and stays small
 //! because its OSDs have small caches.
 
+mod daemon;
 mod release;
 
-use std::fs::{self, File};
+use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
+use daemon::{Daemon, Starter};
 use rustix::process::{Pid, Signal, kill_process};
 
 pub use release::{PRODUCT, Release, UNPACKED, WITH_LIBRARIES};
@@ -73,11 +75,6 @@ pub struct Ceph {
     kept: bool,
 }
 
-struct Daemon {
-    name: String,
-    child: Option<Child>,
-}
-
 impl Ceph {
     /// Starts a cluster in `folder`, which must not exist.
     ///
@@ -111,8 +108,11 @@ impl Ceph {
             starter: Starter::new(bound),
             kept: false,
         };
-        ceph.bring_up(&options)
-            .with_context(|| format!("starting Ceph in {}", ceph.folder.display()))?;
+        let started = ceph.bring_up(&options);
+        started.with_context(|| {
+            let logs = ceph.ends_of_logs();
+            format!("starting Ceph in {}\n{logs}", ceph.folder.display())
+        })?;
         Ok(ceph)
     }
 
@@ -141,15 +141,18 @@ impl Ceph {
             self.take_key(&keyring)?;
         }
         let map = self.folder.join("monmap");
-        run(Command::new(self.release.program("monmaptool"))
-            .args(["--create", "--addv", "a", &address, "--fsid", &fsid])
-            .arg(&map))?;
-        run(self
-            .program("ceph-mon")
-            .args(["--mkfs", "-i", "a", "--monmap"])
-            .arg(&map)
-            .arg("--keyring")
-            .arg(self.folder.join("mon.keyring")))?;
+        self.run(
+            Command::new(self.release.program("monmaptool"))
+                .args(["--create", "--addv", "a", &address, "--fsid", &fsid])
+                .arg(&map),
+        )?;
+        self.run(
+            self.program("ceph-mon")
+                .args(["--mkfs", "-i", "a", "--monmap"])
+                .arg(&map)
+                .arg("--keyring")
+                .arg(self.folder.join("mon.keyring")),
+        )?;
         self.mon.start(&self.folder, &self.release, &self.starter)?;
         for i in 0..options.osds {
             let id = uuid()?;
@@ -158,9 +161,13 @@ impl Ceph {
                 number.trim() == i.to_string(),
                 "`ceph osd new` made {number}"
             );
-            run(self
-                .program("ceph-osd")
-                .args(["--mkfs", "-i", number.trim(), "--osd-uuid", &id]))?;
+            self.run(self.program("ceph-osd").args([
+                "--mkfs",
+                "-i",
+                number.trim(),
+                "--osd-uuid",
+                &id,
+            ]))?;
             self.osds[i].start(&self.folder, &self.release, &self.starter)?;
         }
         self.wait_for_osds()?;
@@ -198,7 +205,7 @@ impl Ceph {
     /// The command fails; the error contains its output.
     pub fn ceph(&self, arguments: &[&str]) -> Result<String> {
         let timeout = format!("--connect-timeout={}", TIMEOUT.as_secs());
-        run(self.program("ceph").arg(timeout).args(arguments))
+        self.run(self.program("ceph").arg(timeout).args(arguments))
     }
 
     /// Runs `rbd ARGUMENTS` as the administrator, and returns its output.
@@ -206,7 +213,7 @@ impl Ceph {
     /// # Errors
     /// The command fails; the error contains its output.
     pub fn rbd(&self, arguments: &[&str]) -> Result<String> {
-        run(self.program("rbd").args(arguments))
+        self.run(self.program("rbd").args(arguments))
     }
 
     /// Runs `rados ARGUMENTS` as the administrator, and returns its output.
@@ -214,7 +221,7 @@ impl Ceph {
     /// # Errors
     /// The command fails; the error contains its output.
     pub fn rados(&self, arguments: &[&str]) -> Result<String> {
-        run(self.program("rados").args(arguments))
+        self.run(self.program("rados").args(arguments))
     }
 
     /// Creates an image of `mib` MiB in the pool.
@@ -329,6 +336,7 @@ impl Ceph {
     fn wait(&self, what: &str, done: impl Fn() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
         while !done()? {
+            self.check_daemons()?;
             ensure!(start.elapsed() < TIMEOUT, "waited in vain for: {what}");
             thread::sleep(Duration::from_millis(100));
         }
@@ -374,6 +382,32 @@ impl Ceph {
         Ok(())
     }
 
+    /// The daemons that should run: a killed one is not among them until it is started again.
+    fn daemons(&self) -> impl Iterator<Item = &Daemon> {
+        [&self.mon, &self.mgr].into_iter().chain(&self.osds)
+    }
+
+    /// Fails if a daemon has ended although no test killed it: nothing that needs it would ever be done.
+    fn check_daemons(&self) -> Result<()> {
+        self.daemons()
+            .try_for_each(|daemon| daemon.check(&self.folder))
+    }
+
+    /// The last lines that each daemon printed and logged.
+    fn ends_of_logs(&self) -> String {
+        self.daemons()
+            .map(|daemon| daemon.end_of_logs(&self.folder))
+            .collect()
+    }
+
+    /// Runs a command to its end, and returns its output.
+    ///
+    /// # Errors
+    /// The command fails, takes too long, or a daemon ends meanwhile.
+    fn run(&self, command: &mut Command) -> Result<String> {
+        run(command, TIMEOUT, || self.check_daemons())
+    }
+
     fn program(&self, name: &str) -> Command {
         let mut command = Command::new(self.release.program(name));
         command.arg("--conf").arg(self.conf());
@@ -387,15 +421,17 @@ impl Ceph {
         for (of, cap) in caps {
             make.args(["--cap", of, cap]);
         }
-        run(&mut make).map(drop)
+        self.run(&mut make).map(drop)
     }
 
     /// Adds a key to the keyring that the monitor starts with.
     fn take_key(&self, file: &str) -> Result<()> {
-        run(Command::new(self.release.program("ceph-authtool"))
-            .arg(self.folder.join("mon.keyring"))
-            .arg("--import-keyring")
-            .arg(self.folder.join(file)))
+        self.run(
+            Command::new(self.release.program("ceph-authtool"))
+                .arg(self.folder.join("mon.keyring"))
+                .arg("--import-keyring")
+                .arg(self.folder.join(file)),
+        )
         .map(drop)
     }
 }
@@ -447,76 +483,6 @@ pub fn shut_down(folder: &Path) -> Result<()> {
         thread::sleep(Duration::from_millis(20));
     }
     fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))
-}
-
-impl Daemon {
-    fn new(kind: &str, id: &str) -> Self {
-        Self {
-            name: format!("{kind}.{id}"),
-            child: None,
-        }
-    }
-
-    fn start(&mut self, folder: &Path, release: &Release, starter: &Starter) -> Result<()> {
-        let (kind, id) = self.name.split_once('.').context("a name without a dot")?;
-        let output = File::create(folder.join(format!("{}.out", self.name)))?;
-        let program = release.program(&format!("ceph-{kind}"));
-        let mut command = starter.program(&program);
-        command
-            .arg("--conf")
-            .arg(folder.join("ceph.conf"))
-            .args(["-i", id, "-f"])
-            .stdin(Stdio::null())
-            .stdout(output.try_clone()?)
-            .stderr(output);
-        let child = starter.start(command);
-        self.child = Some(child.with_context(|| format!("starting {}", program.display()))?);
-        Ok(())
-    }
-
-    fn kill(&mut self) -> Result<()> {
-        let Some(mut child) = self.child.take() else {
-            bail!("{} does not run", self.name);
-        };
-        child.kill()?;
-        child.wait()?;
-        Ok(())
-    }
-}
-
-/// Starts processes that must die with this one. The kernel kills them when the thread that started them ends, so a
-/// dedicated thread starts them and stays as long as they do.
-struct Starter {
-    bound: bool,
-    commands: Sender<(Command, Sender<std::io::Result<Child>>)>,
-}
-
-impl Starter {
-    /// `bound`: the processes die with this one.
-    fn new(bound: bool) -> Self {
-        let (commands, queue) = mpsc::channel::<(Command, Sender<std::io::Result<Child>>)>();
-        thread::spawn(move || {
-            for (mut command, reply) in queue {
-                let _ = reply.send(command.spawn());
-            }
-        });
-        Self { bound, commands }
-    }
-
-    fn program(&self, name: &Path) -> Command {
-        if !self.bound {
-            return Command::new(name);
-        }
-        let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL"]).arg(name);
-        command
-    }
-
-    fn start(&self, command: Command) -> Result<Child> {
-        let (reply, child) = mpsc::channel();
-        self.commands.send((command, reply))?;
-        Ok(child.recv()??)
-    }
 }
 
 /// Ceph's configuration file. Sizes are in bytes, times in seconds.
@@ -595,11 +561,34 @@ fn uuid() -> Result<String> {
     Ok(text.trim().to_owned())
 }
 
-fn run(command: &mut Command) -> Result<String> {
-    let output = command
+/// Runs a command to its end. Every 100 ms, `check` decides whether waiting is still of use.
+fn run(command: &mut Command, limit: Duration, check: impl Fn() -> Result<()>) -> Result<String> {
+    let child = command
         .stdin(Stdio::null())
-        .output()
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
         .with_context(|| format!("starting {command:?}"))?;
+    let pid = Pid::from_child(&child);
+    let (ended, end) = mpsc::channel();
+    thread::spawn(move || ended.send(child.wait_with_output()));
+    let start = Instant::now();
+    let output = loop {
+        match end.recv_timeout(Duration::from_millis(100)) {
+            Ok(output) => break output?,
+            Err(_) => {
+                let useful = check().and_then(|()| {
+                    ensure!(start.elapsed() < limit, "it takes more than {limit:?}");
+                    Ok(())
+                });
+                if let Err(error) = useful {
+                    // It may have just ended.
+                    let _ = kill_process(pid, Signal::KILL);
+                    return Err(error.context(format!("{command:?} was killed")));
+                }
+            }
+        }
+    };
     ensure!(
         output.status.success(),
         "{command:?}: {}\n{}",
@@ -607,4 +596,44 @@ fn run(command: &mut Command) -> Result<String> {
         String::from_utf8_lossy(&output.stderr)
     );
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_start_shows_the_log_of_the_daemon_that_ended() {
+        let folder = tempfile::tempdir().expect("making a folder");
+        let starter = Starter::new(true);
+        let mut daemon = Daemon::new("mon", "a");
+        let mut command = starter.program(Path::new("sh"));
+        command.args(["-c", "echo 'no space is left'; exit 3"]);
+        daemon
+            .start_command(folder.path(), &starter, command)
+            .expect("starting a shell");
+        let told = run(
+            Command::new("sleep").arg("1000"),
+            Duration::from_secs(1000),
+            || daemon.check(folder.path()),
+        );
+        let told = format!("{:#}", told.expect_err("the daemon has ended"));
+        for part in ["sleep", "mon.a", "exit status: 3", "no space is left"] {
+            assert!(told.contains(part), "{told}");
+        }
+        // A daemon that a test killed is no failure.
+        daemon.kill().expect("killing the daemon");
+        daemon.check(folder.path()).expect("it was killed");
+    }
+
+    #[test]
+    fn command_that_does_not_end_is_killed() {
+        let mut sleep = Command::new("sleep");
+        let told = run(sleep.arg("1000"), Duration::ZERO, || Ok(()));
+        let told = format!("{:#}", told.expect_err("it sleeps"));
+        assert!(
+            told.contains("sleep") && told.contains("more than"),
+            "{told}"
+        );
+    }
 }
