@@ -3,12 +3,14 @@
 //! The test programs are built once. Then each group of tests runs with a suitable number of threads, and its time is
 //! reported.
 
+mod limit;
+
 use crate::{cargo, compatibility, packages, root};
 use anyhow::{Context, Result, ensure};
+use limit::End;
 use serde_json::Value;
-use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{ChildStdout, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// The tests to run
@@ -59,7 +61,8 @@ const GROUPS: [Group; 8] = [
     Group {
         name: "ceph",
         tests: &["ringdisk rbd::"],
-        threads: "2",
+        // For each of two clusters, a test that uses it and one that waits for it.
+        threads: "4",
     },
     Group {
         name: "soak",
@@ -89,6 +92,10 @@ const GROUPS: [Group; 8] = [
         threads: "3",
     },
 ];
+
+/// A test program that runs longer is killed, and its tests that have not ended are named. The slowest takes a third of
+/// this on two CPUs.
+const PROGRAM_LIMIT: Duration = Duration::from_secs(20 * 60);
 
 /// Runs the tests, and then lists the skipped tests with the reasons.
 pub fn run(args: &Args) -> Result<()> {
@@ -219,10 +226,10 @@ impl Program {
         }
         let path = self.path.display();
         println!("{path} ({} tests)", tests.len());
-        let mut child = Command::new(&self.path)
+        let child = Command::new(&self.path)
             // A test that cannot run here prints the reason and passes; without --show-output, that is hidden.
             .args(["--exact", "--show-output", "--test-threads", threads])
-            .args(tests)
+            .args(&tests)
             .current_dir(&self.folder)
             .env("CARGO_MANIFEST_DIR", &self.folder)
             .env("CARGO", std::env::var_os("CARGO").unwrap_or("cargo".into()))
@@ -230,19 +237,21 @@ impl Program {
             .stdout(Stdio::piped())
             .spawn()
             .with_context(|| format!("starting {path}"))?;
-        totals.read(
-            child
-                .stdout
-                .take()
-                .context("a test program has no stdout")?,
-        )?;
-        let status = child
-            .wait()
-            .with_context(|| format!("waiting for {path}"))?;
-        if !status.success() {
-            let path = self.path.strip_prefix(root()).unwrap_or(&self.path);
-            totals.failed.push(format!("{} ({status})", path.display()));
-        }
+        totals.in_successes = false;
+        let end = limit::follow(child, &tests, PROGRAM_LIMIT, |line| totals.read(line));
+        let failure = match end.with_context(|| format!("running {path}"))? {
+            End::Exited(status) if status.success() => return Ok(()),
+            End::Exited(status) => status.to_string(),
+            End::Killed(tests) => format!(
+                "killed after {} min, before the end of:\n    {}",
+                PROGRAM_LIMIT.as_secs() / 60,
+                tests.join("\n    ")
+            ),
+        };
+        let path = self.path.strip_prefix(root()).unwrap_or(&self.path);
+        totals
+            .failed
+            .push(format!("{} ({failure})", path.display()));
         Ok(())
     }
 }
@@ -262,30 +271,23 @@ struct Totals {
     /// Programs that failed, with or without a failed test.
     failed: Vec<String>,
     failed_tests: usize,
+    /// Whether the lines that are read are the output of passed tests.
+    in_successes: bool,
 }
 
 impl Totals {
-    /// Prints the output without that of passed tests.
-    fn read(&mut self, stdout: ChildStdout) -> Result<()> {
-        let mut in_successes = false;
-        for line in BufReader::new(stdout).split(b'\n') {
-            let line = line.context("reading a test program's output")?;
-            let line = String::from_utf8_lossy(&line);
-            if line == "failures:" || line.starts_with("test result: ") {
-                in_successes = false;
-            } else if line == "successes:" {
-                in_successes = true;
-            }
-            if !in_successes {
-                println!("{line}");
-            }
-            // The duration of a part of a long test.
-            if in_successes && line.starts_with("time: ") {
-                println!("{line}");
-            }
-            self.count(&line);
+    /// Prints and counts a line of a test program's output. The output of passed tests is not printed.
+    fn read(&mut self, line: &str) {
+        if line == "failures:" || line.starts_with("test result: ") {
+            self.in_successes = false;
+        } else if line == "successes:" {
+            self.in_successes = true;
         }
-        Ok(())
+        // The duration of a part of a long test is printed.
+        if !self.in_successes || line.starts_with("time: ") {
+            println!("{line}");
+        }
+        self.count(line);
     }
 
     fn count(&mut self, line: &str) {
