@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use testkit::ceph::{Ceph, Options, POOL, Release};
 use testkit::server::Server;
@@ -18,16 +18,23 @@ pub enum CephVersion {
 }
 
 /// A cluster of each version.
-static CLUSTERS: [Mutex<Option<Ceph>>; 2] = [const { Mutex::new(None) }; 2];
+static CLUSTERS: [Mutex<ClusterState>; 2] = [const { Mutex::new(ClusterState::Stopped) }; 2];
 
-/// Tests that use the cluster or wait for it.
-static USERS: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+enum ClusterState {
+    Stopped,
+    Running(Ceph),
+    /// It did not start. It is not tried again: each attempt could take minutes.
+    Failed,
+}
 
-/// The cluster, for one test. The last test that waits for it shuts it down.
+/// Tests that use a cluster or wait for one.
+static USERS: AtomicUsize = AtomicUsize::new(0);
+
+/// The cluster, for one test. The last test that uses any cluster shuts all of them down.
 pub struct Cluster {
     version: CephVersion,
     release: Release,
-    guard: MutexGuard<'static, Option<Ceph>>,
+    guard: MutexGuard<'static, ClusterState>,
     pub folder: tempfile::TempDir,
 }
 
@@ -45,32 +52,39 @@ impl Cluster {
                 return None;
             }
         };
-        USERS[version as usize].fetch_add(1, Ordering::SeqCst);
-        let cluster = &CLUSTERS[version as usize];
-        let mut guard = cluster.lock().unwrap_or_else(|e| e.into_inner());
-        if guard.is_none() {
-            // Failed tests keep their logs.
-            static NUMBER: AtomicUsize = AtomicUsize::new(0);
-            let number = NUMBER.fetch_add(1, Ordering::SeqCst);
-            let folder = format!("ceph-{}-{number}", std::process::id());
-            let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
-            let options = Options {
-                release: release.clone(),
-                ..Options::default()
-            };
-            *guard = Some(Ceph::start(&folder, options).unwrap());
-        }
-        let folder = tempfile::tempdir().unwrap();
-        Some(Self {
+        USERS.fetch_add(1, Ordering::SeqCst);
+        let guard = CLUSTERS[version as usize].lock();
+        let mut cluster = Self {
             version,
             release,
-            guard,
-            folder,
-        })
+            guard: guard.unwrap_or_else(|e| e.into_inner()),
+            folder: tempfile::tempdir().unwrap(),
+        };
+        cluster.start_once();
+        Some(cluster)
+    }
+
+    /// Starts the cluster if it does not run.
+    fn start_once(&mut self) {
+        match *self.guard {
+            ClusterState::Running(_) => {}
+            ClusterState::Stopped => {
+                // Until it runs.
+                *self.guard = ClusterState::Failed;
+                *self.guard = ClusterState::Running(start(self.release.clone()).unwrap());
+            }
+            ClusterState::Failed => panic!(
+                "the {:?} Ceph did not start; the first test that needed it shows the cause",
+                self.version
+            ),
+        }
     }
 
     pub fn ceph(&mut self) -> &mut Ceph {
-        self.guard.as_mut().unwrap()
+        match &mut *self.guard {
+            ClusterState::Running(ceph) => ceph,
+            _ => unreachable!("a test gets only a running cluster"),
+        }
     }
 
     /// Creates an image, and returns its disk argument for `ringdisk serve`, with a socket; `options` are more
@@ -139,6 +153,19 @@ impl Cluster {
     }
 }
 
+fn start(release: Release) -> anyhow::Result<Ceph> {
+    // Failed tests keep their logs.
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::SeqCst);
+    let folder = format!("ceph-{}-{number}", std::process::id());
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
+    let options = Options {
+        release,
+        ..Options::default()
+    };
+    Ceph::start(&folder, options)
+}
+
 pub fn ringdisk(arguments: &[&str]) -> std::process::Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
     command.args(arguments).output().unwrap()
@@ -146,11 +173,27 @@ pub fn ringdisk(arguments: &[&str]) -> std::process::Output {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // After a failure, the next test gets a new cluster.
-        if USERS[self.version as usize].fetch_sub(1, Ordering::SeqCst) == 1
-            || std::thread::panicking()
-        {
-            *self.guard = None;
+        if std::thread::panicking() {
+            // The next test gets a new cluster.
+            self.guard.stop();
+        }
+        if USERS.fetch_sub(1, Ordering::SeqCst) > 1 {
+            return;
+        }
+        self.guard.stop();
+        // If a test has the other cluster again, that test will stop it.
+        match CLUSTERS[1 - self.version as usize].try_lock() {
+            Ok(mut other) => other.stop(),
+            Err(TryLockError::Poisoned(other)) => other.into_inner().stop(),
+            Err(TryLockError::WouldBlock) => {}
+        }
+    }
+}
+
+impl ClusterState {
+    fn stop(&mut self) {
+        if let ClusterState::Running(_) = self {
+            *self = ClusterState::Stopped;
         }
     }
 }
