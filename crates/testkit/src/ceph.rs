@@ -110,7 +110,11 @@ impl Ceph {
         };
         let started = ceph.bring_up(&options);
         started.with_context(|| {
-            let logs = ceph.ends_of_logs();
+            // The error has the log of a daemon that has ended.
+            let logs = match ceph.check_daemons() {
+                Ok(()) => ceph.ends_of_logs(),
+                Err(_) => String::new(),
+            };
             format!("starting Ceph in {}\n{logs}", ceph.folder.display())
         })?;
         Ok(ceph)
