@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -27,6 +27,8 @@ pub const JOURNAL: &str = "journal.jsonl";
 const VERSION: u32 = 1;
 /// The maximum number of points in a sample's series.
 const SERIES_MAX: usize = 100_000;
+/// How the first line starts.
+const FIRST: &[u8] = b"{\"what\":\"plan\"";
 /// The largest journal that is read: hundreds of thousands of cells.
 const BYTES_MAX: u64 = 4 << 30;
 
@@ -278,11 +280,32 @@ impl Journal {
         let path = journal_path(result);
         let file = File::open(&path)
             .with_context(|| format!("{}: is this a result of 'ringdisk lab'?", path.display()))?;
-        let mut text = String::new();
+        let mut bytes = Vec::new();
         file.take(BYTES_MAX)
-            .read_to_string(&mut text)
+            .read_to_end(&mut bytes)
             .with_context(|| format!("reading {}", path.display()))?;
-        Self::parse(&text).with_context(|| path.display().to_string())
+        Self::parse_bytes(bytes).with_context(|| path.display().to_string())
+    }
+
+    /// Reads a journal whose last line may end within a character.
+    fn parse_bytes(bytes: Vec<u8>) -> Result<Journal> {
+        let (text, is_cut) = match String::from_utf8(bytes) {
+            Ok(text) => (text, false),
+            Err(error) => {
+                let valid = error.utf8_error().valid_up_to();
+                let mut bytes = error.into_bytes();
+                let number = 1 + bytes[..valid].iter().filter(|byte| **byte == b'\n').count();
+                ensure!(
+                    !bytes[valid..].contains(&b'\n'),
+                    "line {number}: this is not UTF-8"
+                );
+                bytes.truncate(valid);
+                (String::from_utf8(bytes)?, true)
+            }
+        };
+        let mut journal = Self::parse(&text)?;
+        journal.truncated |= is_cut;
+        Ok(journal)
     }
 
     /// Reads a journal's text.
@@ -367,10 +390,19 @@ impl Writer {
     pub fn create(folder: &Path, header: Header) -> Result<Writer> {
         fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
         let path = folder.join(JOURNAL);
-        let file = OpenOptions::new().append(true).create_new(true).open(&path);
-        let file =
-            file.with_context(|| format!("{}; to continue it, use --resume", path.display()))?;
+        if !is_unbegun(&path)? {
+            bail!("{} exists; to continue it, use --resume", path.display());
+        }
+        let file = OpenOptions::new().append(true).create(true).open(&path);
+        let file = file.with_context(|| format!("making {}", path.display()))?;
         lock(&file).with_context(|| path.display().to_string())?;
+        ensure!(
+            is_unbegun(&path)?,
+            "another run has begun {}",
+            path.display()
+        );
+        file.set_len(0)
+            .with_context(|| format!("emptying {}", path.display()))?;
         let mut writer = Writer { file, path };
         writer.write(&Record::Plan(Header {
             version: VERSION,
@@ -386,16 +418,20 @@ impl Writer {
     pub fn resume(folder: &Path) -> Result<(Writer, Journal)> {
         let path = folder.join(JOURNAL);
         let what = || format!("continuing {}", path.display());
-        let file = OpenOptions::new()
+        let mut file = OpenOptions::new()
             .append(true)
             .open(&path)
             .with_context(what)?;
         lock(&file).with_context(what)?;
         let mut journal = Journal::read(folder)?;
+        let bytes = fs::read(&path).with_context(what)?;
         if std::mem::take(&mut journal.truncated) {
-            let text = fs::read_to_string(&path).with_context(what)?;
-            let complete = text.rfind('\n').map_or(0, |end| end + 1);
+            let end = bytes.iter().rposition(|byte| *byte == b'\n');
+            let complete = end.map_or(0, |end| end + 1);
             file.set_len(complete as u64).with_context(what)?;
+        } else if !bytes.ends_with(b"\n") {
+            // Only the end of the line is missing. The next record would continue the line.
+            file.write_all(b"\n").with_context(what)?;
         }
         Ok((Writer { file, path }, journal))
     }
@@ -418,10 +454,15 @@ impl Writer {
     pub fn write(&mut self, record: &Record) -> Result<()> {
         let mut line = serde_json::to_string(record)?;
         line.push('\n');
+        let before = self.file.metadata().map(|metadata| metadata.len());
         let written = self
             .file
             .write_all(line.as_bytes())
             .and_then(|()| self.file.sync_data());
+        if let (Err(_), Ok(before)) = (&written, before) {
+            // A part of the line would damage the next record: that of a disk which is removed, say.
+            let _ = self.file.set_len(before);
+        }
         written.with_context(|| {
             format!(
                 "writing {}; --resume continues after its last complete line",
@@ -441,6 +482,23 @@ impl Log for Writer {
     }
 }
 
+/// Whether a journal does not exist or has no complete line, because the run was killed or its disk was full when it began.
+pub fn is_unbegun(path: &Path) -> Result<bool> {
+    let what = || format!("reading {}", path.display());
+    match File::open(path) {
+        Ok(file) => {
+            let mut first = Vec::new();
+            BufReader::new(file.take(BYTES_MAX))
+                .read_until(b'\n', &mut first)
+                .with_context(what)?;
+            let is_of_lab = first.starts_with(FIRST) || FIRST.starts_with(&first);
+            Ok(is_of_lab && !first.ends_with(b"\n"))
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(true),
+        Err(e) => Err(e).with_context(what),
+    }
+}
+
 /// Keeps other runs from writing the journal, until this process ends.
 fn lock(file: &File) -> Result<()> {
     match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -453,101 +511,4 @@ fn lock(file: &File) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn header() -> Header {
-        Header {
-            version: VERSION,
-            file: "p.toml".into(),
-            plan: "[config]\nqueues = [1, 2]\n".into(),
-            jobs: BTreeMap::new(),
-            seed: 1,
-            started_ms: 0,
-            facts: Facts::new(),
-            only: Vec::new(),
-            left_out: BTreeMap::new(),
-        }
-    }
-
-    fn cell(workload: &str) -> Record {
-        Record::Cell(Cell {
-            workload: workload.into(),
-            sample: Some(Sample::default()),
-            ..Cell::default()
-        })
-    }
-
-    #[test]
-    fn a_truncated_journal_is_continued() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut writer = Writer::create(folder.path(), header()).unwrap();
-        let mut latencies = Histogram::default();
-        latencies.add(1008, 7);
-        let sample = Sample {
-            latencies: latencies.clone(),
-            ..Sample::default()
-        };
-        let one = Cell {
-            workload: "one".into(),
-            sample: Some(sample),
-            ..Cell::default()
-        };
-        writer.write(&Record::Cell(one)).unwrap();
-        drop(writer);
-        assert!(
-            Writer::create(folder.path(), header()).is_err(),
-            "a result is not overwritten"
-        );
-        let path = folder.path().join(JOURNAL);
-        let whole = fs::read_to_string(&path).unwrap();
-        fs::write(&path, whole.clone() + &whole.lines().nth(1).unwrap()[..20]).unwrap();
-        let journal = Journal::read(folder.path()).unwrap();
-        assert!(journal.truncated && journal.cells.len() == 1);
-        assert_eq!(
-            journal.cells[0].sample.as_ref().unwrap().latencies,
-            latencies
-        );
-        let (mut writer, resumed) = Writer::resume(folder.path()).unwrap();
-        assert!(!resumed.truncated && resumed.cells.len() == 1);
-        let second = Writer::resume(folder.path()).unwrap_err();
-        assert!(format!("{second:#}").contains("another run"), "{second:#}");
-        writer.write(&cell("two")).unwrap();
-        let journal = Journal::read(folder.path()).unwrap();
-        assert!(!journal.truncated);
-        let names: Vec<_> = journal
-            .cells
-            .iter()
-            .map(|cell| cell.workload.as_str())
-            .collect();
-        assert_eq!(names, ["one", "two"]);
-    }
-
-    #[test]
-    fn an_invalid_line_in_the_middle_is_an_error_with_its_number() {
-        let first = serde_json::to_string(&Record::Plan(header())).unwrap();
-        let error = |text: &str| format!("{:#}", Journal::parse(text).unwrap_err());
-        assert!(error(&format!("{first}\nnonsense\n{first}\n")).contains("line 2"));
-        assert!(error(&format!("{first}\n{first}\n")).contains("second plan"));
-        assert!(error("").contains("line 1"));
-        assert!(error(&first.replace("\"version\":1", "\"version\":9")).contains("version 9"));
-        let cell = serde_json::to_string(&cell("load")).unwrap();
-        let escape = format!("{first}\n{{\"what\":\"\\u001b[31mred\"}}\n");
-        assert!(!error(&escape).contains('\x1b') && error(&escape).contains("line 2"));
-        let impossible = cell.replace("\"took_s\":0.0", "\"took_s\":-1.0");
-        assert!(error(&format!("{first}\n{impossible}\n")).contains("line 2: impossible"));
-        let rates = "{\"what\":\"rates\",\"workload\":\"x\",\"rates\":[2,1],\"took_s\":1}";
-        assert!(error(&format!("{first}\n{rates}\n")).contains("line 2: impossible"));
-        assert!(error(&first.replace("queues", "quues")).contains("queues"));
-    }
-
-    #[test]
-    fn cases_that_could_not_run_are_removed_from_the_plan() {
-        let mut header = header();
-        header.left_out.insert("queues=1".into(), "why".into());
-        let journal =
-            Journal::parse(&serde_json::to_string(&Record::Plan(header)).unwrap()).unwrap();
-        assert_eq!(journal.plan.cases.len(), 1);
-        assert!(journal.plan.contrasts.is_empty());
-    }
-}
+mod tests;

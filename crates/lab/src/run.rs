@@ -25,7 +25,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use crate::analysis::ClaimResult;
 use crate::guest::{Accel, Kernel, Stop, version, write_initramfs};
 use crate::host::{Facts, facts, now_ms};
-use crate::journal::{Header, Journal, Rates, Record, Writer};
+use crate::journal::{Header, JOURNAL, Journal, Rates, Record, Writer, is_unbegun};
 use crate::own_folder::OwnFolder;
 use crate::plan::words::{FileSystem, GuestKind};
 use crate::plan::{Filter, Plan};
@@ -159,7 +159,9 @@ fn begin(
     facts: &Facts,
     left_out: BTreeMap<String, String>,
 ) -> Result<(Journal, Writer)> {
-    if options.resume {
+    let journal = options.folder.join(JOURNAL);
+    let has_begun = !journal.exists() || !is_unbegun(&journal)?;
+    if options.resume && has_begun {
         let (writer, journal) = Writer::resume(&options.folder)?;
         ensure!(
             journal.header.plan == text
