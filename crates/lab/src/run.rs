@@ -73,6 +73,11 @@ pub fn run(
     if let Some(budget) = options.budget {
         plan.budget = budget;
     }
+    // First of all: this host's facts, and what is missing here, are those without the changes of a killed run.
+    let left = [host_queue::restore_after_kill(), zram::remove_after_kill()];
+    for said in left.concat() {
+        progress.say(&said);
+    }
     let accel = options.accel;
     let disks = plan
         .directory
@@ -89,10 +94,6 @@ pub fn run(
     }
     for uncompared in journal.plan.uncompared() {
         progress.say(&uncompared);
-    }
-    let left = [host_queue::restore_after_kill(), zram::remove_after_kill()];
-    for said in left.concat() {
-        progress.say(&said);
     }
     raise_descriptor_limit();
     let runtime = OwnFolder::new(&std::env::temp_dir())?;

@@ -34,6 +34,10 @@ struct Original {
     device: String,
     attribute: String,
     value: String,
+    /// What the lab has set
+    set: String,
+    /// The kernel's number of the device, which no other gets until the next boot; `None` before Linux 5.15
+    diskseq: Option<u64>,
 }
 
 /// Changed queues. Dropping this restores them.
@@ -84,6 +88,8 @@ pub fn set(wanted: &HostQueue, disks: &[PathBuf]) -> Result<Option<ChangedQueues
             device: device.clone(),
             attribute: attribute.into(),
             value: before,
+            set: value.clone(),
+            diskseq: diskseq(&device),
         });
         // Before the change: a run may be killed between the two.
         changed.record.write(&changed.originals)?;
@@ -137,15 +143,7 @@ pub fn restore_after_kill() -> Vec<String> {
         };
         // Without a text, the run was killed before the first change.
         let originals: Vec<Original> = record.read()?.unwrap_or_default();
-        let said = originals
-            .iter()
-            .rev()
-            .map(|original| match original.restore() {
-                Ok(()) => format!("an earlier run was killed: {original} is restored"),
-                Err(error) => {
-                    format!("an earlier run was killed, and {original} is not restored: {error:#}")
-                }
-            });
+        let said = originals.iter().rev().map(Original::restore_left);
         let said = said.collect();
         record.remove();
         Ok(said)
@@ -182,11 +180,51 @@ impl Drop for ChangedQueues {
 
 impl Original {
     fn restore(&self) -> Result<()> {
+        self.check_names()?;
+        write(&self.device, &self.attribute, &self.value)
+    }
+
+    fn check_names(&self) -> Result<()> {
         let known = [SCHEDULER, READ_AHEAD].contains(&self.attribute.as_str());
         let name = !self.device.is_empty() && !self.device.contains('/') && self.device != "..";
         ensure!(known && name, "{RECORD} is damaged");
-        write(&self.device, &self.attribute, &self.value)
+        Ok(())
     }
+
+    /// Restores a value that a killed run has left, unless somebody else has changed it since. Returns what to tell the user.
+    fn restore_left(&self) -> String {
+        let restored = || -> Result<String> {
+            self.check_names()?;
+            let now = read(&self.device, &self.attribute);
+            let is_own = now.as_ref() == Some(&self.set) && diskseq(&self.device) == self.diskseq;
+            // The run may have been killed before it set the value.
+            if !is_own && now.as_ref() != Some(&self.value) {
+                let Self {
+                    device, attribute, ..
+                } = self;
+                return Ok(match now {
+                    Some(now) => format!(
+                        "{device} {attribute} stays {now}, which the run had not set; it was {} before",
+                        self.value
+                    ),
+                    None => format!("there is no {device} any more"),
+                });
+            }
+            self.restore()?;
+            Ok(format!("{self} is restored"))
+        };
+        match restored() {
+            Ok(said) => format!("an earlier run was killed: {said}"),
+            Err(error) => {
+                format!("an earlier run was killed, and {self} is not restored: {error:#}")
+            }
+        }
+    }
+}
+
+fn diskseq(device: &str) -> Option<u64> {
+    let text = fs::read_to_string(format!("/sys/block/{device}/diskseq")).ok()?;
+    text.trim().parse().ok()
 }
 
 impl std::fmt::Display for Original {

@@ -111,12 +111,41 @@ fn queues_are_set_and_restored_also_after_an_error_or_a_kill() {
     assert_eq!(disk.values(), before);
     assert!(restore_after_kill().is_empty());
 
+    // What the user has changed since the kill stays.
+    let mut changed = set(&wanted, &paths).unwrap().unwrap();
+    changed.originals.clear();
+    let text = fs::read(RECORD).unwrap();
+    drop(changed);
+    fs::write(RECORD, text).unwrap();
+    write(disk.name(), READ_AHEAD, "32").unwrap();
+    let said = restore_after_kill().concat();
+    assert!(said.contains("read_ahead_kb stays 32"), "{said}");
+    let after = [before[0].clone(), Some("32".into())];
+    assert_eq!(disk.values(), after);
+
+    // So does a device that got the name of another one.
+    let mut other = Original {
+        device: disk.name().into(),
+        attribute: READ_AHEAD.into(),
+        value: "16".into(),
+        set: "32".into(),
+        diskseq: Some(0),
+    };
+    assert!(other.restore_left().contains("stays 32"));
+    assert_eq!(disk.values(), after);
+    other.diskseq = diskseq(disk.name());
+    assert!(other.restore_left().contains("is restored"));
+    assert_eq!(disk.values()[1], Some("16".into()));
+
     // A record by somebody else writes no other file.
     let elsewhere = Original {
         device: "../../etc".into(),
         attribute: SCHEDULER.into(),
         value: "x".into(),
+        set: "y".into(),
+        diskseq: None,
     };
+    assert!(elsewhere.restore_left().contains("damaged"));
     assert!(elsewhere.restore().is_err());
 }
 

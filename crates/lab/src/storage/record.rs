@@ -3,7 +3,7 @@
 //! They are in `/run`, where only root can write, and which is empty after a boot, as what they tell of is gone then.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -53,26 +53,53 @@ impl Record {
         let mut text = String::new();
         self.file.rewind()?;
         (&self.file).take(BYTES_MAX).read_to_string(&mut text)?;
-        if text.is_empty() {
+        // A line without its end was cut off, and the one before it holds.
+        let complete = text.rfind('\n').map_or("", |end| &text[..end]);
+        let Some(last) = complete.lines().next_back() else {
             return Ok(None);
-        }
-        let found = serde_json::from_str(&text);
+        };
+        let found = serde_json::from_str(last);
         found.with_context(|| format!("reading {}", self.path.display()))
     }
 
-    /// Replaces the text.
+    /// Writes a value that replaces the earlier ones. These stay in the file: a process that is killed while it empties and
+    /// writes a file leaves neither.
     pub fn write(&mut self, value: &impl Serialize) -> Result<()> {
-        let text = serde_json::to_string(value)?;
+        let mut text = serde_json::to_string(value)?;
+        text.push('\n');
         let written = self
             .file
-            .rewind()
-            .and_then(|()| self.file.set_len(0))
-            .and_then(|()| self.file.write_all(text.as_bytes()));
+            .seek(SeekFrom::End(0))
+            .and_then(|_| self.file.write_all(text.as_bytes()));
         written.with_context(|| format!("writing {}", self.path.display()))
     }
 
     /// Removes the file.
     pub fn remove(&mut self) {
         let _ = fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_that_is_cut_anywhere_has_the_value_from_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("record");
+        let mut record = Record::open(&path).unwrap().unwrap();
+        assert_eq!(record.read::<Vec<String>>().unwrap(), None);
+        record.write(&["one"]).unwrap();
+        let first = fs::metadata(&path).unwrap().len();
+        record.write(&["one", "two"]).unwrap();
+        let whole = fs::metadata(&path).unwrap().len();
+        let mut read = || record.read::<Vec<String>>().unwrap().unwrap();
+        assert_eq!(read(), ["one", "two"]);
+        for end in (first..whole).rev() {
+            let file = OpenOptions::new().write(true).open(&path).unwrap();
+            file.set_len(end).unwrap();
+            assert_eq!(read(), ["one"], "cut at {end}");
+        }
     }
 }

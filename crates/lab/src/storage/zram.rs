@@ -285,7 +285,7 @@ mod tests {
         let of = |change: fn(&mut Note)| {
             let mut changed: Note = serde_json::from_str(&own).unwrap();
             change(&mut changed);
-            fs::write(&note, serde_json::to_string(&changed).unwrap()).unwrap();
+            fs::write(&note, serde_json::to_string(&changed).unwrap() + "\n").unwrap();
             (remove_left(notes.path()), exists(number), note.exists())
         };
         let kept = (Vec::new(), true, false);
@@ -295,7 +295,7 @@ mod tests {
         assert_eq!(of(|note| note.number = u32::MAX), kept);
         fs::write(&note, "").unwrap();
         assert_eq!(remove_left(notes.path()), [""; 0]);
-        fs::write(&note, "{").unwrap();
+        fs::write(&note, "{\n").unwrap();
         assert!(remove_left(notes.path())[0].contains("not removed"));
         assert!(exists(number));
         let (said, exists, is_noted) = of(|_| ());
