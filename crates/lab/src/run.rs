@@ -19,7 +19,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::analysis::ClaimResult;
@@ -110,6 +110,12 @@ pub fn run(
     let mut named = named.recorded_in(Box::new(writer.another()?));
     let mut recorder = Recorder::new(journal, writer, progress);
     let plan = recorder.journal.plan.clone();
+    // Of a run that is resumed, devices may have been mounted in the meantime.
+    for case in &plan.cases {
+        if let Some(why) = available::in_use(&plan, &case.settings) {
+            bail!("{why}");
+        }
+    }
     for said in named.remove_left(&plan, &std::mem::take(&mut recorder.journal.left))? {
         recorder.progress.say(&said);
     }

@@ -10,6 +10,7 @@ use super::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::support::loop_device::LoopDevice;
 use crate::support::small_fs::SmallFs;
 
 const ON_HOST: &str = "guest = 'none'\nblocks = 2\n[storage]\nsize = '16M'\n[config]\ncache = ['writeback', 'none']\n\
@@ -284,4 +285,57 @@ fn interrupted_run_writes_a_report() {
     );
     succeed(bench.run().arg("--resume"));
     assert_eq!(bench.journal().cells.len(), 6);
+}
+
+#[test]
+fn mounted_device_is_not_overwritten() {
+    if !are_installed(
+        "mounted_device_is_not_overwritten",
+        &["losetup", "mkfs.ext4"],
+    ) {
+        return;
+    }
+    let Some(disk) = LoopDevice::new() else {
+        return;
+    };
+    let plan = |rw: &str| {
+        format!(
+            "guest = 'none'\nblocks = 1\n[config]\ndevice = 'vhost-user-blk'\nbacking = '{}'\nqueues = [1, 2]\n\
+             [fio]\nrw = '{rw}'\nruntime = '200ms'\nramp = '0s'\n",
+            disk.device.display()
+        )
+    };
+    // The device is free when the run begins, and mounted when it is resumed.
+    let bench = PlanFolder::new(&plan("randwrite"));
+    let lab = spawn(bench.run().arg("--overwrite"));
+    wait_for("a cell", || bench.lines("cell") > 0);
+    kill(lab.id(), Signal::KILL);
+    lab.wait_with_output().unwrap();
+    let Some(folder) = disk.mount() else {
+        return;
+    };
+    fs::write(folder.join("file"), "mine").unwrap();
+    rustix::fs::sync();
+    let before = fs::read(&disk.device).unwrap();
+    let refused = bench
+        .run()
+        .args(["--overwrite", "--resume"])
+        .output()
+        .unwrap();
+    let said = output_text(&refused);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("is in use on this host"), "{said}");
+    fs::remove_dir_all(bench.path("result")).unwrap();
+    let refused = bench.run().arg("--overwrite").output().unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(
+        output_text(&refused).contains("is in use on this host"),
+        "{}",
+        output_text(&refused)
+    );
+    assert!(before == fs::read(&disk.device).unwrap());
+    // Loads that only read are no danger for it.
+    fs::write(bench.path("plan.toml"), plan("randread")).unwrap();
+    let said = succeed(bench.run().arg("--dry-run"));
+    assert!(!said.contains("in use"), "{said}");
 }

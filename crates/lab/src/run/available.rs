@@ -1,11 +1,13 @@
 //! Whether this host can run a configuration.
 
 use std::fs;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use harness::cpu;
-use harness::paths::find_program;
+use harness::paths::{find_program, is_block_device};
 use harness::qemu::SYSTEM;
 
 use crate::guest::{Accel, version};
@@ -25,6 +27,7 @@ pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path, accel: Accel) 
     if settings.device == Device::Host {
         return program("fio", "fio")
             .or_else(|| backing(settings, create))
+            .or_else(|| in_use(plan, settings))
             .or_else(|| cpus(plan, settings))
             .or_else(|| host_queue(plan, settings));
     }
@@ -45,12 +48,45 @@ pub fn missing(plan: &Plan, settings: &Settings, ringdisk: &Path, accel: Accel) 
         .or_else(|| preloaded(settings).iter().find_map(|path| file(path)))
         .or_else(|| hugepages(settings))
         .or_else(|| backing(settings, create))
+        .or_else(|| in_use(plan, settings))
         .or_else(|| ring(settings))
         .or_else(|| processor(plan, settings, accel))
         .or_else(|| mapping(plan, settings))
         .or_else(|| file_system(plan, settings))
         .or_else(|| cpus(plan, settings))
         .or_else(|| host_queue(plan, settings))
+}
+
+/// A block device that would be overwritten and that this host uses: the writes would destroy a mounted file system.
+pub fn in_use(plan: &Plan, settings: &Settings) -> Option<String> {
+    let Backing::Named(disks) = &settings.backing else {
+        return None;
+    };
+    let is_busy = |path: &Path| {
+        let mut open = fs::OpenOptions::new();
+        open.read(true)
+            .custom_flags(rustix::fs::OFlags::EXCL.bits().cast_signed());
+        is_block_device(path)
+            && open
+                .open(path)
+                .is_err_and(|e| e.kind() == io::ErrorKind::ResourceBusy)
+    };
+    let disks = disks.all(settings.guests, settings.volumes);
+    disks.iter().find_map(|name| match name {
+        Name::Path(path) if is_busy(path) && is_written(plan, settings, name) => Some(format!(
+            "{} is in use on this host (mounted, or part of LVM or RAID), and this plan overwrites it",
+            path.display()
+        )),
+        _ => None,
+    })
+}
+
+/// Whether a run writes to a disk that the plan names. Thin disks are filled, even for loads that only read.
+fn is_written(plan: &Plan, settings: &Settings, name: &Name) -> bool {
+    plan.workloads.iter().any(crate::plan::Workload::writes)
+        || settings.file_system != FileSystem::None
+        || plan.create
+        || settings.prefill && settings.format == Format::Raw && may_be_thin(name, settings)
 }
 
 /// A file system is made only in guests that the lab makes.
@@ -265,17 +301,8 @@ pub fn overwritten(plan: &Plan) -> Vec<String> {
             }
             (Device::VhostUserBlk, Server::Socket(_), _) => {}
             (_, _, Backing::Named(disks)) => {
-                // Thin disks are filled, even for loads that only read.
-                let is_written = |name: &Name| {
-                    writes
-                        || settings.file_system != FileSystem::None
-                        || plan.create
-                        || settings.prefill
-                            && settings.format == Format::Raw
-                            && may_be_thin(name, settings)
-                };
                 let disks = disks.all(settings.guests, settings.volumes);
-                let disks = disks.iter().filter(|name| is_written(name));
+                let disks = disks.iter().filter(|name| is_written(plan, settings, name));
                 names.extend(disks.map(|name| {
                     if plan.create {
                         format!("{name} (which is created, and removed at the end)")
