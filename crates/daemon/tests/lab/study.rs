@@ -61,6 +61,26 @@ fn a_study_ends_with_verdicts_and_a_bundle_and_is_resumed() {
     let before = std::fs::read(&journal).unwrap();
     succeed(&mut study(&["--resume"]));
     assert!(before == std::fs::read(&journal).unwrap());
+
+    // What was measured with other options, or for another study, has no verdict in this one.
+    let refused = study(&["--resume", "--set=config.queues=2"])
+        .output()
+        .unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{}", output_text(&refused));
+    assert!(
+        output_text(&refused).contains("with other options"),
+        "{}",
+        output_text(&refused)
+    );
+    let mut other = here.lab("study");
+    other.args(["004", "--run=servers", "--resume", "--output"]);
+    let refused = other.arg(here.path("result")).output().unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{}", output_text(&refused));
+    assert!(
+        output_text(&refused).contains("is of study 001"),
+        "{}",
+        output_text(&refused)
+    );
 }
 
 #[test]

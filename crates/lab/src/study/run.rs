@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
-use harness::text::printable_json;
+use harness::text::{printable, printable_json};
 use serde::{Deserialize, Serialize};
 
 use super::findings::{Finding, Results, findings};
@@ -39,6 +39,9 @@ pub struct StudyOptions {
 /// The state of a study in its folder: what `--resume` need not run again, and the verdicts.
 #[derive(Default, Serialize, Deserialize)]
 struct State {
+    /// The study's name
+    #[serde(default)]
+    study: String,
     complete: Vec<String>,
     #[serde(skip_deserializing)]
     claims: Vec<Finding>,
@@ -68,9 +71,10 @@ pub fn study(options: &StudyOptions) -> Result<(), Failed> {
     let folder = options.common.output.clone();
     let folder = folder.unwrap_or_else(|| format!("study-{name}").into());
     let mut state = match options.common.resume {
-        true => read_state(&folder)?,
+        true => read_state(&folder, name)?,
         false => State::default(),
     };
+    state.study.clone_from(name);
     if !options.common.dry_run {
         fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
     }
@@ -78,15 +82,14 @@ pub fn study(options: &StudyOptions) -> Result<(), Failed> {
     let mut results = Results::new();
     for (run, budget) in runs.into_iter().zip(budgets) {
         let result = match state.complete.contains(&run.name) {
-            true => Journal::read(&folder.join(&run.name)).map_err(|e| format!("{e:#}")),
+            true => completed(run, &folder, options)?,
             false => one(run, budget, &folder, options)?,
         };
         if options.common.dry_run {
             continue;
         }
-        if result.is_ok() {
+        if result.is_ok() && !state.complete.contains(&run.name) {
             state.complete.push(run.name.clone());
-            state.complete.dedup();
         }
         results.insert(run.name.clone(), result);
         state.claims = findings(&study, &results);
@@ -210,6 +213,33 @@ fn one(
     }
 }
 
+/// The journal of a run that an earlier part of the study has completed.
+///
+/// # Errors
+/// It is the result of other options, which would give the claims of this study other verdicts.
+fn completed(
+    run: &Run,
+    folder: &Path,
+    options: &StudyOptions,
+) -> Result<Result<Journal, String>, Failed> {
+    let output = folder.join(&run.name);
+    let journal = match Journal::read(&output) {
+        Ok(journal) => journal,
+        Err(error) => return Ok(Err(format!("{error:#}"))),
+    };
+    let only = [run.only.clone(), options.common.only.clone()].concat();
+    let is_same = super::filters(&only).is_ok_and(|only| only == journal.header.only)
+        && text(run, options).is_ok_and(|text| text == journal.header.plan);
+    if is_same {
+        return Ok(Ok(journal));
+    }
+    Err(Failed::usage(format!(
+        "{} was measured with other options (--pool, --backing, --create, --set, --only) or by another version; use the same \
+         with --resume, or another --output",
+        output.display()
+    )))
+}
+
 /// The error of a run as that of its study: `--output` is the folder of the study.
 fn of_study(failed: Failed, folder: &Path) -> Failed {
     if failed.code == 130 {
@@ -230,10 +260,21 @@ fn within(budget: Duration) -> String {
     format!(", in {}", time_text(budget))
 }
 
-fn read_state(folder: &Path) -> Result<State, Failed> {
+fn read_state(folder: &Path, study: &str) -> Result<State, Failed> {
     let path = folder.join(STATE);
     match fs::read_to_string(&path) {
-        Ok(text) => Ok(serde_json::from_str(&text).with_context(|| path.display().to_string())?),
+        Ok(text) => {
+            let state: State =
+                serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+            if state.study.is_empty() || state.study == study {
+                return Ok(state);
+            }
+            Err(Failed::usage(format!(
+                "{} is of study {}; resume that one, or use another --output",
+                path.display(),
+                printable(&state.study)
+            )))
+        }
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(State::default()),
         Err(e) => Err(anyhow::Error::new(e)
             .context(path.display().to_string())
@@ -244,7 +285,11 @@ fn read_state(folder: &Path) -> Result<State, Failed> {
 fn write_state(folder: &Path, state: &State) -> Result<(), Failed> {
     let path = folder.join(STATE);
     let text = serde_json::to_string_pretty(state).context("writing JSON")? + "\n";
-    fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+    // A run that is killed, or a full disk, leaves the state from before.
+    let new = folder.join(format!("{STATE}.new"));
+    fs::write(&new, text)
+        .and_then(|()| fs::rename(&new, &path))
+        .with_context(|| format!("writing {}", path.display()))?;
     Ok(())
 }
 
