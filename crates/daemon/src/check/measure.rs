@@ -2,6 +2,8 @@
 
 mod configuration;
 mod derive;
+mod device;
+mod folder;
 mod loads;
 mod outcome;
 mod scratch;
@@ -36,8 +38,10 @@ use advisor::text::printable;
 
 use configuration::{Configuration, Host};
 use derive::{NotMeasured, Subject, add_finding, targets};
+use device::check_device;
+use folder::Folder;
 pub use outcome::Outcome;
-use scratch::{Folder, Place, Scratch, check_device};
+use scratch::{Place, Scratch};
 use target::{Asked, Load, Target};
 
 #[derive(clap::Args, Default)]

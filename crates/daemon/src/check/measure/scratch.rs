@@ -1,8 +1,8 @@
 //! Where the measured disk is created: beside the VM's disk, and never on it.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -10,6 +10,8 @@ use ::lab::plan::Settings;
 use ::lab::plan::units::size_text;
 use ::lab::storage::rbd::output;
 use advisor::model::Disk;
+
+use super::device::{consists_of, sysfs};
 
 /// The sizes of a scratch disk in bytes. A smaller one would be cached by the storage.
 const SIZE_MIN: u64 = 256 << 20;
@@ -22,8 +24,6 @@ const SHARE: u64 = 10;
 const VOLUME: &str = "{volume}";
 /// How all scratch disks are named.
 const PREFIX: &str = "ringdisk-measure-";
-/// The maximum number of layers of device-mapper.
-const LAYERS_MAX: u32 = 8;
 /// The longest part of a name that tells the disk: the plan's name, `check-` and `-thin` around it, has at most 64
 /// characters.
 const LABEL_MAX: usize = 53;
@@ -224,7 +224,7 @@ impl Scratch {
             Place::Volume { .. } | Place::Rbd { .. } => return false,
         };
         let folder = number.ok().and_then(|number| sysfs(number).ok());
-        folder.is_some_and(|folder| consists_of(&folder, device, LAYERS_MAX))
+        folder.is_some_and(|folder| consists_of(&folder, device))
     }
 
     fn place_text(&self) -> String {
@@ -491,99 +491,4 @@ fn disk_size(disk: &Disk) -> Option<u64> {
     ["disk.size", "backing.qcow2-virtual-size", "backing.size"]
         .into_iter()
         .find_map(|name| disk.table.number(name))
-}
-
-/// Checks that a device which is going to be overwritten is not in use and holds no disk of a VM.
-///
-/// # Errors
-/// It is in use; the message says by what.
-pub fn check_device(path: &Path, disks: &[String]) -> Result<(), String> {
-    let fail = |why: String| format!("{} is not overwritten: {why}", path.display());
-    let number = |path: &Path| fs::metadata(path).map(|found| found.rdev());
-    let device = number(path).map_err(|e| fail(e.to_string()))?;
-    for disk in disks.iter().filter(|disk| disk.starts_with("/dev/")) {
-        if let Ok(other) = number(Path::new(disk))
-            && shares(device, other)
-        {
-            return Err(fail(format!(
-                "it is, or has a part in common with, the VM's disk {disk}"
-            )));
-        }
-    }
-    // The kernel refuses this for a device that is mounted, or part of another one.
-    let exclusive = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_EXCL)
-        .open(path);
-    exclusive
-        .map(drop)
-        .map_err(|e| fail(format!("{e}; it may be mounted, or part of LVM or RAID")))
-}
-
-/// Whether one device is the other, or a partition of it.
-fn shares(one: u64, other: u64) -> bool {
-    match (sysfs(one), sysfs(other)) {
-        (Ok(one), Ok(other)) => one.starts_with(&other) || other.starts_with(&one),
-        _ => one == other,
-    }
-}
-
-/// The folder of a block device in sysfs. That of a partition is in that of its disk.
-fn sysfs(device: u64) -> std::io::Result<PathBuf> {
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    fs::canonicalize(format!("/sys/dev/block/{major}:{minor}"))
-}
-
-/// Whether a device is this one, a part of it, or made of it by device-mapper or RAID.
-fn consists_of(folder: &Path, device: &str, layers: u32) -> bool {
-    let mut below = fs::read_dir(folder.join("slaves"))
-        .into_iter()
-        .flatten()
-        .flatten();
-    folder.iter().any(|part| part == device)
-        || layers > 0
-            && below.any(|entry| {
-                let below = fs::canonicalize(entry.path());
-                below.is_ok_and(|below| consists_of(&below, device, layers - 1))
-            })
-}
-
-/// A directory for scratch files, which is removed when this is dropped.
-#[derive(Debug)]
-pub struct Folder(PathBuf);
-
-impl Folder {
-    /// Creates the directory.
-    ///
-    /// # Errors
-    /// It exists, or cannot be created.
-    pub fn create(path: PathBuf) -> Result<Self, String> {
-        fs::create_dir(&path).map_err(|e| match e.kind() {
-            std::io::ErrorKind::AlreadyExists => format!(
-                "{} exists: an earlier measurement was killed, or another one runs; if none does, remove it: {}",
-                path.display(),
-                advisor::command_line(&["rm".into(), "-r".into(), path.display().to_string()]).trim()
-            ),
-            std::io::ErrorKind::NotFound => format!(
-                "{}: its directory does not exist on this host; run this on the VM's host, or name another place with \
-                 --scratch DIRECTORY",
-                path.display()
-            ),
-            _ => format!(
-                "{}: cannot be created: {e}; run ringdisk as root, or name another place with --scratch DIRECTORY",
-                path.display()
-            ),
-        })?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // The lab has removed its files and this folder in it.
-        let _ = fs::remove_dir(self.0.join("disks"));
-        if let Err(e) = fs::remove_dir(&self.0) {
-            eprintln!("ringdisk: {}: cannot be removed: {e}", self.0.display());
-        }
-    }
 }

@@ -14,6 +14,8 @@ use super::target::{Load, NOW, Target};
 /// The time of a sample.
 const RUNTIME_MIN: f64 = 1.0;
 const RUNTIME_MAX: f64 = 10.0;
+/// The length of a title in characters, without an ellipsis.
+const TITLE_MAX: usize = 190;
 /// The number of blocks that fit into the budget, if possible: few effects are decided with fewer.
 const BLOCKS: f64 = 8.0;
 
@@ -45,10 +47,7 @@ impl Target {
         };
         let mut head = vec![
             ("name", self.name()),
-            (
-                "title",
-                format!("The findings about {}", self.disks.join(", ")),
-            ),
+            ("title", title(&self.disks)),
             ("compare", "first-and-one-factor".into()),
             ("budget", format!("{}s", budget.as_secs())),
         ];
@@ -144,6 +143,15 @@ impl Target {
             names.join("; "),
             loads.join("; ")
         )
+    }
+}
+
+/// The title of the plan. A plan's title is limited, and a VM may have many disks.
+fn title(disks: &[String]) -> String {
+    let whole = format!("The findings about {}", disks.join(", "));
+    match whole.char_indices().nth(TITLE_MAX) {
+        Some((end, _)) => format!("{}…", &whole[..end]),
+        None => whole,
     }
 }
 
