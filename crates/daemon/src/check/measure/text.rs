@@ -158,3 +158,17 @@ fn title(disks: &[String]) -> String {
 fn quoted(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn title_of_many_disks_is_short_enough_for_a_plan() {
+        let disks: Vec<String> = (0..42).map(|n| format!("vm1 disk{n}")).collect();
+        let text = format!("title = {}\n", quoted(&title(&disks)));
+        let plan = Plan::parse(Path::new("p.toml"), &text);
+        assert!(plan.is_ok_and(|plan| plan.title.ends_with('…')));
+        assert_eq!(title(&disks[..1]), "The findings about vm1 disk0");
+    }
+}

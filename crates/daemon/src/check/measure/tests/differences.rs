@@ -147,26 +147,3 @@ fn pinning_is_in_the_plan_and_limits_on_cpu_time_are_noted() {
     assert!(found.contains("cpulimit=0.5, 25 % of a CPU"), "{found}");
     assert!(found.contains("this VM may use 0,1"), "{found}");
 }
-
-#[test]
-fn many_disks_with_the_same_settings_have_one_plan() {
-    let disks = (0..42).map(|n| {
-        format!(
-            " -drive file=/vm/disk{n}.raw,format=raw,if=none,id=drive{n} -device virtio-blk-pci,drive=drive{n},id=disk{n}"
-        )
-    });
-    let command =
-        "qemu-system-x86_64 -accel kvm -machine q35".to_owned() + &disks.collect::<String>();
-    let input = read(Source::new("vm1.sh", command), Surroundings::default()).unwrap();
-    let (_, _, plans) = planned(input, None, &Args::default(), Load::Guests);
-    let [target] = &plans.targets[..] else {
-        panic!("{} plans", plans.targets.len());
-    };
-    assert_eq!(target.disks.len(), 42);
-    let plan = target.parse().unwrap();
-    assert!(
-        plan.title.starts_with("The findings about vm1"),
-        "{}",
-        plan.title
-    );
-}
