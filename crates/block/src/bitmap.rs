@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqC
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::{fmt, io};
 
+use crate::intent::WriteIntent;
+
 /// Words of the first segment; each further segment has twice as many. 2,048 words are 8 GiB of disk at 64 KiB a bit.
 const FIRST: u64 = 2048;
 /// 2048 * (2^18 - 1) words are 4 GiB of bits.
@@ -383,11 +385,19 @@ fn locate(word: u64) -> (usize, usize) {
 
 /// The bitmaps of a disk.
 #[derive(Debug, Default)]
-pub struct DirtyBitmaps(Mutex<Vec<Arc<DirtyBitmap>>>);
+pub struct DirtyBitmaps {
+    all: Mutex<Vec<Arc<DirtyBitmap>>>,
+    intent: Mutex<Option<Arc<WriteIntent>>>,
+}
 
 impl DirtyBitmaps {
     fn lock(&self) -> MutexGuard<'_, Vec<Arc<DirtyBitmap>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What persistent bitmaps need to survive a power cut. No request is in flight.
+    pub fn set_intent(&self, intent: Option<Arc<WriteIntent>>) {
+        *self.intent.lock().unwrap_or_else(PoisonError::into_inner) = intent;
     }
 
     /// Replaces all of them.
@@ -438,22 +448,40 @@ impl DirtyBitmaps {
     /// has no request in flight.
     pub fn recording(&self) -> RecordingBitmaps {
         let recording = |bitmap: &&Arc<DirtyBitmap>| bitmap.is_recording();
-        let bitmaps = self.lock().iter().filter(recording).cloned().collect();
-        RecordingBitmaps(bitmaps)
+        let bitmaps: Box<[_]> = self.lock().iter().filter(recording).cloned().collect();
+        let is_needed = bitmaps.iter().any(|bitmap| bitmap.is_persistent());
+        let intent = self.intent.lock().unwrap_or_else(PoisonError::into_inner);
+        RecordingBitmaps {
+            bitmaps,
+            intent: intent.clone().filter(|_| is_needed),
+        }
     }
 }
 
 /// The bitmaps that record the changes of a disk.
 #[derive(Clone, Debug, Default)]
-pub struct RecordingBitmaps(Box<[Arc<DirtyBitmap>]>);
+pub struct RecordingBitmaps {
+    bitmaps: Box<[Arc<DirtyBitmap>]>,
+    intent: Option<Arc<WriteIntent>>,
+}
 
 impl RecordingBitmaps {
-    /// Sets the bits of a range that is about to change.
+    /// Sets the bits of a range that is about to change. Returns whether it may change now; if not, it must be
+    /// [noted](Self::intent) first.
     #[inline]
-    pub fn mark(&self, at: u64, len: u64) {
-        for bitmap in &self.0 {
+    #[must_use]
+    pub fn mark(&self, at: u64, len: u64) -> bool {
+        for bitmap in &self.bitmaps {
             bitmap.mark(at, len);
         }
+        self.intent
+            .as_ref()
+            .is_none_or(|intent| intent.is_noted(at, len))
+    }
+
+    /// Where ranges are noted that are about to change, if that is needed.
+    pub fn intent(&self) -> Option<Arc<WriteIntent>> {
+        self.intent.clone()
     }
 }
 

@@ -7,6 +7,7 @@
 mod bitmap;
 mod engine;
 mod facts;
+mod intent;
 mod limits;
 mod options;
 mod request;
@@ -16,6 +17,7 @@ mod units;
 pub use bitmap::{DirtyBitmap, DirtyBitmaps, RecordingBitmaps, SharedWords, TooLarge};
 pub use engine::{Completion, Engine, FileId, Op, Remote, Segment, Token};
 pub use facts::{Backing, BlockSizeError, DiskFacts};
+pub use intent::{NoteStore, REGIONS_MAX, WriteIntent, noted_ranges, region_bits};
 pub use limits::{explain, explain_thread, is_no_space, is_out_of_descriptors};
 pub use options::{Aio, CacheMode, DetectZeroes, Discard, OnError};
 pub use request::Request;

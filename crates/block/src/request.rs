@@ -43,6 +43,19 @@ pub enum Request {
     GetId,
 }
 
+impl Request {
+    /// The range of the disk that it is about: its first byte, and its length.
+    pub fn range(&self) -> Option<(GuestOffset, u64)> {
+        match *self {
+            Self::Read { at, len }
+            | Self::Write { at, len }
+            | Self::Discard { at, len }
+            | Self::WriteZeroes { at, len, .. } => Some((at, len)),
+            Self::Flush | Self::GetId => None,
+        }
+    }
+}
+
 impl fmt::Display for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (operation, at, len) = match *self {

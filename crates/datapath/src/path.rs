@@ -6,6 +6,7 @@ pub(crate) mod admit;
 pub(crate) mod complete;
 pub(crate) mod fail;
 pub(crate) mod fetch;
+mod intent;
 mod map_jobs;
 pub(crate) mod mapped;
 pub(crate) mod next;
@@ -29,7 +30,7 @@ use crate::queue::held::Verdict;
 use crate::queue::slot::RequestState;
 use crate::queue::token::Event;
 use crate::request::{Ending, RequestId};
-use crate::resources::blocking_pool::{AbortEnd, Job};
+use crate::resources::blocking_pool::{AbortEnd, Job, JobResult};
 use crate::worker::{RELEASE_MAX, Worker};
 use admit::Admitted;
 use fetch::{BATCH, BatchNeeds, CHUNK_INSTANT_MAX, FetchResult, PUBLISH};
@@ -203,6 +204,13 @@ impl<E: Engine> Worker<E> {
                     submitted += 1;
                     continue;
                 }
+                Plan::Note => {
+                    let at = FileOffset(0);
+                    let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
+                    self.note(RequestId::new(number, slot));
+                    submitted += 1;
+                    continue;
+                }
                 Plan::Sync => {
                     let at = FileOffset(0);
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
@@ -303,6 +311,13 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues.get(id.queue);
         let s = queue.slots.get(id.slot);
         (s.stamps.admitted, s.stamps.submitted) = (now, now);
+        self.plan(id);
+    }
+
+    /// Starts a request that has its slot already.
+    fn plan(&mut self, id: RequestId) {
+        let queue = self.queues.get(id.queue);
+        let s = queue.slots.get(id.slot);
         let plan = plan::plan(&queue.disk, &queue.image, &queue.bitmaps, s.request);
         let next = match plan {
             Plan::Operation(at) => {
@@ -310,10 +325,11 @@ impl<E: Engine> Worker<E> {
                 Next::Submit
             }
             Plan::Map => Next::Map,
+            Plan::Note => return self.note(id),
             Plan::Done(status, written) => {
                 return complete::answer(queue, id.slot, status, written);
             }
-            Plan::Id | Plan::Sync => unreachable!("no limit applies to these"),
+            Plan::Id | Plan::Sync => unreachable!("neither a limit nor a note applies to these"),
         };
         self.advance(id, next);
     }
@@ -505,9 +521,35 @@ impl<E: Engine> Worker<E> {
         self.blocking_pool.start(queue.thread_disk, id, job);
     }
 
+    /// Has the range of a request noted.
+    #[cold]
+    fn note(&mut self, id: RequestId) {
+        let job = intent::note(self.queues.get(id.queue), id.slot);
+        self.start_job(id, job);
+    }
+
+    /// Plans a request whose range has been noted.
+    #[cold]
+    fn plan_noted(&mut self, id: RequestId) {
+        let stamps = &mut self.queues.get(id.queue).slots.get(id.slot).stamps;
+        if stamps.fetched > 0 {
+            stamps.submitted = now_ns();
+        }
+        self.plan(id);
+        // It may have ended at once.
+        if (self.queues.find(id.queue)).is_some_and(|queue| !queue.is_running()) {
+            self.notify_queue(id.queue);
+            self.finish_stop(id.queue);
+        }
+    }
+
     /// Continues the requests for which the blocking pool has done something.
     fn take_job_results(&mut self) {
         for (id, result) in self.blocking_pool.take_results() {
+            if let JobResult::Noted = result {
+                self.plan_noted(id);
+                continue;
+            }
             let next = self.mapped(id).take_result(result);
             self.advance(id, next);
         }

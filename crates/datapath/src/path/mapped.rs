@@ -329,6 +329,7 @@ impl<'a> MappedStage<'a> {
             JobResult::WaitFor(_) | JobResult::WillBeWoken => {
                 unreachable!("a job that waits has no result")
             }
+            JobResult::Noted => unreachable!("it is planned again, before this stage"),
             JobResult::Aborted(AbortEnd::Finish(ending)) => Next::Finish(ending),
             JobResult::Aborted(AbortEnd::Leave) => Next::Leave,
             JobResult::Failed {

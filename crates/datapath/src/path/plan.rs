@@ -16,6 +16,8 @@ pub(crate) enum Plan {
     Id,
     /// The image's tables are looked up, piece by piece.
     Map,
+    /// Its range is noted first as being written to.
+    Note,
     /// An operation on the file, from this offset on.
     Operation(FileOffset),
     /// A flush: an fdatasync, which it may share with others.
@@ -37,7 +39,9 @@ pub(crate) fn plan(
         Request::Write { at, len }
         | Request::Discard { at, len }
         | Request::WriteZeroes { at, len, .. } => {
-            bitmaps.mark(at.0, len);
+            if !bitmaps.mark(at.0, len) {
+                return Plan::Note;
+            }
             at
         }
     };

@@ -44,6 +44,8 @@ pub(crate) struct Slot {
 pub(crate) enum RequestState {
     /// A limit holds it back.
     Held,
+    /// Its range is being noted as written to.
+    Noting,
     /// The place of its next piece is looked up in a mapped image.
     Mapping,
     /// What a copy-on-write needs beside the guest's bytes is read.

@@ -40,6 +40,8 @@ pub(crate) enum AbortEnd {
 pub(crate) enum JobResult {
     /// The obstacle is gone: the request is looked up again.
     LookUpAgain,
+    /// The request's range is noted: it is planned again.
+    Noted,
     /// These bytes are what the guest reads next.
     Bytes(Vec<u8>),
     /// Clusters were taken for the next bytes of a write.
