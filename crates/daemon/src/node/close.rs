@@ -32,7 +32,11 @@ impl Node {
     pub fn flush_for_successor(&self) -> io::Result<()> {
         self.flush_metadata()?;
         let _changes = self.lock_changes();
-        let image = self.state().image.clone();
+        let (image, raw_bitmaps) = {
+            let state = self.state();
+            (state.image.clone(), state.raw_bitmaps.clone())
+        };
+        raw_bitmaps.inspect(|bitmaps| bitmaps.suspend());
         match image.as_ref().and_then(|image| image.chain()?.image()) {
             Some(image) => image.store_bitmaps().map_err(io::Error::other),
             None => Ok(()),

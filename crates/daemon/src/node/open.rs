@@ -149,8 +149,7 @@ fn open_rbd(spec: &DiskSpec, location: &Location) -> Result<Opened, NodeError> {
     let size = image.size();
     let size = size.map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
     let why = "its disk is in a Ceph cluster";
-    let bitmaps = (!spec.read_only).then(|| RawBitmaps::temporary(&spec.name, size, why));
-    let raw_bitmaps = bitmaps.map(Arc::new);
+    let raw_bitmaps = (!spec.read_only).then(|| RawBitmaps::temporary(&spec.name, size, why));
     Ok(Opened {
         image: raw_image(raw_bitmaps.as_ref()),
         file: None,
@@ -228,7 +227,7 @@ pub(super) fn load_raw_bitmaps(
     let size = size - size % u64::from(file.facts().logical_block);
     let bitmaps = RawBitmaps::load(spec, context, path, file, size);
     let bitmaps = bitmaps.map_err(|e| NodeError::Bitmaps(path.display().to_string(), e))?;
-    Ok(Some(Arc::new(bitmaps)))
+    Ok(Some(bitmaps))
 }
 
 /// The image of a disk that has these bitmaps.

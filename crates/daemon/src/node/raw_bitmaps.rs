@@ -1,9 +1,10 @@
 //! Persistent bitmaps of disks that are not in images: raw files and block devices.
 //!
 //! A *record* in the state directory says which bitmaps a disk has. While the disk is in use, their bits are in files that
-//! are [mapped](MappedWords), next to the journals of images: on a tmpfs. The record is
+//! are [mapped](engine::MappedWords), next to the journals of images: on a tmpfs. The record is
 //!
-//! - *in use*: with the boot of the host, the file or device, and the names of the files with the bits; or
+//! - *in use*: with the boot of the host, the file or device, the names of the files with the bits and of the notes, and the
+//!   bits as they were when it was written; or
 //! - *stored*: with the bits, and what the disk's file or device looked like then ([`Seen`]).
 //!
 //! The order:
@@ -17,37 +18,44 @@
 //!    with the bits are removed.
 //!
 //! A kill leaves {in use} with files whose bits are exact or a superset, and the next process continues with them; so does
-//! the successor in an upgrade, which writes nothing, so that the old process can continue if the upgrade fails. A crash of
-//! the host leaves {stored, if it was not in use} or {in use, by another boot}: these bitmaps lack changes, and stay listed
-//! as inconsistent until they are removed.
+//! the successor in an upgrade, which writes nothing, so that the old process can continue if the upgrade fails.
+//!
+//! A crash of the host leaves {stored, if it was not in use} or {in use, by another boot}. The files with the bits are gone
+//! then. A record that is in use therefore has the bits too, as they were when it was written, and names a file with
+//! [notes](intent) of the regions that may have been written to since: in the state directory, and durable before such a
+//! write. Both together are a superset of what may have reached the disk.
 //!
 //! A bitmap that was stored is continued only if the disk looks as it did then: another program that writes to a file changes
 //! its times. The files with the bits have the time of the last write, so that such writes are noticed after a kill too, if
 //! they come at least two seconds later.
 
+mod intent;
+mod place;
 mod record;
 mod seen;
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
-use block::{DirtyBitmap, DirtyBitmaps, SharedWords};
-use engine::{DiskFile, MappedWords};
+use block::{DirtyBitmap, DirtyBitmaps};
+use engine::DiskFile;
 use image::{BITMAP_BYTES_MAX, UnusableBitmap};
 use tracing::{error, info, warn};
 
 use super::context::OpenContext;
 use crate::config::spec::{DiskSpec, Lock};
-use crate::inherited::Inherited;
-use record::{BitmapRecord, Record, State, read_bits};
+use intent::Checkpoints;
+use place::{Inner, Place, Usable, key};
+use record::{BitmapRecord, IntentRecord, State};
 use seen::Seen;
 
-const FOREIGN: &str = "another program has written to the disk meanwhile, or has changed or replaced the disk's file, or the host's clock was set";
+pub use place::Prepared;
+
+/// A checkpoint is at least this long after the last one, for each MiB of bits.
+const CHECKPOINT_PAUSE_PER_MIB: Duration = Duration::from_secs(5);
 
 /// The bitmaps of a disk that is not in an image.
 pub struct RawBitmaps {
@@ -56,42 +64,14 @@ pub struct RawBitmaps {
     place: Result<Place, &'static str>,
     bitmaps: Arc<DirtyBitmaps>,
     inner: Mutex<Inner>,
-}
-
-struct Place {
-    file: Arc<DiskFile>,
-    /// In the state directory.
-    record: PathBuf,
-    /// The disk's file, as the operator named it.
-    path: String,
-    /// The directory of files with bits, and how their names begin.
-    bits: (PathBuf, String),
-    /// What this process has inherited.
-    inherited: Arc<Inherited>,
-    /// The owner of new files, if this process will become another user.
-    owner: Option<(u32, u32)>,
-}
-
-#[derive(Default)]
-struct Inner {
-    /// Bytes of the disk.
-    size: u64,
-    lost: Vec<UnusableBitmap>,
-    /// The file with the bits of each bitmap, by its name; empty if they are only in the memory of this process.
-    files: BTreeMap<String, String>,
-    has_record: bool,
-}
-
-/// Bitmaps that take the place of the present ones.
-pub struct Prepared {
-    bitmaps: Vec<Arc<DirtyBitmap>>,
-    lost: Vec<UnusableBitmap>,
-    files: BTreeMap<String, String>,
+    /// When the last checkpoint was made.
+    checkpoint: Mutex<Option<Instant>>,
+    this: Weak<Self>,
 }
 
 impl RawBitmaps {
     /// For a disk whose bitmaps cannot be stored.
-    pub fn temporary(disk: &str, size: u64, why: &'static str) -> Self {
+    pub fn temporary(disk: &str, size: u64, why: &'static str) -> Arc<Self> {
         Self::new(disk, size, Err(why))
     }
 
@@ -105,7 +85,7 @@ impl RawBitmaps {
         path: &Path,
         file: &Arc<DiskFile>,
         size: u64,
-    ) -> io::Result<Self> {
+    ) -> io::Result<Arc<Self>> {
         let disk = &spec.name;
         let Some(state) = &context.state else {
             let why = "there is no state directory: start ringdisk with --state DIRECTORY";
@@ -130,17 +110,23 @@ impl RawBitmaps {
         Ok(this)
     }
 
-    fn new(disk: &str, size: u64, place: Result<Place, &'static str>) -> Self {
+    fn new(disk: &str, size: u64, place: Result<Place, &'static str>) -> Arc<Self> {
         let inner = Inner {
             size,
             ..Inner::default()
         };
-        Self {
+        Arc::new_cyclic(|this| Self {
             disk: disk.into(),
             place,
             bitmaps: Arc::default(),
             inner: Mutex::new(inner),
-        }
+            checkpoint: Mutex::default(),
+            this: this.clone(),
+        })
+    }
+
+    fn owner(&self) -> Weak<dyn Checkpoints> {
+        self.this.clone()
     }
 
     /// All that can be used.
@@ -194,16 +180,20 @@ impl RawBitmaps {
             }
         };
         inner.has_record = true;
-        let why = why_not(&record, &place.file, inner.size);
+        let usable = place.usable(&record, inner.size);
+        if let (Ok(Usable::AsTheyAre), Some(of)) = (&usable, &record.intent) {
+            // Without it, the bitmaps get a new record.
+            let continued = place.continued_intent(of, self.owner());
+            inner.intent = continued.ok();
+        }
         let (mut is_changed, mut bits_at, mut left) = (false, 0, Vec::new());
         for bitmap in &record.bitmaps {
             let granularity = 1_u64.checked_shl(bitmap.granularity_bits).unwrap_or(0);
             let bytes = bitmap.stored_bytes(&record);
-            let loaded = match (&bitmap.lost, &why) {
-                (Some(why), _) => Err(why.clone()),
-                (None, Some(why)) => Err(why.clone()),
-                (None, None) => place
-                    .load(&record, bitmap, bits_at)
+            let loaded = match (&bitmap.lost, &usable) {
+                (Some(why), _) | (None, Err(why)) => Err(why.clone()),
+                (None, Ok(usable)) => place
+                    .load(&record, bitmap, bits_at, usable)
                     .map_err(|e| e.to_string()),
             };
             bits_at += bytes;
@@ -220,18 +210,28 @@ impl RawBitmaps {
                     if name.is_empty() {
                         self.warn_unsafe(place, bitmap);
                     }
+                    if let Ok(Usable::With(_)) = usable {
+                        info!(
+                            "disk {}: bitmap '{}' continues after the crash of the host; it may show more changes than there were",
+                            self.disk, bitmap.name
+                        );
+                    }
                     inner.files.insert(bitmap.name.clone(), name);
                     self.bitmaps.add(Arc::new(loaded));
                 }
                 Err(why) => {
-                    is_changed |= bitmap.lost.is_none();
+                    is_changed |= bitmap.lost.is_none() || bitmap.bits.is_some();
                     left.extend(bitmap.bits.clone().filter(|name| place.is_bits(name)));
                     self.lose(inner, bitmap.name.clone(), granularity, &why);
                 }
             }
         }
         self.grow_all(inner);
+        // A process that hands over may continue after all, and then notes nothing if it is of an older version.
+        let is_other = place.inherited.is_uncommitted();
+        is_changed |= inner.intent.is_none() && !inner.files.is_empty() && !is_other;
         if !is_changed {
+            self.set_intent(inner);
             if !inner.files.is_empty() {
                 info!(
                     "disk {}: its bitmaps continue where the process before has left them",
@@ -240,11 +240,43 @@ impl RawBitmaps {
             }
             return Ok(());
         }
-        place
-            .write_in_use(inner, &self.bitmaps.all())
-            .or_else(|e| record::remove(&place.record).map_err(|_| e))?;
+        self.begin_record(place, inner, record.intent.as_ref())?;
         place.remove_bits(left.into_iter());
         Ok(())
+    }
+
+    /// Writes a record of the bitmaps that were loaded, with new notes in place of the old ones.
+    fn begin_record(
+        &self,
+        place: &Place,
+        inner: &mut Inner,
+        old: Option<&IntentRecord>,
+    ) -> io::Result<()> {
+        // The old notes go with the old record.
+        inner.intent = None;
+        let begun = (|| {
+            if !inner.files.is_empty() {
+                let old = old.map(|of| &*of.file);
+                inner.intent = Some(place.new_intent(inner.size, old, self.owner())?);
+            }
+            place.write_in_use(inner, &self.bitmaps.all())
+        })();
+        begun.or_else(|e| record::remove(&place.record).map_err(|_| e))?;
+        old.inspect(|of| place.remove_intent(of));
+        self.set_intent(inner);
+        Ok(())
+    }
+
+    /// Requests note what they change from now on, if persistent bitmaps need that.
+    fn set_intent(&self, inner: &Inner) {
+        let regions = inner.intent.as_ref().map(|intent| intent.regions.clone());
+        self.bitmaps.set_intent(regions);
+    }
+
+    /// Another process may continue with the bitmaps. No request is in flight.
+    pub fn suspend(&self) {
+        let intent = self.inner().intent.clone();
+        intent.inspect(|intent| intent.log.suspend(&intent.regions));
     }
 
     fn warn_unsafe(&self, place: &Place, bitmap: &BitmapRecord) {
@@ -279,18 +311,20 @@ impl RawBitmaps {
         removed: &[&str],
         bitmaps: Vec<Arc<DirtyBitmap>>,
     ) -> io::Result<Prepared> {
-        let inner = self.inner();
+        let mut inner = self.inner();
         let mut lost = inner.lost.clone();
         lost.retain(|bitmap| !removed.contains(&&*bitmap.name));
         let mut new = Prepared {
             bitmaps,
             lost,
             files: BTreeMap::new(),
+            intent: None,
         };
         let Ok(place) = &self.place else {
             return Ok(new);
         };
-        let prepared = place.prepare(&inner, &mut new);
+        inner.is_preparing = true;
+        let prepared = place.prepare(&inner, &mut new, self.owner());
         drop(inner);
         if prepared.is_err() {
             self.give_up(&new);
@@ -303,19 +337,33 @@ impl RawBitmaps {
         let mut inner = self.inner();
         let old = std::mem::replace(&mut inner.files, new.files);
         inner.lost = new.lost;
+        inner.is_preparing = false;
+        let unused = if new.intent.is_some() {
+            std::mem::replace(&mut inner.intent, new.intent)
+        } else if inner.files.is_empty() {
+            inner.intent.take()
+        } else {
+            None
+        };
+        self.set_intent(&inner);
         inner.has_record = !(inner.files.is_empty() && inner.lost.is_empty());
         self.bitmaps.set(new.bitmaps);
         // The disk may have grown since they were made.
         self.grow_all(&inner);
         if let Ok(place) = &self.place {
             place.remove_bits(old.into_values().filter(|file| !is_used(&inner, file)));
+            if let Some(unused) = unused {
+                unused.log.stop();
+                place.remove_intent(&unused.record);
+            }
         }
     }
 
     /// The prepared bitmaps are not used: the next process continues the present ones.
     pub fn give_up(&self, new: &Prepared) {
         let Ok(place) = &self.place else { return };
-        let inner = self.inner();
+        let mut inner = self.inner();
+        inner.is_preparing = false;
         if new.is_same(&inner) {
             return;
         }
@@ -329,15 +377,24 @@ impl RawBitmaps {
         }
         let files = new.files.values().filter(|file| !is_used(&inner, file));
         place.remove_bits(files.cloned());
+        (new.intent.as_ref()).inspect(|intent| place.remove_intent(&intent.record));
     }
 
     /// The disk has this size from now on, and no request beyond the old end is accepted yet. What is new there counts as
     /// dirty: it may contain anything.
     pub fn grow(&self, size: u64) {
         let mut inner = self.inner();
-        if size > inner.size {
-            inner.size = size;
-            self.grow_all(&inner);
+        if size <= inner.size {
+            return;
+        }
+        inner.size = size;
+        self.grow_all(&inner);
+        // Its file may have changed now: that was not another program.
+        let intent = inner.intent.clone();
+        drop(inner);
+        let is_ours = |place: &Place| !place.inherited.is_uncommitted();
+        if let Some(intent) = intent.filter(|_| self.place.as_ref().is_ok_and(is_ours)) {
+            intent.log.note(&intent.regions);
         }
     }
 
@@ -363,6 +420,7 @@ impl RawBitmaps {
     /// Stores the bitmaps. The disk is durable, and nothing writes to it any more.
     pub fn store(&self) {
         let Ok(place) = &self.place else { return };
+        self.suspend();
         let mut inner = self.inner();
         // Until it has handed over, the old process continues with them.
         let is_other = place.inherited.is_uncommitted();
@@ -387,6 +445,8 @@ impl RawBitmaps {
             Ok(()) => {
                 let files = std::mem::take(&mut inner.files);
                 place.remove_bits(files.into_values());
+                let intent = inner.intent.take();
+                intent.inspect(|intent| place.remove_intent(&intent.record));
             }
             Err(e) => error!(
                 "disk {}: its bitmaps could not be stored in {}: {e}; they are continued if ringdisk starts again before the host \
@@ -405,8 +465,10 @@ impl RawBitmaps {
         let Ok(place) = &self.place else {
             return Ok(());
         };
+        self.suspend();
         let mut inner = self.inner();
         let old = std::mem::take(&mut inner.files);
+        let intent = inner.intent.take();
         for bitmap in self
             .bitmaps
             .all()
@@ -419,225 +481,73 @@ impl RawBitmaps {
             place.write_in_use(&inner, &[])?;
         }
         place.remove_bits(old.into_values());
+        intent.inspect(|intent| place.remove_intent(&intent.record));
         Ok(())
     }
 }
 
-/// Why the bitmaps of a record cannot be used, if so.
-fn why_not(record: &Record, file: &DiskFile, size: u64) -> Option<String> {
-    let lost = match (&record.state, Seen::found(file)) {
-        (_, Err(e)) => format!("the disk's file cannot be examined: {e}"),
-        (State::InUse(then), Ok(now)) if !then.is_same_boot(&now) => {
-            "it was in use when the host crashed, and lacks changes since".into()
+impl Checkpoints for RawBitmaps {
+    fn checkpoint(&self) -> io::Result<()> {
+        let Ok(place) = &self.place else {
+            return Ok(());
+        };
+        let inner = self.inner();
+        let all = self.bitmaps.all();
+        let mib = all.iter().map(|bitmap| bitmap.bytes()).sum::<u64>() >> 20;
+        let pause = CHECKPOINT_PAUSE_PER_MIB.saturating_mul(u32::try_from(mib).unwrap_or(u32::MAX));
+        let mut last = self
+            .checkpoint
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if inner.is_preparing || last.is_some_and(|last| last.elapsed() < pause) {
+            return Err(io::ErrorKind::WouldBlock.into());
         }
-        (State::InUse(then), Ok(now)) if !then.is_same_disk(&now) => {
-            "it is that of another disk, which had this path".into()
+        *last = Some(Instant::now());
+        place.write_in_use(&inner, &all).inspect_err(|e| {
+            warn!(
+                "disk {}: {} cannot be written: {e}; after a crash of the host, its bitmaps would show more changes than necessary",
+                self.disk,
+                place.record.display()
+            );
+        })
+    }
+
+    fn failed(&self, e: &io::Error) {
+        let Ok(place) = &self.place else { return };
+        let mut inner = self.inner();
+        let Some(intent) = inner.intent.clone() else {
+            return;
+        };
+        let file = place.record.with_file_name(&intent.record.file);
+        let why = format!("changes could not be noted in {}: {e}", file.display());
+        error!(
+            "disk {}: its persistent bitmaps are inconsistent from now on: {why}; incremental backups that rely on them must be \
+             followed by full ones; 'ringdisk bitmap remove' deletes them, once the state directory works again",
+            self.disk
+        );
+        inner.failure = Some(why);
+        let all = self.bitmaps.all();
+        for bitmap in all.iter().filter(|bitmap| bitmap.is_persistent()) {
+            bitmap.set_inconsistent();
         }
-        (State::InUse(_), Ok(_)) if size < record.size => {
-            "the disk has become smaller since".into()
+        let invalidated = place.invalidate(&intent.record);
+        if let (Err(e), Err(_)) = (place.write_in_use(&inner, &all), invalidated) {
+            error!(
+                "disk {}: {} cannot be written either: {e}; if the host crashes now, its bitmaps may lack changes",
+                self.disk,
+                place.record.display()
+            );
         }
-        (State::Stored(then), Ok(now)) if size < record.size || !then.is_unchanged(&now) => {
-            FOREIGN.into()
-        }
-        _ => return None,
-    };
-    Some(lost)
+    }
+}
+
+impl Drop for RawBitmaps {
+    fn drop(&mut self) {
+        let intent = self.inner().intent.take();
+        intent.inspect(|intent| intent.log.stop());
+    }
 }
 
 fn is_used(inner: &Inner, file: &String) -> bool {
     inner.files.values().any(|used| used == file)
-}
-
-impl Prepared {
-    /// Whether the record would be the same.
-    fn is_same(&self, inner: &Inner) -> bool {
-        self.files == inner.files && self.lost.len() == inner.lost.len()
-    }
-}
-
-impl Place {
-    /// Makes the files that new bitmaps need, and writes the record.
-    fn prepare(&self, inner: &Inner, new: &mut Prepared) -> io::Result<()> {
-        for bitmap in new
-            .bitmaps
-            .iter_mut()
-            .filter(|bitmap| bitmap.is_persistent())
-        {
-            let name = bitmap.name().to_owned();
-            // One that has not changed is where it was.
-            let name_of_file = match inner.files.get(&name).filter(|_| bitmap.is_shared()) {
-                Some(file) => file.clone(),
-                None => {
-                    let (shared, file) = self.share(bitmap)?;
-                    *bitmap = Arc::new(shared);
-                    file
-                }
-            };
-            new.files.insert(name, name_of_file);
-        }
-        if new.is_same(inner) {
-            return Ok(());
-        }
-        let next = Inner {
-            size: inner.size,
-            lost: new.lost.clone(),
-            files: new.files.clone(),
-            has_record: inner.has_record,
-        };
-        self.write_in_use(&next, &new.bitmaps)
-    }
-
-    /// What to record.
-    fn record_of(&self, state: State, inner: &Inner, bitmaps: &[Arc<DirtyBitmap>]) -> Record {
-        let lost = inner.lost.iter().map(|bitmap| BitmapRecord {
-            name: bitmap.name.clone(),
-            granularity_bits: bitmap.granularity.checked_ilog2().unwrap_or(0),
-            recording: false,
-            bits: None,
-            lost: Some(bitmap.why.clone()),
-        });
-        let usable = bitmaps.iter().filter(|bitmap| bitmap.is_persistent());
-        let usable = usable.map(|bitmap| BitmapRecord {
-            name: bitmap.name().into(),
-            granularity_bits: bitmap.granularity_bits(),
-            recording: bitmap.is_recording(),
-            bits: inner.files.get(bitmap.name()).cloned(),
-            lost: (bitmap.is_inconsistent())
-                .then(|| "there was no space for the bits of the larger disk".into()),
-        });
-        Record {
-            version: record::VERSION,
-            path: self.path.clone(),
-            size: inner.size,
-            state,
-            bitmaps: lost.chain(usable).collect(),
-        }
-    }
-
-    fn write_in_use(&self, inner: &Inner, bitmaps: &[Arc<DirtyBitmap>]) -> io::Result<()> {
-        let record = self.record_of(State::InUse(Seen::found(&self.file)?), inner, bitmaps);
-        if record.bitmaps.is_empty() {
-            return record::remove(&self.record);
-        }
-        self.write(&record, &[])
-    }
-
-    /// Replaces the record, durably. One that is stored gets the bits of its bitmaps.
-    fn write(&self, record: &Record, bitmaps: &[Arc<DirtyBitmap>]) -> io::Result<()> {
-        record::write(&self.record, record, bitmaps, |file| self.give(file))
-    }
-
-    /// A bitmap of a record, and the name of the file with its bits, which is empty if there is no space for one.
-    fn load(
-        &self,
-        record: &Record,
-        bitmap: &BitmapRecord,
-        bits_at: u64,
-    ) -> io::Result<(DirtyBitmap, String)> {
-        let BitmapRecord {
-            name,
-            granularity_bits,
-            recording,
-            ..
-        } = bitmap;
-        let is_valid = (1..=1023).contains(&name.len()) && (9..=31).contains(granularity_bits);
-        if !is_valid || bitmap.bytes(record) > BITMAP_BYTES_MAX {
-            return Err(io::Error::other("its name, granularity or size is invalid"));
-        }
-        let empty = DirtyBitmap::new(name.clone(), *granularity_bits, 0, *recording, true);
-        let empty = empty.map_err(|_| io::Error::other("it is too large"))?;
-        match &record.state {
-            State::InUse(_) => {
-                let name = bitmap.bits.as_deref().unwrap_or_default();
-                let lacks = |e: io::Error| {
-                    io::Error::new(
-                        e.kind(),
-                        format!("the process before has left no bits of it: {e}"),
-                    )
-                };
-                if !self.is_bits(name) {
-                    return Err(lacks(io::ErrorKind::NotFound.into()));
-                }
-                let words = self.open_bits(name, false).map_err(lacks)?;
-                let offset = words.label().load(Relaxed);
-                let found = Seen::found(&self.file)?;
-                if *recording && found.is_changed_after(words.noted_time(), offset) {
-                    return Err(io::Error::other(FOREIGN));
-                }
-                note_time(&words);
-                let shared = empty.in_shared(Arc::new(words));
-                let shared =
-                    shared.map_err(|_| io::Error::other("there is no space for its bits"))?;
-                let grown = shared.grow(record.size);
-                grown.map_err(|_| io::Error::other("there is no space for its bits"))?;
-                Ok((shared, name.to_owned()))
-            }
-            State::Stored(_) => {
-                let grown = empty.grow(record.size);
-                grown.map_err(|_| io::Error::other("it is too large"))?;
-                read_bits(&self.record, bits_at, &empty)?;
-                Ok(self.share(&empty).unwrap_or((empty, String::new())))
-            }
-        }
-    }
-
-    /// A copy of a bitmap with its bits in a new file, and the name of that.
-    fn share(&self, bitmap: &DirtyBitmap) -> io::Result<(DirtyBitmap, String)> {
-        let name = format!("{}{:016x}.bits", self.bits.1, record::random());
-        let full = |e: io::Error| {
-            let _ = fs::remove_file(self.bits.0.join(&name));
-            let text = format!("{} has no space for its bits: {e}", self.bits.0.display());
-            io::Error::new(e.kind(), text)
-        };
-        let words = self.open_bits(&name, true).map_err(full)?;
-        // The file was opened for writing, which may have changed its times.
-        note_time(&words);
-        let shared = bitmap.in_shared(Arc::new(words));
-        let no_space = |_| full(io::ErrorKind::StorageFull.into());
-        Ok((shared.map_err(no_space)?, name))
-    }
-
-    fn open_bits(&self, name: &str, is_new: bool) -> io::Result<MappedWords> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(is_new)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(self.bits.0.join(name))?;
-        self.give(&file)?;
-        MappedWords::new(file, BITMAP_BYTES_MAX)
-    }
-
-    fn give(&self, file: &File) -> io::Result<()> {
-        match self.owner.filter(|_| rustix::process::geteuid().is_root()) {
-            Some(owner) => crate::credentials::give(file, owner),
-            None => Ok(()),
-        }
-    }
-
-    /// Whether a file with bits of this disk may have this name.
-    fn is_bits(&self, name: &str) -> bool {
-        name.starts_with(&self.bits.1) && !name.contains('/')
-    }
-
-    fn remove_bits(&self, files: impl Iterator<Item = String>) {
-        for file in files.filter(|file| !file.is_empty()) {
-            // Failure wastes memory until the host starts again.
-            let _ = fs::remove_file(self.bits.0.join(file));
-        }
-    }
-}
-
-/// Notes the time, and what turns it into the time of a file.
-fn note_time(words: &MappedWords) {
-    words.label().store(seen::clock_offset(), Relaxed);
-    words.note_time();
-}
-
-/// Begins the names of a disk's files: a hash of its path (FNV-1a, 64 bits). The record has the whole path.
-fn key(path: &Path) -> String {
-    let hash = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
-    let path = path.as_os_str().as_encoded_bytes();
-    format!("{:016x}", path.iter().fold(0xcbf2_9ce4_8422_2325, hash))
 }

@@ -222,7 +222,7 @@ impl Server {
                     ),
                     e => e.to_string(),
                 }),
-                Format::Raw => Ok(()),
+                Format::Raw => flush_metadata().map_err(|e| e.to_string()),
             }
         };
         nodes.iter().try_for_each(flush_metadata)

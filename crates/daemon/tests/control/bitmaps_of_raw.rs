@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -44,9 +45,27 @@ impl Raw {
 
     /// Starts the server, once the kernel has completed the writes of a killed one.
     fn serve(&self) -> Server {
+        self.serve_with(|| Command::new(env!("CARGO_BIN_EXE_ringdisk")))
+    }
+
+    /// Starts the server as on a host that has started a moment ago.
+    fn serve_after_boot(&self) -> Server {
+        // The time of the start is in whole seconds, and after the last write.
+        thread::sleep(Duration::from_secs(1));
+        self.serve_with(|| {
+            let uptime = fs::read_to_string("/proc/uptime").unwrap();
+            let seconds = uptime.split('.').next().unwrap();
+            let mut command = Command::new("unshare");
+            command.args(["--time", &format!("--boottime=-{seconds}")]);
+            command.arg(env!("CARGO_BIN_EXE_ringdisk"));
+            command
+        })
+    }
+
+    fn serve_with(&self, ringdisk: impl Fn() -> Command) -> Server {
         let start = Instant::now();
         loop {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            let mut command = ringdisk();
             let (file, socket) = (self.file.display(), self.path("disk.sock"));
             command
                 .args(["serve", "--json", "--control"])
@@ -116,6 +135,33 @@ impl Raw {
         let name = record["bitmaps"][0]["bits"].as_str().unwrap();
         // The first page has the time of the last write.
         blocks(&fs::read(self.path("runtime/journals").join(name)).unwrap()[4096..])
+    }
+
+    /// What is left after a crash of the host, which had another boot id, and whose tmpfs is gone.
+    fn crash(&self, server: Server) {
+        server.signal(Signal::KILL);
+        drop(server);
+        let path = self.record_path().unwrap();
+        let bytes = fs::read(&path).unwrap();
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+        let boot = boot.trim().replace('-', "");
+        let at = bytes
+            .windows(boot.len())
+            .position(|part| part == boot.as_bytes());
+        let at = at.expect("the record has the boot id");
+        let zeroes = "0".repeat(boot.len());
+        let other = [&bytes[..at], zeroes.as_bytes(), &bytes[at + boot.len()..]].concat();
+        fs::write(&path, other).unwrap();
+        for file in fs::read_dir(self.path("runtime/journals")).unwrap() {
+            fs::remove_file(file.unwrap().path()).unwrap();
+        }
+    }
+
+    /// The file with the notes.
+    fn intent_path(&self) -> PathBuf {
+        let (record, _) = self.record();
+        let name = record["intent"]["file"].as_str().unwrap().to_owned();
+        self.path("state").join(name)
     }
 
     /// Files with bits that are left.
@@ -297,24 +343,131 @@ fn kills_lose_no_bit() {
     }
 }
 
+/// Whether processes can be shown another time of the host's start.
+fn has_time_namespaces(test: &str) -> bool {
+    let made = Command::new("unshare").args(["--time", "true"]).status();
+    let is_there = made.is_ok_and(|status| status.success());
+    if !is_there {
+        println!("skipped: {test}: no time namespaces");
+    }
+    is_there
+}
+
+const REGION: u64 = (1 << 20) / BLOCK;
+
+/// What may be on the disk after a power cut is dirty, and no region that was not written to.
 #[test]
-fn crashes_of_the_host_make_bitmaps_inconsistent() {
+fn crashes_of_the_host_lose_no_bit() {
+    if !has_time_namespaces("crashes_of_the_host_lose_no_bit") {
+        return;
+    }
+    let raw = Raw::new();
+    let mut random = Random(seeds(99, 1)[0]);
+    let mut server = raw.serve();
+    raw.add("b");
+    let (mut submitted, mut regions) = (BTreeSet::new(), BTreeSet::new());
+    for round in 0..3 {
+        let mut device = raw.device();
+        for _ in 0..50 {
+            let block = random.below(SIZE / BLOCK / 8) + round * SIZE / BLOCK / 4;
+            let is_new = regions.insert(block / REGION);
+            submitted.insert(block);
+            write(&mut device, block);
+            // The note is there before the write is.
+            let notes = fs::read(raw.intent_path()).unwrap();
+            assert!(!is_new || blocks(&notes[..512]).contains(&(block / REGION)));
+        }
+        drop(device);
+        raw.crash(server);
+        server = raw.serve_after_boot();
+        let log = server.log();
+        assert!(
+            log.contains("continues after the crash of the host"),
+            "{log}"
+        );
+        let dirty = raw.bits_in_use();
+        assert!(submitted.is_subset(&dirty));
+        assert!(
+            dirty
+                .iter()
+                .all(|block| regions.contains(&(block / REGION)))
+        );
+        let (record, bits) = raw.record();
+        assert!(record["state"]["in-use"].is_object(), "{record}");
+        assert_eq!(blocks(&bits), dirty);
+    }
+    // A bitmap that is cleared and then stored has nothing of that.
+    raw.run(&["bitmap", "clear", "d", "b"]);
+    write(&mut raw.device(), 5);
+    Raw::stop(server);
+    assert_eq!(blocks(&raw.record().1), BTreeSet::from([5]));
+    let left = fs::read_dir(raw.path("state")).unwrap().flatten();
+    let is_intent = |path: &PathBuf| path.extension().is_some_and(|end| end == "intent");
+    let intents: Vec<_> = left.map(|file| file.path()).filter(is_intent).collect();
+    assert!(intents.is_empty(), "{intents:?}");
+}
+
+/// What was written after the host has started was written by another program.
+fn check_writes_after_a_crash(raw: &Raw) {
+    let server = raw.serve();
+    raw.add("b");
+    write(&mut raw.device(), 3);
+    raw.crash(server);
+    let server = raw.serve();
+    raw.assert_inconsistent(&server, "another program has written to the disk");
+    Raw::stop(server);
+}
+
+#[test]
+fn writes_to_files_after_a_crash_make_bitmaps_inconsistent() {
+    check_writes_after_a_crash(&Raw::new());
+}
+
+#[test]
+fn writes_to_devices_after_a_crash_make_bitmaps_inconsistent() {
+    let mut raw = Raw::new();
+    // It is not set up again, so the kernel still counts what was written before.
+    let test = "writes_to_devices_after_a_crash_make_bitmaps_inconsistent";
+    let Some(device) = Loop::new(test, &raw.file) else {
+        return;
+    };
+    raw.file = PathBuf::from(&device.0);
+    check_writes_after_a_crash(&raw);
+}
+
+/// The file with the notes cannot be written: the guest continues, and the bitmap does not.
+#[test]
+fn a_failed_note_costs_the_bitmap_and_not_the_write() {
+    let raw = Raw::new();
+    let server = raw.serve();
+    raw.add("b");
+    // It is read first.
+    let notes = File::options().write(true).open(raw.intent_path()).unwrap();
+    notes.set_len(0).unwrap();
+    let mut device = raw.device();
+    write(&mut device, 3);
+    write(&mut device, 3000);
+    assert_eq!(raw.bitmap("b")["inconsistent"], Value::Bool(true));
+    assert!(
+        server.log().contains("changes could not be noted"),
+        "{}",
+        server.log()
+    );
+    server.signal(Signal::KILL);
+    drop((device, server));
+    let server = raw.serve();
+    raw.assert_inconsistent(&server, "changes could not be noted");
+    Raw::stop(server);
+}
+
+#[test]
+fn what_a_crash_leaves_may_be_damaged() {
     let raw = Raw::new();
     let server = raw.serve();
     raw.add("b");
     write(&mut raw.device(), 3);
-    server.signal(Signal::KILL);
-    drop(server);
-    // The host has another boot id after that; the files on the tmpfs may be there or not.
-    let path = raw.record_path().unwrap();
-    let text = fs::read_to_string(&path).unwrap();
-    let boot = raw.record().0["state"]["in-use"]["boot"]
-        .as_str()
-        .unwrap()
-        .to_owned();
-    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
-    assert_eq!(boot, boot_id.trim().replace('-', ""));
-    fs::write(&path, text.replace(&boot, &"0".repeat(32))).unwrap();
+    fs::remove_file(raw.intent_path()).unwrap();
+    raw.crash(server);
     let server = raw.serve();
     raw.assert_inconsistent(&server, "it was in use when the host crashed");
     Raw::stop(server);

@@ -1,4 +1,4 @@
-//! The record of a disk's bitmaps: a line of JSON, and then, if they are stored, the bits of those that can be used, one
+//! The record of a disk's bitmaps: a line of JSON, and then, unless they are in use without notes, the bits of those that can be used, one
 //! after the other.
 
 use std::collections::hash_map::RandomState;
@@ -14,10 +14,13 @@ use serde::{Deserialize, Serialize};
 
 use super::seen::Seen;
 
-pub const VERSION: u32 = 1;
+/// Of records with notes. Programs that know only version 1 make none.
+const VERSION: u32 = 2;
 
 /// Most bytes of the line: 256 bitmaps with names of 1023 bytes, six bytes for each in JSON, and what is said of them.
 const LINE_MAX: u64 = 4 << 20;
+/// Possible sizes of regions, as powers of two.
+const REGION_BITS: std::ops::RangeInclusive<u32> = 9..=63;
 /// Bits are written and read in such pieces.
 const PIECE: u64 = 1 << 20;
 /// The bits of each bitmap have a multiple of so many bytes.
@@ -31,7 +34,19 @@ pub struct Record {
     /// Bytes of the disk.
     pub size: u64,
     pub state: State,
+    /// The notes of what has changed since the record was written, while the bitmaps are in use. The record then has their bits.
+    #[serde(default)]
+    pub intent: Option<IntentRecord>,
     pub bitmaps: Vec<BitmapRecord>,
+}
+
+/// The file with the notes, in the state directory.
+#[derive(Serialize, Deserialize, Clone)]
+#[serde(rename_all = "kebab-case")]
+pub struct IntentRecord {
+    pub file: String,
+    /// The size of its regions, as a power of two.
+    pub region_bits: u32,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -64,11 +79,17 @@ impl BitmapRecord {
 
     /// Bytes of its bits in the record.
     pub fn stored_bytes(&self, record: &Record) -> u64 {
-        match (&record.state, &self.lost) {
-            (State::Stored(_), None) => self.bytes(record).next_multiple_of(UNIT),
+        let has_bits = matches!(record.state, State::Stored(_)) || record.intent.is_some();
+        match &self.lost {
+            None if has_bits => self.bytes(record).next_multiple_of(UNIT),
             _ => 0,
         }
     }
+}
+
+/// The version of a record with notes, or without.
+pub fn version(has_intent: bool) -> u32 {
+    if has_intent { VERSION } else { VERSION - 1 }
 }
 
 /// Reads a record. `None` if there is none.
@@ -82,8 +103,12 @@ pub fn read(path: &Path) -> Result<Option<Record>, String> {
     };
     let (line, _) = read_line(file).map_err(|e| e.to_string())?;
     let record: Record = serde_json::from_slice(&line).map_err(|e| e.to_string())?;
-    if record.version != VERSION {
+    if record.version != version(record.intent.is_some()) {
         return Err(format!("version {} is not known", record.version));
+    }
+    let is_valid = |intent: &IntentRecord| REGION_BITS.contains(&intent.region_bits);
+    if !record.intent.iter().all(is_valid) {
+        return Err("the size of its regions is invalid".into());
     }
     Ok(Some(record))
 }
@@ -134,8 +159,8 @@ fn each_piece(
     Ok(())
 }
 
-/// Replaces a record durably: a crash leaves the old one or the new one. One that is stored gets the bits of those of
-/// `bitmaps` that can be used. `give` makes the new file another user's.
+/// Replaces a record durably: a crash leaves the old one or the new one. It gets the bits of those of
+/// `bitmaps` that can be used, unless they are in use without notes. `give` makes the new file another user's.
 ///
 /// # Errors
 /// It could not be written. Either is in place.

@@ -60,6 +60,12 @@ pub fn clock_offset() -> u64 {
     u64::try_from(offset.as_nanos()).unwrap_or(u64::MAX)
 }
 
+/// When the host started, since the epoch.
+pub fn boot_time() -> Duration {
+    let now = |clock| Duration::try_from(clock_gettime(clock)).unwrap_or_default();
+    now(ClockId::Realtime).saturating_sub(now(ClockId::Boottime))
+}
+
 impl Seen {
     /// As it was found when it was opened and locked.
     ///
@@ -129,6 +135,35 @@ impl Seen {
         let last = Duration::new(seconds.max(0) as u64, nanoseconds as u32);
         let is_set = Duration::from_nanos(clock_offset().abs_diff(offset)) > CLOCK_TOLERANCE;
         is_set || last > noted + Duration::from_nanos(offset) + SUBMISSION_MAX
+    }
+
+    /// Whether it is the same file or device after a crash of the host, and nothing was written to it by others: it was not
+    /// changed after `last`, nor after `boot`, times since the epoch.
+    pub fn is_same_after_crash(&self, now: &Self, last: Duration, boot: Duration) -> bool {
+        match (&self.kind, &now.kind) {
+            (Kind::File { .. }, &Kind::File { modified, changed }) => {
+                let (seconds, nanoseconds) = modified.max(changed);
+                let found = Duration::new(seconds.max(0) as u64, nanoseconds as u32);
+                self.inode == now.inode && found <= last.min(boot)
+            }
+            (
+                Kind::Device { id, .. },
+                Kind::Device {
+                    id: id_now,
+                    written,
+                    ..
+                },
+            ) => {
+                // The counters began at 0 when the host started, or when the device was set up again.
+                let is_zero = |number: &str| number == "0";
+                let counted = written.as_deref().unwrap_or_default();
+                id == id_now
+                    && counted
+                        .split(' ')
+                        .all(|number| number.is_empty() || is_zero(number))
+            }
+            _ => false,
+        }
     }
 
     /// Whether it is the same file or device, and nothing was written to it, as far as that can be seen.
@@ -205,5 +240,44 @@ mod tests {
         for offset in [0, offset - hour, offset + hour] {
             assert!(of(Duration::ZERO).is_changed_after(noted, offset));
         }
+    }
+
+    #[test]
+    fn writes_of_others_show_after_a_crash() {
+        let seen = |kind| Seen {
+            boot: String::new(),
+            device: 0,
+            inode: 7,
+            kind,
+        };
+        let file = |changed| {
+            seen(Kind::File {
+                modified: (5, 0),
+                changed: (changed, 0),
+            })
+        };
+        let seconds = Duration::from_secs;
+        let is_same = |changed, last, boot| {
+            file(1).is_same_after_crash(&file(changed), seconds(last), seconds(boot))
+        };
+        assert!(is_same(50, 60, 70) && is_same(3, 5, 5));
+        assert!(!is_same(61, 60, 70) && !is_same(71, 80, 70) && !is_same(3, 4, 70));
+        let other = Seen {
+            inode: 8,
+            ..file(1)
+        };
+        assert!(!other.is_same_after_crash(&file(1), seconds(60), seconds(60)));
+        let device = |id: &str, written: &str| {
+            seen(Kind::Device {
+                id: Some(id.into()),
+                sequence: None,
+                written: Some(written.into()),
+            })
+        };
+        let before = device("a", "9 0 72 0 0 0");
+        let is_same = |now: Seen| before.is_same_after_crash(&now, seconds(0), seconds(0));
+        assert!(is_same(device("a", "0 0 0 0 0 0")));
+        assert!(!is_same(device("a", "1 0 8 0 0 0")) && !is_same(device("b", "0 0 0 0 0 0")));
+        assert!(!is_same(file(0)));
     }
 }

@@ -1,0 +1,451 @@
+//! The files with the bitmaps of a disk: the record, the notes of regions, and the bits while they are in use.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Weak};
+
+use block::{DirtyBitmap, SharedWords, WriteIntent, noted_ranges, region_bits};
+use engine::{DiskFile, MappedWords};
+use image::{BITMAP_BYTES_MAX, UnusableBitmap};
+
+use super::intent::{self, Checkpoints, IntentLog, Notes, Regions};
+use super::record::{self, BitmapRecord, IntentRecord, Record, State, read_bits};
+use super::seen::{self, Seen};
+use crate::inherited::Inherited;
+
+const FOREIGN: &str = "another program has written to the disk meanwhile, or has changed or replaced the disk's file, or the host's clock was set";
+
+/// Where the bitmaps of a disk are stored.
+pub struct Place {
+    pub file: Arc<DiskFile>,
+    /// In the state directory.
+    pub record: PathBuf,
+    /// The disk's file, as the operator named it.
+    pub path: String,
+    /// The directory of files with bits, and how their names begin.
+    pub bits: (PathBuf, String),
+    /// What this process has inherited.
+    pub inherited: Arc<Inherited>,
+    /// The owner of new files, if this process will become another user.
+    pub owner: Option<(u32, u32)>,
+}
+
+/// The bitmaps of a disk, as they are stored.
+#[derive(Default)]
+pub struct Inner {
+    /// Bytes of the disk.
+    pub size: u64,
+    pub lost: Vec<UnusableBitmap>,
+    /// The file with the bits of each bitmap, by its name; empty if they are only in the memory of this process.
+    pub files: BTreeMap<String, String>,
+    pub has_record: bool,
+    /// Other bitmaps are prepared, and the record is theirs.
+    pub is_preparing: bool,
+    pub intent: Option<Intent>,
+    /// Why no changes can be noted any more.
+    pub failure: Option<String>,
+}
+
+/// The notes of a disk in use.
+#[derive(Clone)]
+pub struct Intent {
+    pub record: IntentRecord,
+    pub log: Arc<IntentLog>,
+    pub regions: Arc<WriteIntent>,
+}
+
+/// Bitmaps that take the place of the present ones.
+pub struct Prepared {
+    pub bitmaps: Vec<Arc<DirtyBitmap>>,
+    pub lost: Vec<UnusableBitmap>,
+    pub files: BTreeMap<String, String>,
+    /// The notes, if they are new.
+    pub intent: Option<Intent>,
+}
+
+impl Prepared {
+    /// Whether the record would be the same.
+    pub fn is_same(&self, inner: &Inner) -> bool {
+        self.files == inner.files && self.lost.len() == inner.lost.len()
+    }
+}
+
+const SMALLER: &str = "the disk has become smaller since";
+
+/// What can be done with the bitmaps of a record.
+pub enum Usable {
+    /// They are as they were stored, or as the process before has left them.
+    AsTheyAre,
+    /// The host crashed: these regions count as dirty.
+    With(Box<Regions>),
+}
+
+impl Place {
+    /// What can be done with the bitmaps of a record.
+    ///
+    /// # Errors
+    /// Why nothing can.
+    pub fn usable(&self, record: &Record, size: u64) -> Result<Usable, String> {
+        let now = Seen::found(&self.file);
+        let now = now.map_err(|e| format!("the disk's file cannot be examined: {e}"))?;
+        match &record.state {
+            State::InUse(then) if !then.is_same_boot(&now) => {
+                self.after_crash(record, then, &now, size)
+            }
+            State::InUse(then) if !then.is_same_disk(&now) => {
+                Err("it is that of another disk, which had this path".into())
+            }
+            State::InUse(_) if size < record.size => Err(SMALLER.into()),
+            State::Stored(then) if size < record.size || !then.is_unchanged(&now) => {
+                Err(FOREIGN.into())
+            }
+            _ => Ok(Usable::AsTheyAre),
+        }
+    }
+
+    fn after_crash(
+        &self,
+        record: &Record,
+        then: &Seen,
+        now: &Seen,
+        size: u64,
+    ) -> Result<Usable, String> {
+        const LACKS: &str = "it was in use when the host crashed, and lacks changes since";
+        let Some(of) = &record.intent else {
+            return Err(LACKS.into());
+        };
+        let file = self.open_intent(&of.file);
+        let (regions, time) = (file.and_then(|file| intent::read(&file)))
+            .map_err(|e| format!("{LACKS}: {} cannot be read: {e}", of.file))?;
+        if size < record.size {
+            return Err(SMALLER.into());
+        }
+        if !then.is_same_after_crash(now, time + intent::TIME_SLACK, seen::boot_time()) {
+            return Err(FOREIGN.into());
+        }
+        Ok(Usable::With(Box::new(regions)))
+    }
+
+    fn open_intent(&self, name: &str) -> io::Result<File> {
+        if !self.intent_names().iter().any(|known| known == name) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        (OpenOptions::new().read(true).write(true))
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(self.record.with_file_name(name))
+    }
+
+    /// Two, so that there is another one for a new file.
+    fn intent_names(&self) -> [String; 2] {
+        ["a", "b"].map(|which| format!("{}{which}.intent", self.bits.1))
+    }
+
+    /// The notes that a process before has left.
+    ///
+    /// # Errors
+    /// They cannot be opened.
+    pub fn continued_intent(
+        &self,
+        of: &IntentRecord,
+        owner: Weak<dyn Checkpoints>,
+    ) -> io::Result<Intent> {
+        let file = self.open_intent(&of.file)?;
+        Ok(Intent::new(of.clone(), file, owner))
+    }
+
+    /// A new file for notes, durable, in which there is none. `old` is the name of the present one.
+    ///
+    /// # Errors
+    /// It could not be made.
+    pub fn new_intent(
+        &self,
+        size: u64,
+        old: Option<&str>,
+        owner: Weak<dyn Checkpoints>,
+    ) -> io::Result<Intent> {
+        let [a, b] = self.intent_names();
+        let name = if old == Some(&*a) { b } else { a };
+        let path = self.record.with_file_name(&name);
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path)?;
+        self.give(&file)?;
+        file.write_all(&intent::empty())?;
+        file.sync_all()?;
+        File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()?;
+        let record = IntentRecord {
+            file: name,
+            region_bits: region_bits(size),
+        };
+        Ok(Intent::new(record, file, owner))
+    }
+
+    /// Removes a file with notes that no record names any more.
+    pub fn remove_intent(&self, of: &IntentRecord) {
+        if self.intent_names().contains(&of.file) {
+            let _ = fs::remove_file(self.record.with_file_name(&of.file));
+        }
+    }
+
+    /// Empties the notes: after a crash, the bitmaps are inconsistent.
+    pub fn invalidate(&self, of: &IntentRecord) -> io::Result<()> {
+        let file = self.open_intent(&of.file)?;
+        file.set_len(0)?;
+        file.sync_all()
+    }
+
+    /// Makes the files that new bitmaps need, and writes the record.
+    ///
+    /// # Errors
+    /// The record may be that of the new ones.
+    pub fn prepare(
+        &self,
+        inner: &Inner,
+        new: &mut Prepared,
+        owner: Weak<dyn Checkpoints>,
+    ) -> io::Result<()> {
+        for bitmap in new
+            .bitmaps
+            .iter_mut()
+            .filter(|bitmap| bitmap.is_persistent())
+        {
+            let name = bitmap.name().to_owned();
+            // One that has not changed is where it was.
+            let name_of_file = match inner.files.get(&name).filter(|_| bitmap.is_shared()) {
+                Some(file) => file.clone(),
+                None => {
+                    let (shared, file) = self.share(bitmap)?;
+                    *bitmap = Arc::new(shared);
+                    file
+                }
+            };
+            new.files.insert(name, name_of_file);
+        }
+        if new.is_same(inner) {
+            return Ok(());
+        }
+        // Those that could not be written are not used again.
+        let usable = inner.intent.as_ref();
+        if usable.is_none_or(|intent| intent.regions.is_given_up()) && !new.files.is_empty() {
+            let old = usable.map(|intent| &*intent.record.file);
+            new.intent = Some(self.new_intent(inner.size, old, owner)?);
+        }
+        let next = Inner {
+            size: inner.size,
+            lost: new.lost.clone(),
+            files: new.files.clone(),
+            has_record: inner.has_record,
+            is_preparing: true,
+            intent: new.intent.clone().or_else(|| inner.intent.clone()),
+            failure: inner.failure.clone(),
+        };
+        self.write_in_use(&next, &new.bitmaps)
+    }
+
+    /// What to record.
+    pub fn record_of(&self, state: State, inner: &Inner, bitmaps: &[Arc<DirtyBitmap>]) -> Record {
+        let lost = inner.lost.iter().map(|bitmap| BitmapRecord {
+            name: bitmap.name.clone(),
+            granularity_bits: bitmap.granularity.checked_ilog2().unwrap_or(0),
+            recording: false,
+            bits: None,
+            lost: Some(bitmap.why.clone()),
+        });
+        let usable = bitmaps.iter().filter(|bitmap| bitmap.is_persistent());
+        let usable = usable.map(|bitmap| BitmapRecord {
+            name: bitmap.name().into(),
+            granularity_bits: bitmap.granularity_bits(),
+            recording: bitmap.is_recording(),
+            bits: inner.files.get(bitmap.name()).cloned(),
+            lost: bitmap.is_inconsistent().then(|| {
+                let why = "there was no space for the bits of the larger disk";
+                inner.failure.clone().unwrap_or_else(|| why.into())
+            }),
+        });
+        let intent = match &state {
+            State::InUse(_) => inner.intent.as_ref().map(|intent| intent.record.clone()),
+            State::Stored(_) => None,
+        };
+        Record {
+            version: record::version(intent.is_some()),
+            path: self.path.clone(),
+            size: inner.size,
+            intent,
+            state,
+            bitmaps: lost.chain(usable).collect(),
+        }
+    }
+
+    /// Writes the record of bitmaps in use, with their bits as they are now, durably.
+    ///
+    /// # Errors
+    /// Either record is in place.
+    pub fn write_in_use(&self, inner: &Inner, bitmaps: &[Arc<DirtyBitmap>]) -> io::Result<()> {
+        let record = self.record_of(State::InUse(Seen::found(&self.file)?), inner, bitmaps);
+        if record.bitmaps.is_empty() {
+            return record::remove(&self.record);
+        }
+        self.write(&record, bitmaps)
+    }
+
+    /// Replaces the record, durably.
+    ///
+    /// # Errors
+    /// Either record is in place.
+    pub fn write(&self, record: &Record, bitmaps: &[Arc<DirtyBitmap>]) -> io::Result<()> {
+        record::write(&self.record, record, bitmaps, |file| self.give(file))
+    }
+
+    /// A bitmap of a record, and the name of the file with its bits, which is empty if there is no space for one.
+    ///
+    /// # Errors
+    /// It cannot be used.
+    pub fn load(
+        &self,
+        record: &Record,
+        bitmap: &BitmapRecord,
+        bits_at: u64,
+        usable: &Usable,
+    ) -> io::Result<(DirtyBitmap, String)> {
+        let BitmapRecord {
+            name,
+            granularity_bits,
+            recording,
+            ..
+        } = bitmap;
+        let is_valid = (1..=1023).contains(&name.len()) && (9..=31).contains(granularity_bits);
+        if !is_valid || bitmap.bytes(record) > BITMAP_BYTES_MAX {
+            return Err(io::Error::other("its name, granularity or size is invalid"));
+        }
+        let empty = DirtyBitmap::new(name.clone(), *granularity_bits, 0, *recording, true);
+        let empty = empty.map_err(|_| io::Error::other("it is too large"))?;
+        match (&record.state, usable) {
+            (State::InUse(_), Usable::AsTheyAre) => {
+                let name = bitmap.bits.as_deref().unwrap_or_default();
+                let lacks = |e: io::Error| {
+                    io::Error::new(
+                        e.kind(),
+                        format!("the process before has left no bits of it: {e}"),
+                    )
+                };
+                if !self.is_bits(name) {
+                    return Err(lacks(io::ErrorKind::NotFound.into()));
+                }
+                let words = self.open_bits(name, false).map_err(lacks)?;
+                let offset = words.label().load(Relaxed);
+                let found = Seen::found(&self.file)?;
+                if *recording && found.is_changed_after(words.noted_time(), offset) {
+                    return Err(io::Error::other(FOREIGN));
+                }
+                note_time(&words);
+                let shared = empty.in_shared(Arc::new(words));
+                let shared =
+                    shared.map_err(|_| io::Error::other("there is no space for its bits"))?;
+                let grown = shared.grow(record.size);
+                grown.map_err(|_| io::Error::other("there is no space for its bits"))?;
+                Ok((shared, name.to_owned()))
+            }
+            (_, usable) => {
+                let grown = empty.grow(record.size);
+                grown.map_err(|_| io::Error::other("it is too large"))?;
+                read_bits(&self.record, bits_at, &empty)?;
+                if let (Usable::With(regions), Some(of), true) =
+                    (usable, &record.intent, *recording)
+                {
+                    for (at, len) in noted_ranges(regions, of.region_bits, record.size) {
+                        empty.mark(at, len);
+                    }
+                }
+                Ok(self.share(&empty).unwrap_or((empty, String::new())))
+            }
+        }
+    }
+
+    /// A copy of a bitmap with its bits in a new file, and the name of that.
+    fn share(&self, bitmap: &DirtyBitmap) -> io::Result<(DirtyBitmap, String)> {
+        let name = format!("{}{:016x}.bits", self.bits.1, record::random());
+        let full = |e: io::Error| {
+            let _ = fs::remove_file(self.bits.0.join(&name));
+            let text = format!("{} has no space for its bits: {e}", self.bits.0.display());
+            io::Error::new(e.kind(), text)
+        };
+        let words = self.open_bits(&name, true).map_err(full)?;
+        // The file was opened for writing, which may have changed its times.
+        note_time(&words);
+        let shared = bitmap.in_shared(Arc::new(words));
+        let no_space = |_| full(io::ErrorKind::StorageFull.into());
+        Ok((shared.map_err(no_space)?, name))
+    }
+
+    fn open_bits(&self, name: &str, is_new: bool) -> io::Result<MappedWords> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(is_new)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(self.bits.0.join(name))?;
+        self.give(&file)?;
+        MappedWords::new(file, BITMAP_BYTES_MAX)
+    }
+
+    fn give(&self, file: &File) -> io::Result<()> {
+        match self.owner.filter(|_| rustix::process::geteuid().is_root()) {
+            Some(owner) => crate::credentials::give(file, owner),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a file with bits of this disk may have this name.
+    pub fn is_bits(&self, name: &str) -> bool {
+        name.starts_with(&self.bits.1) && !name.contains('/')
+    }
+
+    pub fn remove_bits(&self, files: impl Iterator<Item = String>) {
+        for file in files.filter(|file| !file.is_empty()) {
+            // Failure wastes memory until the host starts again.
+            let _ = fs::remove_file(self.bits.0.join(file));
+        }
+    }
+}
+
+impl Intent {
+    fn new(record: IntentRecord, file: File, owner: Weak<dyn Checkpoints>) -> Self {
+        let log = Arc::new(IntentLog::new(file, owner));
+        let notes = log.clone();
+        let regions = Arc::new_cyclic(|regions: &Weak<WriteIntent>| {
+            let store = Box::new(Notes(notes, regions.clone()));
+            WriteIntent::new(record.region_bits, store)
+        });
+        Self {
+            record,
+            log,
+            regions,
+        }
+    }
+}
+
+/// Notes the time, and what turns it into the time of a file.
+fn note_time(words: &MappedWords) {
+    words.label().store(seen::clock_offset(), Relaxed);
+    words.note_time();
+}
+
+/// Begins the names of a disk's files: a hash of its path (FNV-1a, 64 bits). The record has the whole path.
+pub fn key(path: &Path) -> String {
+    let hash = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    let path = path.as_os_str().as_encoded_bytes();
+    format!("{:016x}", path.iter().fold(0xcbf2_9ce4_8422_2325, hash))
+}
