@@ -302,11 +302,17 @@ impl DirtyBitmap {
     /// The length in bytes of the part from `at` on that is all dirty or all clean, and whether it is dirty. `None` at
     /// the end of the disk.
     pub fn extent(&self, at: u64) -> Option<(bool, u64)> {
-        let size = self.size();
+        self.extent_within(at, u64::MAX)
+    }
+
+    /// The same for the first `max` bytes of that part at most, without looking at bits after them.
+    pub fn extent_within(&self, at: u64, max: u64) -> Option<(bool, u64)> {
+        let size = self.size().min(at.saturating_add(max));
         if at >= size {
             return None;
         }
-        let (first, bits) = (at >> self.granularity_bits, self.bits());
+        let first = at >> self.granularity_bits;
+        let bits = size.div_ceil(self.granularity());
         let word_at = |bit: u64| self.word(bit / 64).map_or(0, |word| word.load(Relaxed));
         let is_dirty = word_at(first) >> (first % 64) & 1 != 0;
         let mut bit = first;

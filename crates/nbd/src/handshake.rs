@@ -96,10 +96,29 @@ pub const BASE_ALLOCATION: Context = Context(0);
 /// `qemu:allocation-depth`: which image of a chain has the data.
 pub const DEPTH: Context = Context(1);
 
-const CONTEXTS: [(&str, Context); 2] = [
+/// `qemu:dirty-bitmap:NAME` for each bitmap of an export: what has changed since some moment.
+const BITMAP: &str = "qemu:dirty-bitmap:";
+const FIRST_BITMAP: u32 = 2;
+
+const CONTEXTS: [(&str, Context); FIRST_BITMAP as usize] = [
     ("base:allocation", BASE_ALLOCATION),
     ("qemu:allocation-depth", DEPTH),
 ];
+
+/// Queries that list everything that begins with them.
+const NAMESPACES: [&str; 3] = ["base:", "qemu:", BITMAP];
+
+impl Context {
+    /// The context of one of the [bitmaps of an export](ExportInfo::bitmaps).
+    pub fn of_bitmap(index: usize) -> Self {
+        Self(FIRST_BITMAP + index as u32)
+    }
+
+    /// Which of the bitmaps of its export it shows, if it shows one.
+    pub fn bitmap(self) -> Option<usize> {
+        self.0.checked_sub(FIRST_BITMAP).map(|index| index as usize)
+    }
+}
 
 /// Sizes in bytes; powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,6 +144,8 @@ pub struct ExportInfo {
     pub flags: u16,
     /// Units of requests.
     pub blocks: BlockSizes,
+    /// Names of the dirty bitmaps that clients may query.
+    pub bitmaps: Vec<String>,
 }
 
 impl ExportInfo {
@@ -502,14 +523,16 @@ impl Handshake {
         }
         let export = exports.find(export).ok_or(OptionError::NO_EXPORT)?;
         let matches = |context: &str, query: &str| {
-            // A query that ends with its namespace lists what is in it.
-            let namespace = !sets && query.ends_with(':') && context.starts_with(query);
-            context == query || namespace
+            let is_listed = !sets && NAMESPACES.contains(&query) && context.starts_with(query);
+            context == query || is_listed
         };
+        let named = |(name, number): (&str, Context)| (name.to_owned(), number);
+        let bitmaps = (export.bitmaps.iter().enumerate())
+            .map(|(index, name)| (format!("{BITMAP}{name}"), Context::of_bitmap(index)));
         let mut chosen = Vec::new();
-        for (context, number) in CONTEXTS {
+        for (context, number) in CONTEXTS.into_iter().map(named).chain(bitmaps) {
             let lists_all = !sets && queries.is_empty();
-            if lists_all || queries.iter().any(|query| matches(context, query)) {
+            if lists_all || queries.iter().any(|query| matches(&context, query)) {
                 chosen.push(number);
                 let number = if sets { number.0 } else { 0 };
                 let data = [&number.to_be_bytes()[..], context.as_bytes()].concat();

@@ -1,8 +1,8 @@
 //! The handshake: what is negotiated, and how what is not is refused.
 
 use nbd::{
-    BASE_ALLOCATION, DEPTH, GREETING, Handshake, HandshakeError, Mode, Negotiated, OPTIONS_MAX,
-    Step, Tls,
+    BASE_ALLOCATION, Context, DEPTH, GREETING, Handshake, HandshakeError, Mode, Negotiated,
+    OPTIONS_MAX, Step, Tls,
 };
 
 use crate::checks::Two;
@@ -168,9 +168,15 @@ fn errors_are_answered_and_the_handshake_goes_on() {
 /// Contexts are listed by namespace, and chosen only by their whole names.
 #[test]
 fn contexts_are_listed_and_chosen() {
-    let cases: [(u32, &[&str], usize); 6] = [
-        (9, &[], 2),
-        (9, &["qemu:"], 1),
+    let cases: [(u32, &[&str], usize); 12] = [
+        (9, &[], 4),
+        (9, &["qemu:"], 3),
+        (9, &["qemu:dirty-bitmap:"], 2),
+        (9, &["qemu:dirty-bitmap:a:"], 0),
+        (9, &["qemu:dirty-bitmap:nightly", "qemu:dirty"], 1),
+        (10, &["qemu:dirty-bitmap:"], 0),
+        (10, &["qemu:dirty-bitmap:none"], 0),
+        (10, &["qemu:dirty-bitmap:a:b"], 1),
         (9, &["base:", "base:allocation"], 1),
         (10, &[], 0),
         (10, &["qemu:"], 0),
@@ -186,6 +192,26 @@ fn contexts_are_listed_and_chosen() {
         let found = replies.iter().filter(|kind| **kind == CONTEXT).count();
         assert_eq!(found, count, "{number} {queries:?}");
     }
+}
+
+/// Only the export that has the bitmap offers it.
+#[test]
+fn bitmaps_are_chosen_by_name() {
+    let chosen = |export: &str| {
+        let queries = ["qemu:dirty-bitmap:a:b", "base:allocation"];
+        let client = [
+            &FLAGS[..],
+            &option(8, &[]),
+            &contexts(10, export, &queries),
+            &go(export),
+        ];
+        run(&client.concat()).1.unwrap().contexts
+    };
+    let bitmap = Context::of_bitmap(1);
+    assert_eq!(chosen("disk"), [BASE_ALLOCATION, bitmap]);
+    assert_eq!(chosen("image"), [BASE_ALLOCATION]);
+    assert_eq!(bitmap.bitmap(), Some(1));
+    assert_eq!(DEPTH.bitmap(), None);
 }
 
 /// Contexts belong to the export that they were chosen for.

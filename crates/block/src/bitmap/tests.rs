@@ -68,6 +68,21 @@ fn ranges_are_marked_bit_by_bit() {
     assert_eq!(dirty(&copy), dirty(&bitmap));
 }
 
+/// A part of an extent is not longer than what was asked for, nor longer than the extent.
+#[test]
+fn extents_within_a_range() {
+    let bitmap = bitmap(12, 1 << 20);
+    bitmap.mark(8192, 4096);
+    assert_eq!(bitmap.extent_within(0, 4096), Some((false, 4096)));
+    assert_eq!(bitmap.extent_within(512, 1000), Some((false, 1000)));
+    assert_eq!(bitmap.extent_within(512, 1 << 19), Some((false, 7680)));
+    assert_eq!(bitmap.extent_within(9000, 100), Some((true, 100)));
+    let rest = (1 << 20) - 12288;
+    assert_eq!(bitmap.extent_within(12288, u64::MAX), Some((false, rest)));
+    assert_eq!(bitmap.extent_within(1 << 20, 1), None);
+    assert_eq!(bitmap.extent_within(0, 0), None);
+}
+
 #[test]
 fn bits_stay_when_the_disk_grows() {
     let bitmap = bitmap(16, 100 << 16);

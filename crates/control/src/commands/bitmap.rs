@@ -39,7 +39,7 @@ record! {
 alternate! {
     /// `BlockDirtyBitmapOrStr`
     BlockDirtyBitmapOrStr = "BlockDirtyBitmapOrStr" {
-        /// A bitmap of the same disk as the target, by its name.
+        /// A bitmap of the disk that the command is about, by its name.
         Local(String) if is_string,
         /// A bitmap of any disk of the same size.
         External(BlockDirtyBitmap) if is_object,

@@ -2,6 +2,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::BlockDirtyBitmapOrStr;
 use crate::CommandError;
 use crate::qapi::{ArgumentPath, Id, Qapi, Schema};
 
@@ -48,6 +49,8 @@ record! {
         name: Option<String> = "name",
         /// A description for people.
         description: Option<String> = "description",
+        /// Dirty bitmaps of the disk, each of which clients see as `qemu:dirty-bitmap:NAME`.
+        bitmaps: Option<Vec<BlockDirtyBitmapOrStr>> = "bitmaps",
         /// Limit of bytes per second, of all clients of the export together.
         bps: Option<u64> = "x-ringdisk-bps",
         /// Limit of operations per second, of all clients of the export together.

@@ -12,6 +12,7 @@ use crate::config::nbd::{NbdAddress, id_of};
   ringdisk export                       list the exports
   ringdisk export vm2                   let NBD clients read disk vm2
   ringdisk export vm2 --bps 100M        at most 100 MiB a second, whatever the VM may have
+  ringdisk export vm2 --bitmap nightly  let them query this dirty bitmap as well
   ringdisk export vm2 --listen /run/ringdisk/nbd.sock
   ringdisk export vm2 --remove
 
@@ -28,6 +29,9 @@ pub struct ExportArgs {
     /// Let clients write to the disk; its VM must not use it meanwhile
     #[arg(long, requires = "disk")]
     writable: bool,
+    /// Dirty bitmap of the disk that clients may query, as qemu:dirty-bitmap:NAME; may be repeated
+    #[arg(long = "bitmap", value_name = "NAME", requires = "disk")]
+    bitmaps: Vec<String>,
     /// Limit of bytes per second, of all clients together, as in 100M
     #[arg(long, value_name = "BYTES", requires = "disk")]
     bps: Option<String>,
@@ -38,7 +42,7 @@ pub struct ExportArgs {
     #[arg(long, value_name = "ADDRESS", requires = "disk")]
     listen: Option<NbdAddress>,
     /// Remove the export
-    #[arg(long, requires = "disk", conflicts_with_all = ["writable", "bps", "iops", "listen"])]
+    #[arg(long, requires = "disk", conflicts_with_all = ["writable", "bitmaps", "bps", "iops", "listen"])]
     remove: bool,
     /// Disconnect the clients of an export that is removed
     #[arg(long, requires = "remove")]
@@ -68,6 +72,9 @@ pub fn export(args: &ExportArgs) -> CommandResult {
         "name": name,
         "writable": args.writable,
     });
+    if !args.bitmaps.is_empty() {
+        arguments["bitmaps"] = args.bitmaps.clone().into();
+    }
     if let Some(bps) = &args.bps {
         let bytes = parse_size(bps).map_err(|e| CommandLineError::Value("bps".into(), e))?;
         arguments["x-ringdisk-bps"] = bytes.into();

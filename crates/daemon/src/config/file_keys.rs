@@ -321,6 +321,22 @@ pub static EXPORT_KEYS: &[ExportKey] = &[
             Ok(())
         },
     },
+    ExportKey {
+        key: key(
+            "bitmaps",
+            Form::Text("NAMES"),
+            "a [dirty bitmap](bitmaps.md) that clients may query, or a list of them, as in `[\"nightly\"]`",
+        )
+        .by_default("none"),
+        read: |export, entry| {
+            let names = match entry.elements() {
+                Some(names) => names.iter().map(Entry::text).collect::<Result<_, _>>()?,
+                None => vec![entry.text()?],
+            };
+            export.bitmaps = names;
+            Ok(())
+        },
+    },
 ];
 
 impl ExportKey {

@@ -56,6 +56,8 @@ pub struct NbdExportSpec {
     pub name: String,
     pub description: String,
     pub writable: bool,
+    /// Dirty bitmaps of the disk that clients may query.
+    pub bitmaps: Vec<String>,
     /// For all clients of the export together. Those of the disk apply to its guest only.
     pub limits: ThrottleLimits,
 }

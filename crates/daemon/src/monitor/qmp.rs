@@ -92,7 +92,7 @@ impl Qmp {
             Command::QueryNamedBlockNodes(_) => {
                 server.refresh_sizes(true);
                 let mut nodes = Vec::new();
-                server.each_disk(|disk| nodes.push(queries::node_info(&disk)));
+                server.each_disk(|disk| nodes.push(queries::node_info(server, &disk)));
                 Ok(nodes.to_json())
             }
             Command::Quit(_) => {

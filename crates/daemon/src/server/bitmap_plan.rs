@@ -79,6 +79,8 @@ pub enum BitmapError {
         "Bitmap '{0}' is currently in use by another operation and cannot be used: the same transaction removes it"
     )]
     Busy(String),
+    #[error(transparent)]
+    Exported(ExportedBitmapError),
     #[error("Can't make bitmap '{1}' persistent in '{0}': {2}")]
     Unstorable(String, String, String),
     #[error("Bitmap name cannot be empty")]
@@ -105,6 +107,31 @@ pub enum BitmapError {
     Hold(io::Error),
 }
 
+/// Why a dirty bitmap cannot be exported. The messages begin with those of QEMU, which programs know.
+#[derive(Debug, Error)]
+pub enum ExportedBitmapError {
+    #[error("Bitmap '{1}' is not found; 'ringdisk bitmap list {0}' shows those of the disk")]
+    Missing(String, String),
+    #[error(
+        "Bitmap '{1}' is inconsistent and cannot be used; 'ringdisk bitmap remove {0} {1}' deletes it, and the next backup \
+         must be a full one"
+    )]
+    Inconsistent(String, String),
+    #[error(
+        "Enabled bitmap '{1}' incompatible with readonly export: it would change while clients read it; \
+         'ringdisk bitmap disable {0} {1}' first"
+    )]
+    Enabled(String, String),
+    #[error(
+        "Bitmap '{1}' is currently in use by another operation and cannot be used: NBD export '{0}' has it"
+    )]
+    Exported(String, String),
+    #[error(
+        "bitmap '{1}' of node '{2}': clients of disk '{0}' can query only bitmaps of that disk"
+    )]
+    OtherNode(String, String, String),
+}
+
 /// The bitmaps as they will be.
 pub struct Plan {
     disks: Vec<PlannedDisk>,
@@ -119,11 +146,14 @@ struct PlannedDisk {
     unusable: Vec<UnusableBitmap>,
     /// They stay until the end, as in QEMU.
     removed: BTreeSet<String>,
+    /// Bitmaps that NBD clients may query, which stay as they are, each with an export that has it.
+    exported: BTreeMap<String, String>,
 }
 
 impl PlannedDisk {
-    fn new(node: &Arc<Node>) -> Self {
+    fn new((node, exported): (&Arc<Node>, BTreeMap<String, String>)) -> Self {
         Self {
+            exported,
             has_bitmaps: node.has_bitmaps(),
             bitmaps: node.bitmaps(),
             unusable: node.unusable_bitmaps(),
@@ -149,7 +179,12 @@ impl PlannedDisk {
         Ok(())
     }
 
-    fn check_not_removed(&self, name: &str) -> Result<(), BitmapError> {
+    /// Checks that nothing else uses a bitmap.
+    fn check_free(&self, name: &str) -> Result<(), BitmapError> {
+        if let Some(export) = self.exported.get(name) {
+            let busy = ExportedBitmapError::Exported(export.clone(), name.into());
+            return Err(BitmapError::Exported(busy));
+        }
         if self.removed.contains(name) {
             return Err(BitmapError::Busy(name.into()));
         }
@@ -158,17 +193,22 @@ impl PlannedDisk {
 
     /// A bitmap that exists, if it can be used.
     fn usable(&self, name: &str) -> Result<&Arc<DirtyBitmap>, BitmapError> {
-        self.check_not_removed(name)?;
+        self.check_free(name)?;
         let found = self.find(name).filter(|bitmap| !bitmap.is_inconsistent());
         found.ok_or_else(|| BitmapError::Inconsistent(self.node.name().into(), name.into()))
     }
 }
 
 impl Plan {
-    /// `places` has the place among the nodes of each name that the actions use.
-    pub fn new(nodes: &[Arc<Node>], places: BTreeMap<String, usize>) -> Self {
+    /// `exported` are the bitmaps of each node that NBD clients may query, and `places` has the place among the nodes of
+    /// each name that the actions use.
+    pub fn new(
+        nodes: &[Arc<Node>],
+        exported: Vec<BTreeMap<String, String>>,
+        places: BTreeMap<String, usize>,
+    ) -> Self {
         Self {
-            disks: nodes.iter().map(PlannedDisk::new).collect(),
+            disks: nodes.iter().zip(exported).map(PlannedDisk::new).collect(),
             places,
         }
     }
@@ -227,7 +267,7 @@ impl Plan {
             } => return self.add(target, *granularity, *is_recording, *is_persistent),
             BitmapChange::Remove => {
                 let place = self.disk_of(target)?;
-                self.disks[place].check_not_removed(&target.name)?;
+                self.disks[place].check_free(&target.name)?;
                 self.disks[place].removed.insert(target.name.clone());
                 return Ok(());
             }

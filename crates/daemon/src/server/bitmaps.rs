@@ -103,7 +103,8 @@ impl Server {
         };
         // None of them is released meanwhile: that would store its bitmaps.
         let _kept: Vec<_> = served.iter().map(|device| device.node()).collect();
-        let mut plan = Plan::new(nodes, places);
+        let exported = nodes.iter().map(|node| self.exported_bitmaps(node));
+        let mut plan = Plan::new(nodes, exported.collect(), places);
         plan.begin(actions)?;
         let disks: Vec<_> = (served.iter())
             .map(|device| (device.disk.clone(), device.io_threads()))

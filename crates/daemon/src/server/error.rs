@@ -12,7 +12,7 @@ use crate::config::nbd::NbdAddress;
 use crate::config::spec::Problem;
 use crate::node::NodeError;
 use crate::sandbox::OutsideSandbox;
-use crate::server::bitmap_plan::BitmapError;
+use crate::server::bitmap_plan::{BitmapError, ExportedBitmapError};
 use crate::server::iothreads::IoThreadError;
 use crate::server::tls::TlsError;
 use crate::socket::SocketError;
@@ -194,4 +194,6 @@ pub enum NbdError {
     Connected(String),
     #[error("NBD export '{0}' uses the disk; remove that first")]
     InUse(String),
+    #[error(transparent)]
+    Bitmap(#[from] ExportedBitmapError),
 }

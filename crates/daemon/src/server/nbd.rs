@@ -3,6 +3,7 @@
 //! Each connection has a thread for its socket and a [virtqueue](guest::LocalQueue) of its own on one of the disk's I/O
 //! threads, which serves its requests like a guest's. A client that does not read delays only its own thread.
 
+mod bitmaps;
 pub mod export;
 pub mod listener;
 
@@ -290,12 +291,13 @@ impl Server {
         if exports.by_id.len() >= EXPORTS_MAX {
             return Err(ServerError::TooMany(format!("{EXPORTS_MAX} NBD exports")));
         }
-        info!(
-            "NBD: disk {} is exported as '{}'",
-            device.disk.name, spec.name
-        );
+        self.check_bitmaps(&state, &spec, &node)?;
         exports.made += 1;
         let export = NbdExport::new(exports.made, spec, device)?;
+        info!(
+            "NBD: disk {} is exported as '{}'",
+            export.device.disk.name, export.name
+        );
         exports.by_id.insert(export.id.clone(), Arc::new(export));
         Ok(())
     }

@@ -397,6 +397,7 @@ fn handover_nbd(nbd: &NbdService) -> HandoverNbd {
         name: export.name.clone(),
         description: export.description.clone(),
         writable: export.writable,
+        bitmaps: export.bitmaps.clone(),
         limits: limits::pairs(&export.limits)
             .into_iter()
             .map(|(key, n)| (key.to_owned(), n))

@@ -155,6 +155,9 @@ pub struct HandoverNbdExport {
     pub name: String,
     pub description: String,
     pub writable: bool,
+    /// Dirty bitmaps. Older versions ignore them, and export the disk without them.
+    #[serde(default)]
+    pub bitmaps: Vec<String>,
     /// Pairs of a key and a number.
     pub limits: Vec<(String, u64)>,
 }

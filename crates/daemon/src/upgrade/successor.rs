@@ -215,6 +215,7 @@ fn inherited_nbd(nbd: HandoverNbd, listener: OwnedFd) -> io::Result<NbdService> 
             name: export.name,
             description: export.description,
             writable: export.writable,
+            bitmaps: export.bitmaps,
             limits,
         })
     };

@@ -141,7 +141,7 @@ fn exports_are_described() {
 }
 
 /// The extents of a context: offset, length, type.
-fn map(served: &Served, context: &str) -> Vec<(u64, u64, u64)> {
+pub fn map(served: &Served, context: &str) -> Vec<(u64, u64, u64)> {
     let map = format!("--map={context}");
     let output = served.client("nbdinfo", &["--json", &map]);
     let extents: Value = serde_json::from_str(&output).unwrap();

@@ -178,7 +178,6 @@ fn what_does_not_exist_is_refused() {
             "max-connections",
             json!(1),
         ),
-        ("block-export-add", export.clone(), "bitmaps", json!(["b"])),
         (
             "block-export-add",
             export.clone(),

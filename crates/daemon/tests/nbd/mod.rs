@@ -1,5 +1,6 @@
 //! NBD exports with the clients that people use, and with clients that do what those do not.
 
+mod bitmaps;
 mod clients;
 mod commands;
 mod hostile;

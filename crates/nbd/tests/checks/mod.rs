@@ -23,6 +23,10 @@ pub fn export(name: &str) -> ExportInfo {
             preferred: 4096,
             maximum: PAYLOAD_BYTES_MAX,
         },
+        bitmaps: match name {
+            "disk" => vec!["nightly".into(), "a:b".into()],
+            _ => Vec::new(),
+        },
     }
 }
 

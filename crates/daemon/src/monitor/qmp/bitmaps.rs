@@ -1,5 +1,7 @@
 //! Commands about dirty bitmaps.
 
+use std::collections::BTreeMap;
+
 use control::{
     BlockDirtyBitmap, BlockDirtyBitmapAdd, BlockDirtyBitmapMerge, BlockDirtyBitmapOrStr,
     BlockDirtyInfo, Transaction, TransactionActionKind,
@@ -101,14 +103,18 @@ fn merged(wanted: BlockDirtyBitmapMerge) -> BitmapAction {
     BitmapAction::Change(target, BitmapChange::Merge(sources))
 }
 
-/// The bitmaps of a disk, the newest first, as in QEMU; or `None` if it has none.
-pub(super) fn info(node: &Node) -> Option<Vec<BlockDirtyInfo>> {
+/// The bitmaps of a disk, the newest first, as in QEMU; or `None` if it has none. `exported` are those that NBD clients may
+/// query.
+pub(super) fn info(
+    node: &Node,
+    exported: &BTreeMap<String, String>,
+) -> Option<Vec<BlockDirtyInfo>> {
     let usable = node.bitmaps().into_iter().map(|bitmap| BlockDirtyInfo {
         name: Some(bitmap.name().to_owned()),
         count: bitmap.dirty_bits() * bitmap.granularity(),
         granularity: u32::try_from(bitmap.granularity()).unwrap_or(0),
         recording: bitmap.is_recording() && !bitmap.is_inconsistent(),
-        busy: false,
+        busy: exported.contains_key(bitmap.name()),
         persistent: bitmap.is_persistent(),
         inconsistent: bitmap.is_inconsistent().then_some(true),
     });

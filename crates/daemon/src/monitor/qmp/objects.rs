@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use block::{Aio, CacheMode, DetectZeroes, Discard, ThrottleLimits};
 use control::{
-    BlockExportOptions, BlockExportOptionsNbd, BlockExportType, BlockdevDriver, BlockdevOptions,
-    BlockdevOptionsRbd, BlockdevRef, CommandError, InetSocketAddress, NULL_BYTES_DEFAULT,
-    NbdServerStart, ObjectOptions, ObjectType, SocketAddressLegacyType, TlsCredsEndpoint,
+    BlockDirtyBitmapOrStr, BlockExportOptions, BlockExportOptionsNbd, BlockExportType,
+    BlockdevDriver, BlockdevOptions, BlockdevOptionsRbd, BlockdevRef, CommandError,
+    InetSocketAddress, NULL_BYTES_DEFAULT, NbdServerStart, ObjectOptions, ObjectType,
+    SocketAddressLegacyType, TlsCredsEndpoint,
 };
 use datapath::Polling;
 use image::Format;
@@ -202,12 +203,23 @@ fn add_nbd_export(
     limits.bps_total.average = nbd.bps.unwrap_or(0);
     limits.iops_total.average = nbd.iops.unwrap_or(0);
     let name = nbd.name.as_ref().unwrap_or(&options.node_name);
+    let mut bitmaps = Vec::new();
+    for bitmap in nbd.bitmaps.iter().flatten() {
+        bitmaps.push(match bitmap {
+            BlockDirtyBitmapOrStr::Local(name) => name.clone(),
+            BlockDirtyBitmapOrStr::External(bitmap) => {
+                server.check_bitmap_node(&options.node_name, bitmap)?;
+                bitmap.name.clone()
+            }
+        });
+    }
     Ok(server.add_nbd_export(NbdExportSpec {
         id: options.id.to_string(),
         node: options.node_name.clone(),
         name: name.clone(),
         description: nbd.description.clone().unwrap_or_default(),
         writable: options.writable.unwrap_or(false),
+        bitmaps,
         limits,
     })?)
 }

@@ -43,6 +43,7 @@ pub(super) fn nbd(server: &Server) -> Value {
             "name": export.name,
             "description": export.description,
             "writable": export.writable,
+            "bitmaps": export.bitmaps,
             "size": export.device.disk.size(),
             "limits": limits::pairs(&export.limits.limits())
                 .into_iter()
@@ -117,8 +118,12 @@ pub(super) fn iothreads(server: &Server) -> Vec<IoThreadInfo> {
     server.threads.running().into_iter().map(info).collect()
 }
 
-pub(super) fn node_info(disk: &DiskView<'_>) -> BlockDeviceInfo {
+pub(super) fn node_info(server: &Server, disk: &DiskView<'_>) -> BlockDeviceInfo {
     let node = disk.node;
+    let exported = disk
+        .export
+        .map(|export| server.nbd.bitmaps_of(&export.device));
+    let exported = exported.unwrap_or_default();
     let cache = disk.cache();
     BlockDeviceInfo {
         node: BlockNodeInfo {
@@ -142,7 +147,7 @@ pub(super) fn node_info(disk: &DiskView<'_>) -> BlockDeviceInfo {
                 virtual_size: disk.size(),
                 actual_size: node.allocated(),
             },
-            dirty_bitmaps: super::bitmaps::info(node),
+            dirty_bitmaps: super::bitmaps::info(node, &exported),
             cache: BlockdevCacheInfo {
                 writeback: match disk.export {
                     Some(export) => export.disk.write_cache(),

@@ -18,7 +18,7 @@ use super::export::{Exports, NbdExport, locked};
 use super::memory::{CONNECTION_MAX, ConnectionMemory, SharedMemory};
 use super::queue::ClientQueue;
 use super::stream::{Received, Stream};
-use super::transfer::{Transfer, TransferError};
+use super::transfer::{Offered, Transfer, TransferError};
 use crate::server::clients::Client;
 use crate::server::tls::TlsCredentials;
 
@@ -87,9 +87,8 @@ pub fn serve(
         export: export.number,
         stop: stop.clone(),
     };
-    let started = ClientQueue::start(&export.device, client, new, export.limits.clone());
     // Stops the queue when this function ends.
-    let _served = started.map_err(failed)?;
+    let (_served, bitmaps) = ClientQueue::start(client, new, &export).map_err(failed)?;
     if !is_exported(exports, &export) {
         // It was removed before the client was known.
         return Ok(());
@@ -98,7 +97,12 @@ pub fn serve(
     greeted.send(&reply)?;
     let Greeted { input, stream, .. } = greeted;
     let queue = (queue, &mut memory);
-    let transfer = Transfer::new(stream, stop.as_fd(), queue, &export, negotiated, &input);
+    let offered = Offered {
+        export: &export,
+        negotiated,
+        bitmaps,
+    };
+    let transfer = Transfer::new(stream, stop.as_fd(), queue, offered, &input);
     Ok(transfer.run()?)
 }
 

@@ -19,6 +19,8 @@ pub struct NbdExport {
     pub name: String,
     pub description: String,
     pub writable: bool,
+    /// Names of the disk's bitmaps that clients may query.
+    pub bitmaps: Vec<String>,
     pub limits: Arc<Admission>,
     pub device: Arc<ServedDisk>,
     /// Limits lines of the log about its clients.
@@ -40,6 +42,7 @@ impl NbdExport {
             name: spec.name,
             description: spec.description,
             writable: spec.writable,
+            bitmaps: spec.bitmaps,
             limits,
             device,
             lines: LogLimiter::default(),
@@ -54,6 +57,7 @@ impl NbdExport {
             name: self.name.clone(),
             description: self.description.clone(),
             writable: self.writable,
+            bitmaps: self.bitmaps.clone(),
             limits: self.limits.limits(),
         }
     }
@@ -88,6 +92,7 @@ impl NbdExport {
                 preferred: disk.facts.physical_block.max(4096),
                 maximum: PAYLOAD_BYTES_MAX,
             },
+            bitmaps: self.bitmaps.clone(),
         }
     }
 }

@@ -3,10 +3,12 @@
 use std::io;
 use std::sync::Arc;
 
-use datapath::{Admission, QueueId};
+use block::DirtyBitmap;
+use datapath::QueueId;
 use guest::NewQueue;
 use tracing::error;
 
+use super::export::NbdExport;
 use crate::node::RELEASED;
 use crate::server::clients::Client;
 use crate::server::device::ServedDisk;
@@ -21,32 +23,36 @@ pub struct ClientQueue {
 }
 
 impl ClientQueue {
-    /// Has one of the disk's threads serve a queue.
+    /// Has one of the disk's threads serve a queue. Also returns the bitmaps of the export: clients see those that the disk
+    /// has now.
     ///
     /// # Errors
     /// The disk is released, or the thread cannot serve it.
     pub fn start(
-        device: &Arc<ServedDisk>,
         client: Client,
         queue: NewQueue,
-        limits: Arc<Admission>,
-    ) -> io::Result<Self> {
+        export: &NbdExport,
+    ) -> io::Result<(Self, Vec<Option<Arc<DirtyBitmap>>>)> {
+        let device = &export.device;
         // Held, so that the disk is not released meanwhile.
         let node = device.node();
         if !node.is_acquired() {
             return Err(io::Error::other(RELEASED));
         }
         let thread = device.threads[device.clients.number() % device.threads.len()].clone();
-        let queue = (thread.thread).start_client(device.disk.clone(), queue, limits)?;
+        let queue =
+            (thread.thread).start_client(device.disk.clone(), queue, export.limits.clone())?;
         let client = Arc::new(client);
         device.clients.add(client.clone());
+        let bitmaps = export.bitmaps_of(&node);
         drop(node);
-        Ok(Self {
+        let started = Self {
             device: device.clone(),
             client,
             thread,
             queue,
-        })
+        };
+        Ok((started, bitmaps))
     }
 }
 

@@ -8,8 +8,10 @@ mod jobs;
 
 use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use block::DirtyBitmap;
 use guest::LocalQueue;
 use nbd::{ErrorCode, Negotiated, ProtocolError, Refusal, Replies};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -72,6 +74,7 @@ pub struct Transfer<'a> {
     memory: &'a mut ConnectionMemory,
     export: &'a NbdExport,
     negotiated: Box<Negotiated>,
+    bitmaps: Vec<Option<Arc<DirtyBitmap>>>,
     replies: Replies,
     input: Input,
     jobs: Vec<Option<Job>>,
@@ -80,6 +83,14 @@ pub struct Transfer<'a> {
     reading: Reading,
     /// The socket may have something to be read.
     is_readable: bool,
+}
+
+/// What the client of a connection uses.
+pub struct Offered<'a> {
+    pub export: &'a NbdExport,
+    pub negotiated: Box<Negotiated>,
+    /// The bitmaps of the export, in the order of their contexts; `None` if the disk does not have it any more.
+    pub bitmaps: Vec<Option<Arc<DirtyBitmap>>>,
 }
 
 /// Whether requests are read.
@@ -98,10 +109,14 @@ impl<'a> Transfer<'a> {
         stream: Stream<'a>,
         stop: BorrowedFd<'a>,
         (queue, memory): (LocalQueue, &'a mut ConnectionMemory),
-        export: &'a NbdExport,
-        negotiated: Box<Negotiated>,
+        offered: Offered<'a>,
         early: &[u8],
     ) -> Self {
+        let Offered {
+            export,
+            negotiated,
+            bitmaps,
+        } = offered;
         Self {
             stream,
             stop,
@@ -112,6 +127,7 @@ impl<'a> Transfer<'a> {
                 mode: negotiated.mode,
             },
             negotiated,
+            bitmaps,
             input: Input::new(early),
             jobs: (0..JOBS).map(|_| None).collect(),
             free: (0..JOBS as u32).rev().collect(),

@@ -1,15 +1,16 @@
 //! The requests of a client, from the queue to the reply.
 
+use std::io;
 use std::time::Instant;
 
 use guest::blk::Status;
 use guest::{Buffer, Finished, LOCAL_ZEROES_MAX, LocalOp};
-use nbd::{ErrorCode, Mode, Negotiated, Refusal, RequestHeader};
+use nbd::{BASE_ALLOCATION, Context, ErrorCode, Mode, Negotiated, Refusal, RequestHeader};
 use tracing::{debug, warn};
 
 use super::{Reading, STOPPED, Transfer, TransferError};
 use crate::server::nbd::output::Part;
-use crate::server::nbd::status;
+use crate::server::nbd::status::{self, BitmapLost, Source};
 
 /// Bytes that are read ahead at once for NBD_CMD_CACHE.
 const CACHE_BYTES: u64 = 1 << 20;
@@ -204,12 +205,26 @@ impl Transfer<'_> {
         };
         let deadline = Instant::now() + status::TIME_MAX;
         let look_up = |at, len| disk.allocated(at, len);
-        let states = match status::states(look_up, contexts, (at, len), one, block, deadline) {
+        let source = |&context: &Context| -> io::Result<_> {
+            let source = match context.bitmap() {
+                Some(index) => {
+                    let bitmap = self.bitmaps.get(index).and_then(Option::as_deref);
+                    Source::Bitmap(bitmap.ok_or(BitmapLost)?)
+                }
+                None if context == BASE_ALLOCATION => Source::Allocation(&look_up),
+                None => Source::Depth(&look_up),
+            };
+            Ok((context, source))
+        };
+        let sources: io::Result<Vec<_>> = contexts.iter().map(source).collect();
+        let states =
+            sources.and_then(|sources| status::states(&sources, (at, len), one, block, deadline));
+        let states = match states {
             Ok(states) => states,
             Err(e) => {
                 self.export.lines.log(|left_out| {
                     warn!(
-                        "disk {}: its allocation cannot be read: {e}{left_out}",
+                        "disk {}: the state of its blocks cannot be read: {e}{left_out}",
                         disk.name
                     );
                 });
