@@ -22,7 +22,7 @@ static CLUSTERS: [Mutex<ClusterState>; 2] = [const { Mutex::new(ClusterState::St
 
 enum ClusterState {
     Stopped,
-    Running(Ceph),
+    Running(Box<Ceph>),
     /// It did not start. It is not tried again: each attempt could take minutes.
     Failed,
 }
@@ -71,7 +71,8 @@ impl Cluster {
             ClusterState::Stopped => {
                 // Until it runs.
                 *self.guard = ClusterState::Failed;
-                *self.guard = ClusterState::Running(start(self.release.clone()).unwrap());
+                let started = start(self.release.clone()).unwrap();
+                *self.guard = ClusterState::Running(Box::new(started));
             }
             ClusterState::Failed => panic!(
                 "the {:?} Ceph did not start; the first test that needed it shows the cause",

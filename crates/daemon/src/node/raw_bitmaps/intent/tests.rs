@@ -129,6 +129,8 @@ fn dirty(bitmap: &DirtyBitmap) -> BTreeSet<u64> {
     (0..BLOCKS).filter(is_set).collect()
 }
 
+type Process = (Arc<IntentLog<Simulated>>, Arc<WriteIntent>);
+
 /// A process that serves a disk.
 struct World {
     storage: Simulated,
@@ -137,7 +139,7 @@ struct World {
     around: Mutex<u64>,
     /// Requests that may be submitted, and are later.
     delayed: Mutex<VecDeque<u64>>,
-    process: Mutex<Option<(Arc<IntentLog<Simulated>>, Arc<WriteIntent>)>>,
+    process: Mutex<Option<Process>>,
 }
 
 struct SimulatedNotes(Arc<IntentLog<Simulated>>);
