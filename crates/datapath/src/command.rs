@@ -7,8 +7,10 @@ use std::sync::mpsc::{Receiver, Sender};
 
 use guest::{NewQueue, StoppedRing};
 
+use crate::disk::fleece::Fleece;
 use crate::disk::source::Source;
 use crate::disk::{Content, Disk};
+use crate::meeting::Meeting;
 use crate::throttle::admission::Admission;
 
 /// A queue in service: its number on its thread.
@@ -38,6 +40,15 @@ pub(crate) enum Command {
         content: Content,
         source: Arc<Source>,
         reply: Sender<io::Result<()>>,
+    },
+    /// Stop at one moment for several disks: from then on, what each was is preserved in its fleece.
+    Cut {
+        disks: Vec<(Arc<Disk>, Arc<Fleece>)>,
+        meeting: Arc<Meeting>,
+    },
+    /// What the disk was is not preserved any more.
+    EndCut {
+        disk: Arc<Disk>,
     },
     /// Serve the disk again.
     Unpause {

@@ -1,6 +1,7 @@
 //! Operations that control the data path: starting and stopping queues, holding disks, replacing a disk's file, and what is
 //! done about storage that fails.
 
+pub(crate) mod cut;
 mod error_policy;
 pub(crate) mod hold;
 mod queues;
@@ -62,6 +63,8 @@ impl<E: Engine> Worker<E> {
                 source,
                 reply,
             } => drop(reply.send(self.attach_next(&disk, &content, source))),
+            Command::Cut { disks, meeting } => self.cut(&disks, &meeting),
+            Command::EndCut { disk } => self.end_cut(&disk),
             Command::Unpause {
                 disk,
                 replaced,

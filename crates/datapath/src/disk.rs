@@ -1,6 +1,7 @@
 //! A disk, as all threads that serve it share it.
 
 mod allocation;
+pub(crate) mod fleece;
 pub(crate) mod flush_coalescer;
 pub(crate) mod outage;
 pub(crate) mod source;
@@ -20,6 +21,7 @@ use image::{Image, ImageError};
 use tracing::warn;
 
 use crate::throttle::admission::Admission;
+use fleece::Fleece;
 use outage::Outage;
 use source::{Source, Storage};
 
@@ -43,6 +45,8 @@ pub struct Disk {
     is_mapped: AtomicBool,
     /// It was released: another process may change its files.
     is_released: AtomicBool,
+    /// Where old data goes while a backup is open.
+    fleece: Mutex<Option<Arc<Fleece>>>,
     /// Held while the file is replaced.
     pub(crate) replacing: Mutex<()>,
     pub(crate) options: Options,
@@ -191,6 +195,7 @@ impl Disk {
             source,
             is_mapped,
             is_released: AtomicBool::new(false),
+            fleece: Mutex::default(),
             replacing: Mutex::default(),
             options,
             storage_errors: LogLimiter::default(),
@@ -216,6 +221,16 @@ impl Disk {
 
     pub(crate) fn set_blocks_threads(&self) {
         self.blocks_threads.store(true, Ordering::Relaxed);
+    }
+
+    /// Where old data goes that requests change, while a backup is open.
+    pub fn fleece(&self) -> Option<Arc<Fleece>> {
+        let fleece = self.fleece.lock();
+        fleece.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn set_fleece(&self, fleece: Option<Arc<Fleece>>) {
+        *self.fleece.lock().unwrap_or_else(PoisonError::into_inner) = fleece;
     }
 
     pub(crate) fn content(&self) -> Content {

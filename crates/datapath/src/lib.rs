@@ -7,6 +7,7 @@ mod path;
 mod worker;
 
 mod command;
+mod meeting;
 mod thread;
 
 mod queue;
@@ -24,8 +25,10 @@ mod polling;
 mod wake;
 
 pub use command::QueueId;
+pub use control::cut::{CutDisk, Held, cut, end_cut};
 pub use control::hold::hold;
 pub use control::replace::Replacement;
+pub use disk::fleece::{Fleece, FleeceError, FleeceLimits, FleeceUse, GRANULE};
 pub use disk::source::Storage;
 pub use disk::{AllocatedExtent, Disk, Measuring, Options};
 pub use polling::Polling;

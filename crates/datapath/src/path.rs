@@ -12,6 +12,7 @@ pub(crate) mod mapped;
 pub(crate) mod next;
 pub(crate) mod notify;
 pub(crate) mod plan;
+pub(crate) mod preserve;
 pub(crate) mod submit;
 pub(crate) mod sync;
 pub(crate) mod wait;
@@ -49,8 +50,12 @@ impl<E: Engine> Worker<E> {
                 self.handle_commands();
                 self.check_syncs();
                 self.take_job_results();
+                self.retry_copies();
                 // What has ended there may have left a buffer.
                 self.retry_bounced();
+            }
+            if !self.control.preceding.is_empty() {
+                self.check_preceding();
             }
             if self.control.has_quit {
                 if !self.queues.is_empty() {
@@ -190,6 +195,13 @@ impl<E: Engine> Worker<E> {
                 }
             }
             let stamps = needs.stamps;
+            if HAS_NEEDS && needs.preserves && preserve::is_needed(queue, &request) {
+                let at = FileOffset(0);
+                let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
+                self.preserve(RequestId::new(number, slot));
+                submitted += 1;
+                continue;
+            }
             match plan::plan(&queue.disk, &queue.image, &queue.bitmaps, request) {
                 Plan::Operation(at) => {
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
@@ -311,10 +323,14 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues.get(id.queue);
         let s = queue.slots.get(id.slot);
         (s.stamps.admitted, s.stamps.submitted) = (now, now);
+        let request = s.request;
+        if preserve::is_needed(queue, &request) {
+            return self.preserve(id);
+        }
         self.plan(id);
     }
 
-    /// Starts a request that has its slot already.
+    /// Plans a request that has a slot.
     fn plan(&mut self, id: RequestId) {
         let queue = self.queues.get(id.queue);
         let s = queue.slots.get(id.slot);
@@ -430,6 +446,20 @@ impl<E: Engine> Worker<E> {
             let index = queue.thread_disk;
             next = match next {
                 Next::InProgress => return,
+                Next::Preserve => self.preserve_next(id),
+                Next::OldDataRead(result) => {
+                    let disk = self.disks.get(index);
+                    preserve::read_ended(queue, id.slot, disk, result)
+                }
+                Next::WaitForCopy => {
+                    self.release_bounce(id);
+                    self.waiting_for_copy.push(id);
+                    return;
+                }
+                Next::Plan => {
+                    self.release_bounce(id);
+                    return self.plan(id);
+                }
                 Next::Map => self.mapped(id).map(),
                 // Completions that were handled before in this batch may have taken the room of this one.
                 Next::Submit if self.engine.room() == 0 => Next::WaitForBuffer,
@@ -464,6 +494,17 @@ impl<E: Engine> Worker<E> {
                 }
             }
         }
+    }
+
+    /// Gives back the bounce buffer that a request has, if any.
+    fn release_bounce(&mut self, id: RequestId) {
+        let queue = self.queues.get(id.queue);
+        submit::release_bounce(
+            queue.slots.get(id.slot),
+            queue.thread_disk,
+            &mut self.disks,
+            &mut self.buffers.bounce,
+        );
     }
 
     /// What the mapped stage needs for a request.
@@ -528,21 +569,6 @@ impl<E: Engine> Worker<E> {
         self.start_job(id, job);
     }
 
-    /// Plans a request whose range has been noted.
-    #[cold]
-    fn plan_noted(&mut self, id: RequestId) {
-        let stamps = &mut self.queues.get(id.queue).slots.get(id.slot).stamps;
-        if stamps.fetched > 0 {
-            stamps.submitted = now_ns();
-        }
-        self.plan(id);
-        // It may have ended at once.
-        if (self.queues.find(id.queue)).is_some_and(|queue| !queue.is_running()) {
-            self.notify_queue(id.queue);
-            self.finish_stop(id.queue);
-        }
-    }
-
     /// Continues the requests for which the blocking pool has done something.
     fn take_job_results(&mut self) {
         for (id, result) in self.blocking_pool.take_results() {
@@ -550,7 +576,13 @@ impl<E: Engine> Worker<E> {
                 self.plan_noted(id);
                 continue;
             }
-            let next = self.mapped(id).take_result(result);
+            let queue = self.queues.get(id.queue);
+            let next = if queue.slots.get(id.slot).state == RequestState::Preserving {
+                let disk = self.disks.get(queue.thread_disk);
+                preserve::take_result(queue, id.slot, disk, result)
+            } else {
+                self.mapped(id).take_result(result)
+            };
             self.advance(id, next);
         }
     }
@@ -560,12 +592,8 @@ impl<E: Engine> Worker<E> {
         let queue = self.queues.get(id.queue);
         let index = queue.thread_disk;
         // It needs its buffer no more, and may have to wait for long.
-        submit::release_bounce(
-            queue.slots.get(id.slot),
-            queue.thread_disk,
-            &mut self.disks,
-            &mut self.buffers.bounce,
-        );
+        self.release_bounce(id);
+        let queue = self.queues.get(id.queue);
         if sync::join(queue, id, self.disks.get(index)) {
             self.begin_sync(index);
         }
@@ -625,12 +653,7 @@ impl<E: Engine> Worker<E> {
         if ending.status != guest::blk::Status::Ok {
             if let Some(job) = mapped::abort(queue, id.slot, AbortEnd::Finish(ending)) {
                 // It may have to wait for long.
-                submit::release_bounce(
-                    queue.slots.get(id.slot),
-                    queue.thread_disk,
-                    &mut self.disks,
-                    &mut self.buffers.bounce,
-                );
+                self.release_bounce(id);
                 return self.start_job(id, job);
             }
             fail::report(&queue.disk, queue.slots.get(id.slot), ending);

@@ -2,6 +2,7 @@
 
 pub(crate) mod held;
 pub(crate) mod mapped_request;
+pub(crate) mod preserving;
 pub(crate) mod slot;
 pub(crate) mod token;
 
@@ -14,12 +15,14 @@ use guest::{NewQueue, SessionAbort, StoppedRing, Virtqueue};
 use image::Image;
 
 use crate::disk::Disk;
+use crate::disk::fleece::Fleece;
 use crate::disk::source::Alignment;
 use crate::stats::Tally;
 use crate::thread_disk::ThreadDisk;
 use crate::throttle::admission::Admission;
 use held::HeldRequests;
 use mapped_request::MappedRequests;
+use preserving::Preserving;
 use slot::Slots;
 
 pub(crate) struct Queue {
@@ -28,6 +31,10 @@ pub(crate) struct Queue {
     pub image: Image,
     /// The bitmaps that record changes. They do not change while requests are in flight.
     pub bitmaps: RecordingBitmaps,
+    /// Where the old data goes that its requests change, while a backup of the disk is open.
+    pub fleece: Option<Arc<Fleece>>,
+    /// What its requests are copying, by slot.
+    pub preserving: Vec<Preserving>,
     pub ring: Virtqueue,
     pub slots: Slots,
     /// What is counted of its requests.
@@ -98,6 +105,8 @@ impl Queue {
         let mut queue = Self {
             image: Image::Null,
             bitmaps: RecordingBitmaps::default(),
+            fleece: None,
+            preserving: Vec::new(),
             ring: new.virtqueue,
             slots: Slots::new(requests),
             tally: Tally::new(&disk.statistics, requests.into()),
@@ -127,6 +136,7 @@ impl Queue {
     pub fn update_content(&mut self, thread_disk: &ThreadDisk) {
         self.image = self.disk.content().image;
         self.update_bitmaps();
+        self.set_fleece(self.disk.fleece());
         if self.image.chain().is_some() {
             self.file = None;
             self.mapped.reserve(self.slots.len());
@@ -139,7 +149,15 @@ impl Queue {
         }
     }
 
-    /// Takes over which bitmaps record changes. No request of the queue is in flight.
+    /// Has old data preserved from now on, or no more.
+    pub fn set_fleece(&mut self, fleece: Option<Arc<Fleece>>) {
+        if fleece.is_some() {
+            (self.preserving).resize_with(self.slots.len(), Preserving::default);
+        }
+        self.fleece = fleece;
+    }
+
+    /// Takes over which bitmaps record changes, for requests that are planned from now on.
     pub fn update_bitmaps(&mut self) {
         let all = self.image.bitmaps();
         self.bitmaps = all.map_or_else(Default::default, |all| all.recording());

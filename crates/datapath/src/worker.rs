@@ -13,10 +13,12 @@ use rustix::io::Errno;
 
 use crate::command::{Command, QueueId, QueueStart};
 use crate::disk::Disk;
+use crate::disk::fleece::Fleece;
 use crate::disk::source::Source;
 use crate::polling::{Poller, Polling};
 use crate::queue::token::{TIMER, WAKE};
 use crate::queue::{QueueState, Queues};
+use crate::request::RequestId;
 use crate::resources::Buffers;
 use crate::resources::blocking_pool::BlockingPool;
 use crate::resources::timer::Timer;
@@ -44,6 +46,8 @@ pub(crate) struct Worker<E> {
     pub buffers: Buffers,
     /// Requests that wait for a bounce buffer, or for room in the engine.
     pub waiting_for_buffer: Rotation,
+    /// Requests that wait until others have copied old data, or for space.
+    pub waiting_for_copy: Vec<RequestId>,
     pub blocking_pool: BlockingPool,
     /// Some fdatasync could not begin because the engine had no room.
     pub is_sync_postponed: bool,
@@ -97,6 +101,8 @@ pub(crate) struct Control {
     pub postponed: Vec<StopRequest>,
     /// Disks whose files are being replaced.
     pub pauses: Vec<Pause>,
+    /// Writes that were in flight at the moment of a backup.
+    pub preceding: Vec<Preceding>,
     pub has_quit: bool,
 }
 
@@ -117,6 +123,13 @@ pub(crate) struct Pause {
     pub next: Option<(Arc<Source>, Attached)>,
     /// Starts of queues, which wait.
     pub waiting: Vec<QueueStart>,
+}
+
+/// Writes that were in flight at the moment of a cut, and have not ended.
+pub(crate) struct Preceding {
+    pub fleece: Arc<Fleece>,
+    /// Each with its range.
+    pub writes: Vec<(RequestId, (u64, u64))>,
 }
 
 impl<E: Engine> Worker<E> {
@@ -144,6 +157,7 @@ impl<E: Engine> Worker<E> {
             zeroing: Zeroing::default(),
             buffers: Buffers::default(),
             waiting_for_buffer: Rotation::default(),
+            waiting_for_copy: Vec::new(),
             blocking_pool: BlockingPool::new(wake.clone()),
             is_sync_postponed: false,
             waiting: Waiting {
@@ -160,6 +174,7 @@ impl<E: Engine> Worker<E> {
                 commands,
                 postponed: Vec::new(),
                 pauses: Vec::new(),
+                preceding: Vec::new(),
                 has_quit: false,
             },
         };

@@ -28,6 +28,7 @@ pub(crate) fn operation(queue: &mut Queue, slot: u16, result: i32) -> Next {
             s.retries += 1;
             Next::Submit
         }
+        _ if s.state == RequestState::Preserving => Next::OldDataRead(result),
         _ if s.state == RequestState::Syncing => Next::Synced(SyncResult::File(-result)),
         (EOPNOTSUPP, Request::WriteZeroes { .. }) if s.is_detected_zeroes() => {
             zeroes::undo(&queue.disk, s);

@@ -50,6 +50,8 @@ pub(crate) fn chunk_size(waiting: usize, in_flight: usize, is_instant: bool) -> 
 pub(crate) struct BatchNeeds {
     /// A limit may hold its requests back.
     pub is_limited: bool,
+    /// Old data is preserved before it is changed.
+    pub preserves: bool,
     /// When it was fetched, if it is measured.
     pub stamps: Stamps,
 }
@@ -58,12 +60,13 @@ impl BatchNeeds {
     pub fn of(queue: &Queue) -> Self {
         Self {
             is_limited: queue.admission.limits_any(),
+            preserves: queue.fleece.is_some(),
             stamps: Stamps::all(queue.disk.statistics.stamp()),
         }
     }
 
     pub fn is_none(&self) -> bool {
-        !self.is_limited && self.stamps.fetched == 0
+        !self.is_limited && !self.preserves && self.stamps.fetched == 0
     }
 }
 

@@ -6,6 +6,14 @@ use crate::resources::blocking_pool::Job;
 pub(crate) enum Next {
     /// Nothing for now: an operation, a job, or the end of another request takes it further.
     InProgress,
+    /// The next piece of the old data that it changes is copied.
+    Preserve,
+    /// A read of old data has ended, with so many bytes or a negative errno.
+    OldDataRead(i32),
+    /// It waits for copies of others, or for space.
+    WaitForCopy,
+    /// The image says what it needs.
+    Plan,
     /// Its next piece in a mapped image is looked up, or its first.
     Map,
     /// Its operation is submitted.

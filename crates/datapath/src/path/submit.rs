@@ -24,6 +24,9 @@ pub(crate) fn submit<E: Engine>(
     zero_budget: &mut u64,
 ) -> Next {
     let s = queue.slots.get(id.slot);
+    if s.state == RequestState::Preserving {
+        return preserve(engine, id, queue);
+    }
     let file = match queue.file {
         Some(_) if !zeroes::detect(&queue.disk, &queue.ring, s, zero_budget) => {
             return Next::WaitForTurn;
@@ -78,6 +81,30 @@ pub(crate) fn submit<E: Engine>(
     // which an engine copies a single segment. Queue and slot stay where they are until the completion has been reaped: a
     // queue is dropped only when no slot is taken.
     #[expect(unsafe_code, reason = "the kernel works on the guest's memory")]
+    unsafe {
+        engine.submit(file, op, token(id));
+    }
+    Next::InProgress
+}
+
+/// Submits the read of old data that a request changes; or has a request that waited for a buffer continue.
+#[cold]
+#[inline(never)]
+fn preserve<E: Engine>(engine: &mut E, id: RequestId, queue: &mut Queue) -> Next {
+    let preserving = &queue.preserving[usize::from(id.slot)];
+    let (file, at, done) = (preserving.file, preserving.at, preserving.done());
+    let len = preserving.len as usize;
+    let (true, Some(bounce)) = (
+        preserving.is_copying(),
+        &mut queue.slots.get(id.slot).bounce,
+    ) else {
+        return Next::Preserve;
+    };
+    let to = [bounce.segment_at(done, len)];
+    let op = Op::Read { at, to: &to };
+    // SAFETY: the segment lies in a bounce buffer that the slot owns until the completion has been reaped; an engine copies
+    // a list of a single segment.
+    #[expect(unsafe_code, reason = "the kernel reads into a bounce buffer")]
     unsafe {
         engine.submit(file, op, token(id));
     }

@@ -32,6 +32,8 @@ pub(crate) struct Slot {
     pub zero_search: ZeroSearch,
     /// It was stalled, and counts as stalled until it ends.
     pub counts_as_stalled: bool,
+    /// It is a write that was in flight at the moment of a backup.
+    pub precedes_cut: bool,
     pub bounce: Option<Bounce>,
     few: [Segment; INLINE],
     many: Vec<Segment>,
@@ -44,6 +46,8 @@ pub(crate) struct Slot {
 pub(crate) enum RequestState {
     /// A limit holds it back.
     Held,
+    /// The old data that it changes is copied, for a backup.
+    Preserving,
     /// Its range is being noted as written to.
     Noting,
     /// The place of its next piece is looked up in a mapped image.
@@ -85,6 +89,7 @@ impl Slot {
             state: RequestState::Done,
             zero_search: ZeroSearch::Known(0),
             counts_as_stalled: false,
+            precedes_cut: false,
             bounce: None,
             few: [NO_SEGMENT; INLINE],
             many: Vec::new(),
@@ -205,6 +210,7 @@ impl Slots {
         slot.stamps = stamps;
         slot.retries = 0;
         slot.needs_sync = false;
+        slot.precedes_cut = false;
         slot.state = RequestState::Moving;
         slot.zero_search = ZeroSearch::Known(0);
         slot.set_segments(segments);
@@ -247,6 +253,16 @@ impl Slots {
     #[inline]
     pub fn get(&mut self, slot: u16) -> &mut Slot {
         &mut self.slots[usize::from(slot)]
+    }
+
+    /// The slot with this number, if it has been taken before.
+    pub fn find(&mut self, slot: u16) -> Option<&mut Slot> {
+        self.slots.get_mut(usize::from(slot))
+    }
+
+    /// Those that have been taken before, with their numbers.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (u16, &mut Slot)> {
+        (0..).zip(&mut self.slots)
     }
 }
 

@@ -34,7 +34,12 @@ impl Bounce {
 
     /// The first `len` bytes of the buffer, as an engine wants them.
     pub fn segment(&mut self, len: usize) -> Segment {
-        let bytes = &mut self.bytes()[..len];
+        self.segment_at(0, len)
+    }
+
+    /// `len` bytes of the buffer from `at` on.
+    pub fn segment_at(&mut self, at: usize, len: usize) -> Segment {
+        let bytes = &mut self.bytes()[at..at + len];
         Segment {
             addr: bytes.as_mut_ptr() as usize,
             len,

@@ -19,10 +19,10 @@ use testkit::faulty::{Faults, Faulty};
 use testkit::images::{ALL, Variant};
 use testkit::qemu_img as qemu;
 
+use super::backup::{Backup, SECTOR, digest};
 use super::files::{Files, Memory, disk};
 use crate::support::{FACTS, Served};
 
-const SECTOR: usize = 512;
 const QUEUES: u16 = 3;
 const SLOTS: u16 = 8;
 const THREADS: usize = 2;
@@ -54,6 +54,15 @@ enum Step {
         sectors: u32,
     },
     Reopen,
+    /// A backup begins, or is read.
+    Backup {
+        range: Place,
+        has_file: bool,
+    },
+    Trim {
+        range: Place,
+    },
+    EndBackup,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +113,8 @@ fn steps() -> impl Strategy<Value = Step> {
     let align = prop_oneof![Just(1), Just(8), Just(128)];
     let place = (any::<u32>(), sectors, align);
     let place = place.prop_map(|(at, sectors, align)| Place { at, sectors, align });
+    let backup = (place.clone(), any::<bool>());
+    let trim = place.clone();
     let guest = (0..QUEUES, what, place);
     let guest = guest.prop_map(|(queue, what, range)| Step::Guest { queue, what, range });
     prop_oneof![
@@ -111,6 +122,9 @@ fn steps() -> impl Strategy<Value = Step> {
         4 => (0..QUEUES).prop_map(|queue| Step::Flush { queue }),
         1 => (1..400_u32).prop_map(|sectors| Step::Grow { sectors }),
         1 => Just(Step::Reopen),
+        4 => backup.prop_map(|(range, has_file)| Step::Backup { range, has_file }),
+        1 => trim.prop_map(|range| Step::Trim { range }),
+        1 => Just(Step::EndBackup),
     ]
 }
 
@@ -156,17 +170,6 @@ fn stories() -> impl Strategy<Value = Story> {
         )
 }
 
-/// What a sector holds, in short: 0 for zeroes.
-fn digest(sector: &[u8]) -> u64 {
-    let words = sector.chunks_exact(8);
-    words.fold(0, |all, word| {
-        let word = u64::from_le_bytes(word.try_into().unwrap());
-        (all ^ word)
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-            .rotate_left(29)
-    })
-}
-
 /// What each sector may hold.
 struct Model(Vec<BTreeSet<u64>>);
 
@@ -207,6 +210,7 @@ struct Service {
     disk: Arc<Disk>,
     device: Device,
     under_way: Vec<Vec<Option<Request>>>,
+    threads: Arc<Vec<IoThread>>,
     _served: Served,
 }
 
@@ -221,6 +225,7 @@ struct Run<'a> {
     /// The dirty bits of each bitmap that is stored in the image.
     bitmaps: Option<Bitmaps>,
     service: Option<Service>,
+    backup: Option<Backup>,
     /// Files that engines of earlier services worked on.
     engines: Vec<Arc<Memory>>,
     marks: u64,
@@ -269,8 +274,8 @@ impl<'a> Run<'a> {
             ..FACTS
         };
         let disk = disk(chain.clone(), files.len(), facts, self.story.options);
-        let threads = Arc::new(threads.collect());
-        let served = Served::new(disk.clone(), threads, QUEUES, 64);
+        let threads: Arc<Vec<_>> = Arc::new(threads.collect());
+        let served = Served::new(disk.clone(), threads.clone(), QUEUES, 64);
         let config = DeviceConfig {
             queues: QUEUES,
             queue_size: 64,
@@ -288,6 +293,7 @@ impl<'a> Run<'a> {
             disk,
             device,
             under_way: (0..QUEUES).map(|_| none()).collect(),
+            threads,
             _served: served,
         });
     }
@@ -331,6 +337,7 @@ impl<'a> Run<'a> {
     #[must_use]
     fn close(&mut self) -> bool {
         self.wait_for(|_, _| true);
+        self.end_backup();
         self.files.trouble.set(0, 0);
         let service = self.service.take().expect("a disk in service");
         let chain = service.chain.clone();
@@ -425,10 +432,7 @@ impl<'a> Run<'a> {
     }
 
     fn submit(&mut self, number: u16, what: What, place: Place) {
-        let end = self.model.0.len();
-        let start = place.at as usize % end;
-        let start = start - start % place.align as usize;
-        let sectors = start..(start + place.sectors as usize).min(end);
+        let sectors = self.sectors(place);
         // No two that are under way touch the same sector, unless both read; the same cluster they do.
         let theirs = sectors.clone();
         self.wait_for(|_, other| {
@@ -476,6 +480,43 @@ impl<'a> Run<'a> {
             becomes,
         });
         queue.submit(&[slot]);
+    }
+
+    /// Sectors of the disk.
+    fn sectors(&self, place: Place) -> Range<usize> {
+        let end = self.model.0.len();
+        let start = place.at as usize % end;
+        let start = start - start % place.align as usize;
+        start..(start + place.sectors as usize).min(end)
+    }
+
+    /// Begins a backup, or reads from the one that is open.
+    fn back_up(&mut self, range: Place, has_file: bool) {
+        let (sectors, may_fail) = (self.sectors(range), self.failed() || self.story.fail > 0);
+        if let Some(backup) = &mut self.backup {
+            if !backup.read(sectors, may_fail) {
+                self.backup = None;
+            }
+            return;
+        }
+        let mut was = self.model.0.clone();
+        let service = self.service();
+        // What is under way may be fetched before or after the moment.
+        for request in service.under_way.iter().flatten().flatten() {
+            let may = was[request.sectors.clone()].iter_mut();
+            for (may, becomes) in may.zip(&request.becomes) {
+                may.insert(*becomes);
+            }
+        }
+        let backup = Backup::begin(&service.disk, &service.threads, was, has_file);
+        self.backup = Some(backup);
+    }
+
+    fn end_backup(&mut self) {
+        let may_fail = self.failed() || self.story.fail > 0;
+        if let Some(backup) = self.backup.take() {
+            backup.end(may_fail);
+        }
     }
 
     fn flush(&mut self, number: u16) {
@@ -533,6 +574,7 @@ fn tell(variant: &Variant, template: &Path, start: &[u8], story: &Story) {
         model: Model::new(start),
         bitmaps: None,
         service: None,
+        backup: None,
         engines: Vec::new(),
         marks: 0,
         grown: 0,
@@ -544,6 +586,14 @@ fn tell(variant: &Variant, template: &Path, start: &[u8], story: &Story) {
             Step::Flush { queue } => run.flush(queue),
             Step::Grow { sectors } if variant.grows() => run.grow(sectors),
             Step::Grow { .. } => {}
+            Step::Backup { range, has_file } => run.back_up(range, has_file),
+            Step::Trim { range } => {
+                let sectors = run.sectors(range);
+                if let Some(backup) = &mut run.backup {
+                    backup.trim(sectors);
+                }
+            }
+            Step::EndBackup => run.end_backup(),
             Step::Reopen => {
                 if !run.close() {
                     return;

@@ -1,0 +1,280 @@
+//! Where a fleece stores old data: in memory up to a limit, and then in a file.
+//!
+//! Granules are appended to chunks. A full chunk goes to the file, oldest first, once half of the memory is in use. Nothing
+//! is ever made durable: a fleece is of no use after a crash.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::{FleeceLimits, GRANULE};
+
+/// Granules of a chunk.
+const CHUNK: usize = 256;
+const CHUNK_BYTES: u64 = CHUNK as u64 * GRANULE;
+
+/// Where a granule is: the number of its chunk times [`CHUNK`], and its place in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Location(u64);
+
+/// Whether there is room for more granules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// They are reserved.
+    Reserved,
+    /// When a chunk has gone to the file.
+    Later,
+    /// Memory is full, and there is no file.
+    Never,
+}
+
+pub(super) struct Store {
+    /// Most granules in memory.
+    memory_max: usize,
+    file: Option<File>,
+    state: Mutex<StoreState>,
+    /// There is a chunk for the file, or the store is closed.
+    work: Condvar,
+}
+
+#[derive(Default)]
+struct StoreState {
+    chunks: Vec<Arc<Chunk>>,
+    /// Granules in the last chunk.
+    used: usize,
+    /// Granules for which there is memory: those of chunks in memory, and those that are reserved.
+    in_memory: usize,
+    reserved: usize,
+    /// Chunks that are full and in memory, the oldest first.
+    full: VecDeque<usize>,
+    in_file: u64,
+    is_closed: bool,
+}
+
+struct Chunk {
+    data: Mutex<ChunkData>,
+}
+
+struct ChunkData {
+    place: ChunkPlace,
+    /// Granules that were not dropped.
+    live: usize,
+}
+
+enum ChunkPlace {
+    /// Shared while it is written to the file.
+    Memory(Arc<Box<[u8]>>),
+    File,
+    Dropped,
+}
+
+impl Store {
+    pub fn new(limits: &FleeceLimits, file: Option<File>) -> Self {
+        let granules = usize::try_from(limits.memory / GRANULE).unwrap_or(usize::MAX);
+        Self {
+            // One chunk is being filled while another one goes to the file.
+            memory_max: granules.max(4 * CHUNK),
+            file,
+            state: Mutex::default(),
+            work: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, StoreState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes in memory, and in the file.
+    pub fn bytes(&self) -> (u64, u64) {
+        let state = self.lock();
+        (state.in_memory as u64 * GRANULE, state.in_file)
+    }
+
+    pub fn has_file(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Reserves memory for so many granules.
+    pub fn reserve(&self, granules: usize) -> Room {
+        let mut state = self.lock();
+        if state.in_memory + state.reserved + granules > self.memory_max {
+            return match self.file {
+                Some(_) => Room::Later,
+                None => Room::Never,
+            };
+        }
+        state.reserved += granules;
+        Room::Reserved
+    }
+
+    /// Gives back what was reserved and not used.
+    pub fn unreserve(&self, granules: usize) {
+        self.lock().reserved -= granules;
+    }
+
+    /// Stores a granule for which memory was reserved; forgets it if the store is closed.
+    pub fn put(&self, granule: &[u8]) -> Location {
+        let mut state = self.lock();
+        if state.is_closed {
+            return Location(u64::MAX);
+        }
+        if state.chunks.is_empty() || state.used == CHUNK {
+            let data = ChunkData {
+                place: ChunkPlace::Memory(Arc::new(vec![0; CHUNK_BYTES as usize].into())),
+                live: 0,
+            };
+            let data = Mutex::new(data);
+            state.chunks.push(Arc::new(Chunk { data }));
+            state.used = 0;
+        }
+        state.reserved -= 1;
+        state.in_memory += 1;
+        let (number, place) = (state.chunks.len() - 1, state.used);
+        state.used += 1;
+        let chunk = state.chunks[number].clone();
+        let mut data = chunk.lock();
+        if state.used == CHUNK {
+            state.full.push_back(number);
+            if self.wants_spill(&state) {
+                self.work.notify_one();
+            }
+        }
+        drop(state);
+        data.live += 1;
+        // It is not full, so that nobody else has it.
+        if let ChunkPlace::Memory(bytes) = &mut data.place
+            && let Some(bytes) = Arc::get_mut(bytes)
+        {
+            bytes[place * GRANULE as usize..][..granule.len()].copy_from_slice(granule);
+        }
+        Location((number * CHUNK + place) as u64)
+    }
+
+    /// Copies a granule from its byte `skip` on.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn read(&self, Location(location): Location, skip: u64, to: &mut [u8]) -> io::Result<()> {
+        let (number, place) = (location as usize / CHUNK, location % CHUNK as u64);
+        let chunk = self.lock().chunks.get(number).cloned();
+        let chunk = chunk.ok_or_else(|| io::Error::other("the backup has ended"))?;
+        let at = place * GRANULE + skip;
+        let data = chunk.lock();
+        match (&data.place, &self.file) {
+            (ChunkPlace::Memory(bytes), _) => {
+                to.copy_from_slice(&bytes[at as usize..][..to.len()]);
+                Ok(())
+            }
+            (ChunkPlace::File, Some(file)) => {
+                drop(data);
+                file.read_exact_at(to, number as u64 * CHUNK_BYTES + at)
+            }
+            _ => Err(io::Error::other("it was dropped")),
+        }
+    }
+
+    /// Forgets a granule. Its chunk gives its space back when all of its granules were dropped.
+    ///
+    /// # Errors
+    /// The space in the file could not be given back; nothing else is wrong.
+    pub fn drop_granule(&self, Location(location): Location) -> io::Result<()> {
+        let number = location as usize / CHUNK;
+        let mut state = self.lock();
+        let Some(chunk) = state.chunks.get(number).cloned() else {
+            return Ok(());
+        };
+        let mut data = chunk.lock();
+        data.live -= 1;
+        let is_open = number + 1 == state.chunks.len();
+        if data.live > 0 || is_open {
+            return Ok(());
+        }
+        match std::mem::replace(&mut data.place, ChunkPlace::Dropped) {
+            ChunkPlace::Memory(_) => {
+                state.in_memory -= CHUNK;
+                state.full.retain(|&full| full != number);
+                Ok(())
+            }
+            ChunkPlace::File => {
+                state.in_file -= CHUNK_BYTES;
+                drop(state);
+                let Some(file) = &self.file else {
+                    return Ok(());
+                };
+                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                Ok(fallocate(
+                    file,
+                    hole,
+                    number as u64 * CHUNK_BYTES,
+                    CHUNK_BYTES,
+                )?)
+            }
+            ChunkPlace::Dropped => Ok(()),
+        }
+    }
+
+    fn wants_spill(&self, state: &StoreState) -> bool {
+        self.file.is_some() && state.in_memory * 2 > self.memory_max && !state.full.is_empty()
+    }
+
+    /// Moves full chunks to the file until the store is closed, and calls `moved` after each. It has a thread of its own.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn spill(&self, moved: impl Fn()) -> io::Result<()> {
+        let Some(file) = &self.file else {
+            return Ok(());
+        };
+        loop {
+            let mut state = self.lock();
+            while !state.is_closed && !self.wants_spill(&state) {
+                state = self
+                    .work
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+            if state.is_closed {
+                return Ok(());
+            }
+            let Some(number) = state.full.pop_front() else {
+                continue;
+            };
+            let chunk = state.chunks[number].clone();
+            drop(state);
+            let bytes = match &chunk.lock().place {
+                ChunkPlace::Memory(bytes) => bytes.clone(),
+                _ => continue,
+            };
+            file.write_all_at(&bytes, number as u64 * CHUNK_BYTES)?;
+            let mut state = self.lock();
+            let mut data = chunk.lock();
+            // Otherwise it was dropped meanwhile.
+            if let ChunkPlace::Memory(_) = data.place {
+                data.place = ChunkPlace::File;
+                state.in_memory = state.in_memory.saturating_sub(CHUNK);
+                state.in_file += CHUNK_BYTES;
+            }
+            drop((state, data));
+            moved();
+        }
+    }
+
+    /// Ends [`spill`](Self::spill), and gives the memory back.
+    pub fn close(&self) {
+        let mut state = self.lock();
+        state.is_closed = true;
+        (state.chunks, state.in_memory, state.in_file) = (Vec::new(), 0, 0);
+        state.full.clear();
+        self.work.notify_all();
+    }
+}
+
+impl Chunk {
+    fn lock(&self) -> MutexGuard<'_, ChunkData> {
+        self.data.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
