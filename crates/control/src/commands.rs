@@ -1,5 +1,6 @@
 //! The commands, in one table: the parser, `query-commands` and `query-qmp-schema` are generated from it.
 
+mod backup;
 mod bitmap;
 mod blockdev;
 mod export;
@@ -7,6 +8,7 @@ mod object;
 mod ringdisk;
 mod throttle;
 
+pub use backup::*;
 pub use bitmap::*;
 pub use blockdev::*;
 pub use export::*;
@@ -72,6 +74,10 @@ macro_rules! commands {
 }
 
 commands! {
+    /// Exports what disks are at one moment, for a backup.
+    BackupAccessSetup(BackupAccessSetup) -> Vec<BackupAccessInfo> = "backup-access-setup",
+    /// Ends a backup.
+    BackupAccessTeardown(BackupAccessTeardown) -> Empty = "backup-access-teardown",
     /// Creates a block node: opens a file.
     BlockdevAdd(BlockdevOptions) -> Empty = "blockdev-add",
     /// Closes a block node that is not in use.
@@ -120,6 +126,8 @@ commands! {
     RingdiskAttach(RingdiskAttach) -> Value = "x-ringdisk-attach",
     /// Stops serving a disk, and closes it.
     RingdiskDetach(RingdiskDetach) -> Empty = "x-ringdisk-detach",
+    /// Lists the open backups.
+    RingdiskBackups(Empty) -> Vec<RingdiskBackup> = "x-ringdisk-backups",
     /// Reloads the configuration.
     RingdiskReload(Empty) -> Value = "x-ringdisk-reload",
     /// Returns where the NBD server listens, and its exports with the number of their clients.

@@ -45,6 +45,8 @@ enum Command {
     Throttle(client::ThrottleArgs),
     /// Move a disk to another file while its VM runs
     Replace(client::ReplaceArgs),
+    /// Export what disks are at one moment, for a backup
+    Backup(client::BackupArgs),
     /// List and change the dirty bitmaps of disks
     Bitmap(client::BitmapArgs),
     /// Retry or fail the requests that wait because storage failed
@@ -115,6 +117,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Top(args) => client::top(args),
         Command::Throttle(args) => client::throttle(args),
         Command::Replace(args) => client::replace(args),
+        Command::Backup(args) => client::backup(args),
         Command::Bitmap(args) => client::bitmap(args),
         Command::Resume(args) => client::resume(args),
         Command::Reload(args) => {

@@ -1,11 +1,13 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
+mod backup;
 mod bitmap;
 mod export;
 mod rates;
 mod stats;
 mod top;
 
+pub use backup::{BackupArgs, backup};
 pub use bitmap::{BitmapArgs, bitmap};
 pub use export::{ExportArgs, export};
 pub use stats::{StatsArgs, stats};
@@ -187,6 +189,12 @@ pub enum CommandLineError {
     Terminal(io::Error),
     #[error("{0}: {1}")]
     Here(&'static str, io::Error),
+    #[error(
+        "ringdisk does not listen for NBD clients: start it with --nbd, or export a disk with --listen"
+    )]
+    NoNbd,
+    #[error("guest agent {path}: {1}; does the guest run it?", path = .0.display())]
+    Agent(PathBuf, io::Error),
 }
 
 impl From<ClientError> for CommandLineError {

@@ -58,6 +58,8 @@ pub struct Config {
     pub nbd_tls: Option<PathBuf>,
     /// NBD clients need no certificate.
     pub nbd_tls_any_peer: bool,
+    /// Directory for old data of backups.
+    pub fleece: Option<PathBuf>,
     /// Directory for persisted state.
     pub state: Option<PathBuf>,
     /// Directories where files named by images may lie.

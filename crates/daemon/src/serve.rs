@@ -57,6 +57,9 @@ pub struct Args {
     #[arg(long, value_name = "NAME", help = help("user"))]
     user: Option<String>,
 
+    #[arg(long, value_name = "DIR", help = help("fleece"))]
+    fleece: Option<PathBuf>,
+
     #[arg(long, value_name = "DIR", help = help("state"))]
     state: Option<PathBuf>,
 

@@ -1,6 +1,7 @@
 //! Everything that this process serves. All changes go through [`Server`], whether they come from the command line, the
 //! configuration or the control socket.
 
+pub mod backup;
 pub mod bitmap_plan;
 pub mod bitmaps;
 pub mod clients;
@@ -48,6 +49,7 @@ use crate::server::iothreads::IoThreads;
 use crate::socket::Socket;
 use crate::state::store::{Configured, StateStore};
 
+use backup::OpenBackups;
 use deadline::{SHUTDOWN_TIMEOUT, with_deadline};
 use error::NbdError;
 pub use error::ServerError;
@@ -74,6 +76,7 @@ pub struct Server {
     store: OnceLock<StateStore>,
     pub handover: HandoverState,
     pub nbd: NbdServer,
+    pub backups: OpenBackups,
     /// For callbacks.
     me: Weak<Self>,
     /// Never held while something waits for storage: all disks, signals and sessions need it. Storage is queried
@@ -145,6 +148,7 @@ impl Server {
             store: OnceLock::new(),
             handover: HandoverState::default(),
             nbd: NbdServer::default(),
+            backups: OpenBackups::default(),
             me: me.clone(),
             state: Mutex::default(),
         })
@@ -438,6 +442,9 @@ impl Server {
         {
             return Err(NbdError::InUse(export.id.clone()).into());
         }
+        if removal == Removal::Safe {
+            self.backups.check_none(id)?;
+        }
         if state.is_moving(export.node.name()) {
             return Err(ServerError::Moving(export.node.name().into()));
         }
@@ -445,6 +452,7 @@ impl Server {
         state.stopping.push(stopping);
         let export = state.exports.remove(id);
         drop(state);
+        self.fail_backups(Some(id), "the disk was detached");
         // No other can be added now.
         self.end_nbd_exports_of(id);
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;

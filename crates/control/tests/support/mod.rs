@@ -158,7 +158,9 @@ impl Handler for FakeDisks {
                 let desc = format!("there is no disk '{id}'");
                 return Err(CommandError::device_not_found(desc));
             }
-            Command::BlockDirtyBitmapAdd(_)
+            Command::BackupAccessSetup(_) | Command::RingdiskBackups(_) => return Ok(json!([])),
+            Command::BackupAccessTeardown(_)
+            | Command::BlockDirtyBitmapAdd(_)
             | Command::BlockDirtyBitmapClear(_)
             | Command::BlockDirtyBitmapDisable(_)
             | Command::BlockDirtyBitmapEnable(_)

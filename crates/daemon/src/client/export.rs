@@ -18,8 +18,7 @@ use crate::config::nbd::{NbdAddress, id_of};
 
   nbdcopy --connections=4 'nbd+unix:///vm2?socket=/run/ringdisk/nbd.sock' vm2.raw
 
-Clients see what the VM writes while they read. For a copy of one moment, shut the VM down, or 'ringdisk replace' the disk
-with a new overlay first.")]
+Clients see what the VM writes while they read. For a copy of one moment, use 'ringdisk backup'.")]
 pub struct ExportArgs {
     /// Name of the disk
     disk: Option<String>,
@@ -143,7 +142,7 @@ fn list(client: &mut Client, connection: &Connection) -> CommandResult {
 }
 
 /// What clients are given.
-fn uri(server: &Value, name: &str) -> String {
+pub(super) fn uri(server: &Value, name: &str) -> String {
     let address = server["address"].as_str().unwrap_or_default();
     let scheme = if server["tls"] == true { "nbds" } else { "nbd" };
     match address.parse() {

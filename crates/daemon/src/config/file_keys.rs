@@ -183,6 +183,16 @@ pub static TOP_KEYS: &[TopKey] = &[
     },
     TopKey {
         key: key(
+            "fleece",
+            Form::Text("DIR"),
+            "directory for old data that VMs overwrite while a [backup](../backup.md) is open, if it does not fit into memory",
+        )
+        .by_default("none: such a backup fails"),
+        read: |config, entry| set_some(&mut config.fleece, entry),
+        differs: |a, b| a.fleece != b.fleece,
+    },
+    TopKey {
+        key: key(
             "state",
             Form::Text("DIR"),
             "directory for [persisted state](state.md): changes made at run time, which a restart restores",

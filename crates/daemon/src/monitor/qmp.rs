@@ -1,5 +1,6 @@
 //! QMP commands as changes of the [`Server`].
 
+mod backups;
 mod bitmaps;
 mod objects;
 mod queries;
@@ -53,6 +54,9 @@ impl Qmp {
     fn execute_now(&self, command: Command) -> Reply {
         let server = &self.server;
         match command {
+            Command::BackupAccessSetup(wanted) => backups::begin(server, wanted),
+            Command::BackupAccessTeardown(which) => backups::end(server, &which),
+            Command::RingdiskBackups(_) => backups::list(server),
             Command::BlockdevAdd(options) => done(objects::add_node(server, &options)),
             Command::BlockdevDel(which) => done(server.remove_node(&which.node_name)),
             Command::BlockDirtyBitmapAdd(wanted) => bitmaps::add(server, wanted),

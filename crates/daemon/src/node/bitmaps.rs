@@ -113,6 +113,13 @@ impl Node {
         }
     }
 
+    /// Adds a bitmap with a new name. Queues record in it once they take over which bitmaps do.
+    pub fn add_bitmap(&self, bitmap: Arc<DirtyBitmap>) {
+        if let Some(all) = self.all_bitmaps() {
+            all.add(bitmap);
+        }
+    }
+
     /// Continues the temporary bitmaps that the process before had, and nobody writes to the disk yet.
     pub fn add_temporary_bitmaps(&self, bitmaps: Vec<DirtyBitmap>) {
         let Some(all) = self.all_bitmaps() else {

@@ -92,6 +92,9 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         inherited: inherited.clone(),
     };
     let server = Server::new(threads, context, sandbox.clone());
+    if let Some(fleece) = &settings.fleece {
+        server.backups.set_directory(fleece);
+    }
     let store = match &settings.state {
         Some(directory) => Some(StateStore::open(directory, inherited.lock())?),
         None => None,
@@ -152,6 +155,7 @@ struct Settings {
     nbd: Option<NbdAddress>,
     tls: Option<TlsSpec>,
     backing: Vec<PathBuf>,
+    fleece: Option<PathBuf>,
     state: Option<PathBuf>,
     user: Option<UserAccount>,
 }
@@ -187,6 +191,7 @@ impl Settings {
                 verify_peer: !config.nbd_tls_any_peer,
             }),
             backing: backing.to_vec(),
+            fleece: args.fleece.clone().or(config.fleece.clone()),
             state: state.or_else(state_directory),
             user: user.map_err(SandboxError::User)?,
         })
@@ -240,6 +245,11 @@ fn persistent_directories(
         credentials::make_directory(state, settings.user.as_ref())
             .map_err(|e| StateError::Directory(state.clone(), e))?;
         directories.push(state.clone());
+    }
+    if let Some(fleece) = &settings.fleece {
+        credentials::make_directory(fleece, settings.user.as_ref())
+            .map_err(|e| StateError::Directory(fleece.clone(), e))?;
+        directories.push(fleece.clone());
     }
     Ok(directories)
 }

@@ -12,7 +12,7 @@ use crate::node::Node;
 use crate::node::bitmaps::PreparedBitmaps;
 
 /// Most bitmaps of a disk.
-const BITMAPS_MAX: usize = 256;
+pub const BITMAPS_MAX: usize = 256;
 /// The longest name in bytes, as in the format of images.
 const NAME_MAX: usize = 1023;
 /// Granularities that images can have, in bytes.

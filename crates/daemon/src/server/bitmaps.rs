@@ -26,6 +26,21 @@ impl Server {
     /// # Errors
     /// Nothing has changed.
     pub fn change_bitmaps(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+        for action in actions {
+            if let BitmapAction::Change(target, _) = action
+                && let Some(node) = self.node_of(&target.disk)
+            {
+                self.backups.check_bitmap(&node, &target.name)?;
+            }
+        }
+        self.change_bitmaps_of_backup(actions)
+    }
+
+    /// The same for bitmaps of a backup that is not open any more.
+    pub(super) fn change_bitmaps_of_backup(
+        &self,
+        actions: &[BitmapAction],
+    ) -> Result<(), ServerError> {
         let (nodes, places) = self.nodes_of(actions);
         let is_ours = |name: &String| nodes.iter().any(|node| node.name() == name);
         {

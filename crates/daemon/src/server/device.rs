@@ -372,6 +372,10 @@ impl Device for BlockDevice<'_> {
             return Ok(());
         }
         let (name, began) = (&self.served.disk.name, Instant::now());
+        // Nobody preserves what the other host writes over.
+        if let Some(fleece) = self.served.disk.fleece() {
+            fleece.fail("the disk was released to another host");
+        }
         // None of them changes the disk once it is released.
         let ended = self.served.clients.end(|_| true, began + END_TIMEOUT);
         if !(ended && self.storage_answered()) && node.is_acquired() {

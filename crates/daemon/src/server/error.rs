@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use block::ThrottleError;
 use image::Format;
@@ -86,6 +87,8 @@ pub enum ServerError {
     #[error(transparent)]
     Bitmap(#[from] BitmapError),
     #[error(transparent)]
+    Backup(#[from] BackupError),
+    #[error(transparent)]
     Export(#[from] ExportError),
     #[error(transparent)]
     Nbd(#[from] NbdError),
@@ -114,6 +117,56 @@ pub enum ServerError {
          requests of its VM are unfinished, and data in the cache of cache=writeback may be lost"
     )]
     ClusterNotResponding(String),
+}
+
+/// Most disks of a backup, and most backups that are open.
+pub const BACKUP_DISKS_MAX: usize = 256;
+
+/// How long writes in flight may take to end when a backup begins.
+pub const SETTLE: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Error)]
+pub enum BackupError {
+    #[error("there is no backup '{0}'; 'ringdisk backup list' shows those that are open")]
+    Missing(String),
+    #[error("there is a backup '{0}' already; 'ringdisk backup end {0}' ends it")]
+    Exists(String),
+    #[error(
+        "a backup needs an id and at least one disk, each named once (at most {BACKUP_DISKS_MAX})"
+    )]
+    Disks,
+    #[error(
+        "disk '{0}' is not served to a VM; only those that are can be backed up while they are in use"
+    )]
+    NotServed(String),
+    #[error("disk '{0}' has an open backup, '{1}'; 'ringdisk backup end {1}' ends it")]
+    Open(String, String),
+    #[error(
+        "Bitmap '{0}' is currently in use by another operation and cannot be used: backup '{1}' is open"
+    )]
+    Bitmap(String, String),
+    #[error("disk '{0}' is released to another host")]
+    Released(String),
+    #[error("the name '{0}' is taken by a disk; choose another id")]
+    Name(String),
+    #[error(
+        "disk '{0}' has no bitmap '{1}' that can be used ({2}); with bitmap-mode 'new', a full backup creates it"
+    )]
+    NoBitmap(String, String, &'static str),
+    #[error("disk '{0}' cannot have another bitmap: it has too many, or they take too much memory")]
+    TooManyBitmaps(String),
+    #[error("disk '{0}' cannot have bitmaps: it is read-only or stores nothing")]
+    NoBitmaps(String),
+    #[error("{path}: no file for old data can be created there: {1}", path = .0.display())]
+    Fleece(PathBuf, io::Error),
+    #[error("the backup could not begin: {0}")]
+    Cut(io::Error),
+    #[error("disk '{name}': writes in flight have not ended within {} s; its storage does not answer", SETTLE.as_secs(), name = .0)]
+    Slow(String),
+    #[error(
+        "backup '{0}' has failed and is ended; its bitmaps have all changes, as before it began: {1}"
+    )]
+    Failed(String, String),
 }
 
 impl ServerError {

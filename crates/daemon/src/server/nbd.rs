@@ -27,11 +27,11 @@ use super::clients::END_TIMEOUT;
 use super::device::ServedDisk;
 use super::error::NbdError;
 use super::tls::TlsCredentials;
-use super::{Removal, Server, ServerError};
+use super::{Removal, Server, ServerError, ServerState};
 use crate::config::conflicts::ConflictError;
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::inherited::NbdService;
-use export::{Exports, NbdExport, locked};
+use export::{Exports, Moment, NbdExport, locked};
 use listener::{BoundNbd, Listener};
 
 /// Limit of exports.
@@ -127,6 +127,17 @@ impl PausedNbd<'_> {
 impl Drop for PausedNbd<'_> {
     fn drop(&mut self) {
         locked(&self.0.exports).pauses -= 1;
+    }
+}
+
+impl ServerState {
+    /// The device of a served disk, by the name of its node.
+    pub(super) fn device_of(&self, name: &str) -> Result<Arc<ServedDisk>, ServerError> {
+        let node = &self.top(name)?.node;
+        let mut disks = self.exports.values();
+        let found = disks.find(|export| Arc::ptr_eq(&export.node, node));
+        let export = found.ok_or_else(|| NbdError::NotServed(name.into()))?;
+        Ok(export.device.clone())
     }
 }
 
@@ -263,19 +274,22 @@ impl Server {
         spec.limits.check()?;
         // While it is held, the disk cannot be removed.
         let state = self.state();
-        let node = state.top(&spec.node)?.node.clone();
-        let mut disks = state.exports.values();
-        let device = disks.find(|export| Arc::ptr_eq(&export.node, &node));
-        let device: Arc<ServedDisk> = match device {
-            Some(export) => export.device.clone(),
-            None => return Err(NbdError::NotServed(spec.node).into()),
+        let (device, moment) = match self.backups.find_access(&spec.node) {
+            Some((device, moment)) => (device, Some(moment)),
+            None => (state.device_of(&spec.node)?, None),
         };
+        if moment.is_some() && !spec.bitmaps.is_empty() {
+            // Its bitmap is there in any case; only that can be named.
+            moment
+                .iter()
+                .try_for_each(|moment| moment.check_bitmaps(&spec))?;
+        }
         if spec.name.len() > nbd::NAME_BYTES_MAX {
             let len = spec.name.len();
             let start = spec.name.chars().take(40).collect();
             return Err(NbdError::LongName(start, len).into());
         }
-        if spec.writable && device.disk.facts.read_only {
+        if spec.writable && device.disk.facts.read_only && moment.is_none() {
             return Err(NbdError::ReadOnly(device.disk.name.clone()).into());
         }
         let mut exports = locked(&self.nbd.exports);
@@ -291,9 +305,12 @@ impl Server {
         if exports.by_id.len() >= EXPORTS_MAX {
             return Err(ServerError::TooMany(format!("{EXPORTS_MAX} NBD exports")));
         }
-        self.check_bitmaps(&state, &spec, &node)?;
+        if moment.is_none() {
+            let node = &state.top(&spec.node)?.node;
+            self.check_bitmaps(&state, &spec, node)?;
+        }
         exports.made += 1;
-        let export = NbdExport::new(exports.made, spec, device)?;
+        let export = NbdExport::new(exports.made, spec, device, moment)?;
         info!(
             "NBD: disk {} is exported as '{}'",
             export.device.disk.name, export.name
@@ -336,6 +353,19 @@ impl Server {
         let deadline = Instant::now() + END_TIMEOUT;
         while let Some(export) = self.nbd_export_of(disk) {
             self.end_nbd_export(&export, deadline);
+        }
+    }
+
+    /// Removes the NBD exports that show this, and disconnects their clients.
+    pub(super) fn end_nbd_exports_at(&self, moment: &Arc<Moment>) {
+        let deadline = Instant::now() + END_TIMEOUT;
+        let shows = |export: &&Arc<NbdExport>| {
+            let its = export.moment.as_ref();
+            its.is_some_and(|its| Arc::ptr_eq(its, moment))
+        };
+        let exports = self.nbd.exports();
+        for export in exports.iter().filter(shows) {
+            self.end_nbd_export(export, deadline);
         }
     }
 

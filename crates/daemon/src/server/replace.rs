@@ -245,6 +245,7 @@ impl Server {
             if let Some(id) = state.stops(before.name()) {
                 return Err(ServerError::NodeInUse(name.into(), id));
             }
+            self.backups.check_none(before.name())?;
             if state.is_moving(before.name()) {
                 return Err(ServerError::Moving(name.into()));
             }

@@ -25,6 +25,7 @@ impl Server {
         if let Some(store) = self.store.get() {
             store.end();
         }
+        self.fail_backups(None, "ringdisk ends");
         let _ = self.stop_nbd();
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         let ServerState {

@@ -152,6 +152,8 @@ fn hand_over(
     flush_while_served(server)?;
     check_not_stopping(server)?;
 
+    // A backup depends on memory of this process.
+    server.fail_backups(None, "ringdisk is upgraded; begin it again");
     // NBD clients connect again, to the new process or, if that fails, to this one.
     let nbd = server.nbd.pause();
     nbd.disconnect(Instant::now() + PAUSE)

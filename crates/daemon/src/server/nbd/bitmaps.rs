@@ -18,6 +18,9 @@ use crate::server::{Server, ServerError, ServerState};
 impl NbdExport {
     /// Its bitmaps in the order of their names; `None` if the disk does not have one any more, or it is of no use.
     pub fn bitmaps_of(&self, node: &Node) -> Vec<Option<Arc<DirtyBitmap>>> {
+        if let Some(moment) = &self.moment {
+            return moment.bitmaps.iter().cloned().map(Some).collect();
+        }
         let all = node.bitmaps();
         let find = |name: &String| {
             let mut usable = all.iter().filter(|bitmap| !bitmap.is_inconsistent());
@@ -32,7 +35,8 @@ impl NbdServer {
     pub fn bitmaps_of(&self, device: &Arc<ServedDisk>) -> BTreeMap<String, String> {
         let exports = locked(&self.exports);
         let exports = exports.by_id.values();
-        let of_disk = exports.filter(|export| Arc::ptr_eq(&export.device, device));
+        let of_disk =
+            exports.filter(|export| Arc::ptr_eq(&export.device, device) && export.moment.is_none());
         of_disk
             .flat_map(|export| {
                 let names = export.bitmaps.iter().cloned();

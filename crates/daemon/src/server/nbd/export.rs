@@ -3,12 +3,15 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use block::DirtyBitmap;
 use block::ThrottleError;
-use datapath::{Admission, LogLimiter};
+use datapath::{Admission, AllocatedExtent, Fleece, LogLimiter};
 use nbd::{BlockSizes, ExportInfo, PAYLOAD_BYTES_MAX, flags};
 
 use crate::config::nbd::NbdExportSpec;
+use crate::server::bitmap_plan::ExportedBitmapError;
 use crate::server::device::ServedDisk;
+use crate::server::error::NbdError;
 
 /// An export.
 pub struct NbdExport {
@@ -23,6 +26,8 @@ pub struct NbdExport {
     pub bitmaps: Vec<String>,
     pub limits: Arc<Admission>,
     pub device: Arc<ServedDisk>,
+    /// What it shows, if it is not what the disk is now.
+    pub moment: Option<Arc<Moment>>,
     /// Limits lines of the log about its clients.
     pub lines: LogLimiter,
 }
@@ -32,6 +37,7 @@ impl NbdExport {
         number: u64,
         spec: NbdExportSpec,
         device: Arc<ServedDisk>,
+        moment: Option<Arc<Moment>>,
     ) -> Result<Self, ThrottleError> {
         let limits = Arc::new(Admission::default());
         limits.set_limits(&spec.limits)?;
@@ -42,9 +48,13 @@ impl NbdExport {
             name: spec.name,
             description: spec.description,
             writable: spec.writable,
-            bitmaps: spec.bitmaps,
+            bitmaps: match &moment {
+                Some(moment) => moment.bitmaps.iter().map(|b| b.name().into()).collect(),
+                None => spec.bitmaps,
+            },
             limits,
             device,
+            moment,
             lines: LogLimiter::default(),
         })
     }
@@ -76,7 +86,10 @@ impl NbdExport {
             | flags::SEND_FUA
             | flags::SEND_CACHE
             | flags::CAN_MULTI_CONN;
-        bits |= if self.writable {
+        bits |= if self.moment.is_some() {
+            // Clients trim what they have read.
+            flags::SEND_TRIM
+        } else if self.writable {
             flags::SEND_TRIM | flags::SEND_WRITE_ZEROES | flags::SEND_FAST_ZERO
         } else {
             flags::READ_ONLY
@@ -85,7 +98,7 @@ impl NbdExport {
         ExportInfo {
             name: self.name.clone(),
             description: self.description.clone(),
-            size: disk.size(),
+            size: (self.moment.as_ref()).map_or_else(|| disk.size(), |m| m.fleece.size()),
             flags: bits,
             blocks: BlockSizes {
                 minimum,
@@ -93,6 +106,47 @@ impl NbdExport {
                 maximum: PAYLOAD_BYTES_MAX,
             },
             bitmaps: self.bitmaps.clone(),
+        }
+    }
+}
+
+/// What a disk was at one moment.
+pub struct Moment {
+    pub fleece: Arc<Fleece>,
+    /// Bitmaps as they were then.
+    pub bitmaps: Vec<Arc<DirtyBitmap>>,
+}
+
+impl Moment {
+    /// Checks that an export names no other bitmaps.
+    ///
+    /// # Errors
+    /// It names one that the backup does not have.
+    pub fn check_bitmaps(&self, spec: &NbdExportSpec) -> Result<(), NbdError> {
+        let is_there = |name: &String| self.bitmaps.iter().any(|b| b.name() == name);
+        match spec.bitmaps.iter().find(|name| !is_there(name)) {
+            Some(name) => Err(ExportedBitmapError::Missing(spec.node.clone(), name.clone()).into()),
+            None => Ok(()),
+        }
+    }
+
+    /// The state of the beginning of a range then, given what it is now.
+    pub fn allocated(&self, at: u64, now: AllocatedExtent) -> AllocatedExtent {
+        let (len, copied) = self.fleece.extent(at, now.len);
+        match copied {
+            None => AllocatedExtent { len, ..now },
+            Some(is_data) => AllocatedExtent {
+                len,
+                depth: now.depth.max(1),
+                is_hole: !is_data,
+            },
+        }
+    }
+
+    /// Forgets what a range was.
+    pub fn trim(&self, at: u64, len: u64) {
+        if let Err(e) = self.fleece.trim(at, len) {
+            tracing::debug!("NBD: the fleece does not shrink: {e}");
         }
     }
 }

@@ -16,6 +16,10 @@ const INPUT: usize = 32 << 10;
 /// Length of the pieces in which a request is done that does not get enough memory, in bytes.
 const PIECE: u64 = 512 << 10;
 
+const NOT_WRITABLE: Refusal = Refusal {
+    code: ErrorCode::NotPermitted,
+    message: "the export is of a moment that is past: it can be read and trimmed",
+};
 const NOT_FAST: Refusal = Refusal {
     code: ErrorCode::NotSupported,
     message: "zeroes would be written",
@@ -220,6 +224,9 @@ impl Transfer<'_> {
             Command::WriteZeroes {
                 fast: true, unmap, ..
             } if !unmap || !self.export.zeroes_fast() => Err(NOT_FAST),
+            Command::Write { .. } | Command::WriteZeroes { .. } if self.export.moment.is_some() => {
+                Err(NOT_WRITABLE)
+            }
             command => Ok(command),
         });
         let (command, buffer) = match command {
@@ -283,6 +290,10 @@ impl Transfer<'_> {
                 return self.block_status(&header, at, len, one);
             }
         };
+        if let (Work::Trim | Work::Flush, Some(moment)) = (job.work, &self.export.moment) {
+            moment.trim(job.at, job.left);
+            return self.done(&job);
+        }
         match (job.work, buffer) {
             (Work::Write, Some(buffer)) => self.expect_payload(job, buffer),
             (Work::Read | Work::Write, None) => self.continue_in_pieces(job),

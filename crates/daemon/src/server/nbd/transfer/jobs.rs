@@ -108,7 +108,12 @@ impl Transfer<'_> {
                 Status::Unsupported => Some(UNSUPPORTED),
             };
             match (refusal, buffer) {
-                (None, Some(buffer)) if job.work == Work::Read => {
+                (None, Some(mut buffer)) if job.work == Work::Read => {
+                    if let Some(refusal) = self.overlay(&job, &mut buffer) {
+                        self.queue.give_back(buffer);
+                        self.fail(&job, refusal)?;
+                        continue;
+                    }
                     self.reply_data(&mut job, buffer);
                     if job.left > 0 {
                         self.advance(job)?;
@@ -124,6 +129,21 @@ impl Transfer<'_> {
             }
         }
         Ok(any)
+    }
+
+    /// Makes what was read from the disk what it was at the moment of the export. Returns why not.
+    fn overlay(&mut self, job: &Job, buffer: &mut Buffer) -> Option<Refusal> {
+        let moment = self.export.moment.as_ref()?;
+        let at = job.at - buffer.len() as u64;
+        let read = moment.fleece.overlay(at, self.queue.bytes_mut(buffer));
+        let e = read.err()?;
+        self.export.lines.log(|left_out| {
+            warn!(
+                "NBD: export '{}': a read fails: {e}{left_out}",
+                self.export.name
+            );
+        });
+        Some(FAILED)
     }
 
     /// Continues or answers a request whose last operation has succeeded.
@@ -197,14 +217,21 @@ impl Transfer<'_> {
         let Negotiated {
             contexts, export, ..
         } = &*self.negotiated;
-        let (block, disk) = (u64::from(export.blocks.minimum), &self.export.device.disk);
+        let block = u64::from(export.blocks.minimum);
+        let (disk, moment) = (&self.export.device.disk, &self.export.moment);
         // Short headers have 32 bits for an extent.
         let len = match self.negotiated.mode {
             Mode::Extended => len,
             _ => len.min(u64::from(u32::MAX) / block * block),
         };
         let deadline = Instant::now() + status::TIME_MAX;
-        let look_up = |at, len| disk.allocated(at, len);
+        let look_up = |at, len| {
+            let now = disk.allocated(at, len)?;
+            Ok(match moment {
+                Some(moment) => moment.allocated(at, now),
+                None => now,
+            })
+        };
         let source = |&context: &Context| -> io::Result<_> {
             let source = match context.bitmap() {
                 Some(index) => {

@@ -1,0 +1,506 @@
+//! Backups: what disks were at one moment, for NBD clients, while their guests go on.
+//!
+//! Beginning a backup of some disks:
+//!
+//! 1. Bitmaps are prepared: for each disk with one, another one that records nothing yet, in memory.
+//! 2. At one moment for all disks ([`datapath::cut`]), the old data of what is written from now on is preserved, and the
+//!    prepared bitmaps record.
+//! 3. Writes that were in flight end. Then the backup can be read.
+//!
+//! The bitmap that a backup is about goes on recording, too. If the backup succeeds, it becomes what was recorded since the
+//! moment. In any other case (it fails, ringdisk is killed, the host crashes) nothing has happened to it, and it has all
+//! changes since the last backup that succeeded. A bitmap that a backup creates exists once it has succeeded.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use block::DirtyBitmap;
+use datapath::{CutDisk, Fleece, FleeceLimits, Held, cut, end_cut};
+use tracing::{error, info, warn};
+
+use super::bitmap_plan::{BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName};
+use super::device::ServedDisk;
+use super::error::{BACKUP_DISKS_MAX, BackupError, SETTLE};
+use super::nbd::export::{Moment, locked};
+use super::{Server, ServerError};
+use crate::node::Node;
+
+/// Bytes of old data that are kept in memory for each disk, if no limit is given.
+pub const MEMORY_DEFAULT: u64 = 256 << 20;
+
+/// What is to be done with a bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapMode {
+    /// The backup is full, and the bitmap is created, or begins again.
+    New,
+    /// The backup is incremental, with this bitmap.
+    Use,
+    /// As [`Use`](Self::Use), if that is possible, and otherwise as [`New`](Self::New).
+    Auto,
+}
+
+/// A disk to be backed up.
+pub struct BackupTarget {
+    pub disk: String,
+    pub bitmap: Option<(String, BitmapMode)>,
+}
+
+/// An open backup.
+pub struct Backup {
+    pub id: String,
+    pub disks: Vec<BackupDisk>,
+    pub held: Held,
+}
+
+/// A disk of an open backup.
+pub struct BackupDisk {
+    /// The name of what clients can have exported.
+    pub access: String,
+    pub device: Arc<ServedDisk>,
+    pub node: Arc<Node>,
+    pub moment: Arc<Moment>,
+    pub bitmap: Option<BackupBitmap>,
+}
+
+/// The bitmap of a disk that is backed up.
+pub struct BackupBitmap {
+    pub name: String,
+    /// The backup is incremental.
+    pub is_used: bool,
+    /// Records changes since the moment.
+    background: Arc<DirtyBitmap>,
+}
+
+/// A served disk, and its node.
+type ServedNode = (Arc<ServedDisk>, Arc<Node>);
+
+/// Open backups by id.
+#[derive(Default)]
+pub struct OpenBackups {
+    open: Mutex<BTreeMap<String, Arc<Backup>>>,
+    /// Where files for old data are created.
+    directory: OnceLock<PathBuf>,
+}
+
+impl OpenBackups {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Backup>>> {
+        locked(&self.open)
+    }
+
+    /// Has files for old data created in this directory. It can be set once.
+    pub fn set_directory(&self, directory: &Path) {
+        let _ = self.directory.set(directory.into());
+    }
+
+    /// All of them.
+    pub fn all(&self) -> Vec<Arc<Backup>> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// What has this name: a disk at the moment of a backup.
+    pub fn find_access(&self, name: &str) -> Option<(Arc<ServedDisk>, Arc<Moment>)> {
+        let open = self.lock();
+        let mut disks = open.values().flat_map(|backup| &backup.disks);
+        let found = disks.find(|disk| disk.access == name)?;
+        Some((found.device.clone(), found.moment.clone()))
+    }
+
+    /// The id of the open backup of a disk, by its name or that of its node.
+    pub fn of_disk(&self, disk: &str) -> Option<String> {
+        let open = self.lock();
+        let is_it = |d: &BackupDisk| d.device.disk.name == disk || d.node.name() == disk;
+        let has = |backup: &&Arc<Backup>| backup.disks.iter().any(is_it);
+        open.values().find(has).map(|backup| backup.id.clone())
+    }
+
+    /// Checks that a disk has no open backup.
+    ///
+    /// # Errors
+    /// It has one.
+    pub fn check_none(&self, disk: &str) -> Result<(), BackupError> {
+        match self.of_disk(disk) {
+            Some(id) => Err(BackupError::Open(disk.into(), id)),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that no open backup is about a bitmap.
+    ///
+    /// # Errors
+    /// One is.
+    pub fn check_bitmap(&self, node: &str, bitmap: &str) -> Result<(), BackupError> {
+        let open = self.lock();
+        let is_it = |backup: &&Arc<Backup>| {
+            let mut all = with_bitmaps(backup);
+            all.any(|(disk, b)| {
+                disk.node.name() == node && [&b.name, b.background.name()].contains(&bitmap)
+            })
+        };
+        match open.values().find(is_it) {
+            Some(backup) => Err(BackupError::Bitmap(bitmap.into(), backup.id.clone())),
+            None => Ok(()),
+        }
+    }
+
+    fn file(&self) -> Result<Option<File>, BackupError> {
+        let Some(directory) = self.directory.get() else {
+            return Ok(None);
+        };
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_TMPFILE)
+            .mode(0o600)
+            .open(directory);
+        file.map(Some)
+            .map_err(|e| BackupError::Fleece(directory.clone(), e))
+    }
+}
+
+impl Backup {
+    /// Why it has failed, if it has.
+    pub fn failure(&self) -> Option<String> {
+        let mut failures = self.disks.iter().filter_map(|disk| {
+            let why = disk.moment.fleece.failure()?;
+            Some(format!("disk {}: {why}", disk.device.disk.name))
+        });
+        failures.next()
+    }
+}
+
+impl Server {
+    /// Begins a backup of some disks, at one moment. `memory` limits the bytes of old data of each disk in memory.
+    ///
+    /// # Errors
+    /// Nothing has changed.
+    pub fn begin_backup(
+        &self,
+        id: &str,
+        targets: &[BackupTarget],
+        memory: Option<u64>,
+    ) -> Result<Arc<Backup>, ServerError> {
+        let served = self.targets(id, targets)?;
+        let names: Vec<_> = served.iter().map(|(_, n)| n.name().to_owned()).collect();
+        {
+            let mut state = self.state();
+            if let Some(name) = names.iter().find(|name| state.is_moving(name)) {
+                return Err(ServerError::Moving(name.clone()));
+            }
+            // Nobody moves, removes or resizes them meanwhile.
+            state.moving.extend(names.iter().cloned());
+        }
+        let begun = self.begin(id, targets, &served, memory);
+        self.state().moving.retain(|moving| !names.contains(moving));
+        let backup = begun?;
+        info!(
+            "backup '{id}': begun for {}; guests were held for {} us",
+            names.join(", "),
+            backup.held.time.as_micros()
+        );
+        Ok(backup)
+    }
+
+    /// The devices and nodes of disks to be backed up.
+    fn targets(&self, id: &str, targets: &[BackupTarget]) -> Result<Vec<ServedNode>, ServerError> {
+        if id.is_empty() || id.len() > 128 || targets.is_empty() || targets.len() > BACKUP_DISKS_MAX
+        {
+            return Err(BackupError::Disks.into());
+        }
+        let open = self.backups.lock();
+        if open.contains_key(id) {
+            return Err(BackupError::Exists(id.into()).into());
+        }
+        if open.len() >= BACKUP_DISKS_MAX {
+            return Err(ServerError::TooMany(format!("{BACKUP_DISKS_MAX} backups")));
+        }
+        drop(open);
+        let mut served = Vec::<ServedNode>::new();
+        for target in targets {
+            let name = self.node_of(&target.disk);
+            let name = name.ok_or_else(|| ServerError::NoNode(target.disk.clone()))?;
+            let state = self.state();
+            let node = state.top(&name)?.node.clone();
+            let device = state.device_of(node.name());
+            let device = device.map_err(|_| BackupError::NotServed(target.disk.clone()))?;
+            let access = access_of(&device, id);
+            if state.nodes.contains_key(&access) || state.exports.contains_key(&access) {
+                return Err(BackupError::Name(access).into());
+            }
+            self.backups.check_none(&device.disk.name)?;
+            if served.iter().any(|(other, _)| Arc::ptr_eq(other, &device)) {
+                return Err(BackupError::Disks.into());
+            }
+            served.push((device, node));
+        }
+        Ok(served)
+    }
+
+    fn begin(
+        &self,
+        id: &str,
+        targets: &[BackupTarget],
+        served: &[ServedNode],
+        memory: Option<u64>,
+    ) -> Result<Arc<Backup>, BackupError> {
+        // None of them is released meanwhile.
+        let kept: Vec<_> = served.iter().map(|(device, _)| device.node()).collect();
+        if let Some(node) = kept.iter().find(|node| !node.is_acquired()) {
+            return Err(BackupError::Released(node.name().into()));
+        }
+        let memory = memory.unwrap_or(MEMORY_DEFAULT);
+        let (mut fleeces, mut bitmaps) = (Vec::new(), Vec::new());
+        for ((device, node), target) in served.iter().zip(targets) {
+            let size = device.disk.size();
+            bitmaps.push(prepared(id, node, target.bitmap.as_ref(), size)?);
+            let file = self.backups.file()?;
+            let fleece = Fleece::new(size, &FleeceLimits { memory }, file);
+            let fleece = fleece.map_err(BackupError::Cut)?;
+            let (name, id) = (device.disk.name.clone(), id.to_owned());
+            fleece.on_failure(move |why| {
+                error!("disk {name}: backup '{id}' has failed: {why}; 'ringdisk backup end {id} --failed' ends it");
+            });
+            fleeces.push(fleece);
+        }
+        let disks = served.iter().zip(&fleeces);
+        let disks: Vec<_> = disks
+            .map(|((device, _), fleece)| CutDisk {
+                disk: device.disk.clone(),
+                fleece: fleece.clone(),
+                threads: device.io_threads(),
+            })
+            .collect();
+        let record = || {
+            for ((_, node), (bitmap, _)) in served.iter().zip(&bitmaps) {
+                if let Some(bitmap) = bitmap {
+                    node.add_bitmap(bitmap.background.clone());
+                }
+            }
+        };
+        let held = cut(&disks, record);
+        let held = held.map_err(|e| {
+            fleeces
+                .iter()
+                .for_each(|fleece| fleece.end("it has not begun"));
+            BackupError::Cut(e)
+        })?;
+        let disks = served.iter().zip(fleeces).zip(bitmaps);
+        let disks = disks.map(|(((device, node), fleece), (bitmap, used))| {
+            // A copy that is made later has more bits, and never fewer.
+            let frozen = used.map(|used| Arc::new(used.recording(false)));
+            let moment = Moment {
+                fleece,
+                bitmaps: frozen.into_iter().collect(),
+            };
+            BackupDisk {
+                access: access_of(device, id),
+                device: device.clone(),
+                node: node.clone(),
+                moment: Arc::new(moment),
+                bitmap,
+            }
+        });
+        let backup = Arc::new(Backup {
+            id: id.into(),
+            disks: disks.collect(),
+            held,
+        });
+        drop(kept);
+        let slow = backup.disks.iter().find(|disk| {
+            let fleece = &disk.moment.fleece;
+            !fleece.wait_settled(SETTLE)
+        });
+        if let Some(disk) = slow {
+            let name = disk.device.disk.name.clone();
+            self.stop_backup(&backup, "it has not begun");
+            return Err(BackupError::Slow(name));
+        }
+        self.backups.lock().insert(id.into(), backup.clone());
+        Ok(backup)
+    }
+
+    /// Ends a backup, and disconnects its clients. If it was a success, its bitmaps have only what has changed since its
+    /// moment; otherwise they have all that they had.
+    ///
+    /// # Errors
+    /// There is no such backup; or it was not a success after all, and is ended.
+    pub fn end_backup(&self, id: &str, is_success: bool) -> Result<(), ServerError> {
+        let backup = self.backups.lock().remove(id);
+        let backup = backup.ok_or_else(|| BackupError::Missing(id.into()))?;
+        let failure = backup.failure().filter(|_| is_success);
+        self.disconnect_backup(&backup);
+        for disk in &backup.disks {
+            disk.moment.fleece.end("it was ended");
+            end_cut(&disk.device.disk, &disk.device.io_threads());
+        }
+        let result = if is_success && failure.is_none() {
+            self.advance_bitmaps(&backup)
+        } else {
+            self.remove_background(&backup)
+        };
+        if let Some(why) = failure {
+            result.unwrap_or_else(|e| warn!("backup '{id}': {e}"));
+            return Err(BackupError::Failed(id.into(), why).into());
+        }
+        if let Err(e) = result {
+            // Its changes are in the other bitmap as well.
+            let _ = self.remove_background(&backup);
+            return Err(BackupError::Failed(id.into(), e.to_string()).into());
+        }
+        info!("backup '{id}': ended");
+        Ok(())
+    }
+
+    fn disconnect_backup(&self, backup: &Backup) {
+        for disk in &backup.disks {
+            self.end_nbd_exports_at(&disk.moment);
+        }
+    }
+
+    /// Ends a backup without its clients' consent.
+    fn stop_backup(&self, backup: &Backup, why: &str) {
+        for disk in &backup.disks {
+            disk.moment.fleece.end(why);
+            end_cut(&disk.device.disk, &disk.device.io_threads());
+        }
+        self.disconnect_backup(backup);
+        if let Err(e) = self.remove_background(backup) {
+            warn!("backup '{}': {e}", backup.id);
+        }
+    }
+
+    /// Ends the backups of a disk, or of all disks. Their bitmaps have all that they had.
+    pub fn fail_backups(&self, disk: Option<&str>, why: &str) {
+        let ended: Vec<_> = {
+            let mut open = self.backups.lock();
+            let is_of = |backup: &Backup| {
+                disk.is_none_or(|name| backup.disks.iter().any(|d| d.device.disk.name == name))
+            };
+            let ids: Vec<_> = open
+                .values()
+                .filter(|backup| is_of(backup))
+                .map(|backup| backup.id.clone())
+                .collect();
+            ids.iter().filter_map(|id| open.remove(id)).collect()
+        };
+        for backup in ended {
+            error!("backup '{}' has failed: {why}", backup.id);
+            self.stop_backup(&backup, why);
+        }
+    }
+
+    /// The bitmaps become what was recorded since the moment, all of them or none.
+    fn advance_bitmaps(&self, backup: &Backup) -> Result<(), ServerError> {
+        let mut stale = Vec::new();
+        let mut actions = Vec::new();
+        for (disk, bitmap) in with_bitmaps(backup) {
+            let name = |name: &str| BitmapName {
+                disk: disk.node.name().into(),
+                name: name.into(),
+            };
+            let (target, background) = (name(&bitmap.name), bitmap.background.name());
+            let known = disk.node.bitmaps();
+            let known = known.iter().find(|known| known.name() == bitmap.name);
+            match known.filter(|known| !known.is_inconsistent()) {
+                Some(_) => actions.extend([
+                    BitmapAction::Change(target.clone(), BitmapChange::Clear),
+                    BitmapAction::Change(target.clone(), BitmapChange::Enable),
+                ]),
+                None => {
+                    let unusable = disk.node.unusable_bitmaps();
+                    if known.is_some() || unusable.iter().any(|other| other.name == bitmap.name) {
+                        stale.push(BitmapAction::Change(target.clone(), BitmapChange::Remove));
+                    }
+                    let add = BitmapChange::Add {
+                        granularity: u32::try_from(bitmap.background.granularity()).ok(),
+                        is_recording: true,
+                        is_persistent: disk.node.check_new_bitmap().is_ok(),
+                    };
+                    actions.push(BitmapAction::Change(target.clone(), add));
+                }
+            }
+            let merge = BitmapChange::Merge(vec![name(background)]);
+            actions.push(BitmapAction::Change(target, merge));
+            actions.push(BitmapAction::Change(name(background), BitmapChange::Remove));
+        }
+        if !stale.is_empty() {
+            self.change_bitmaps_of_backup(&stale)?;
+        }
+        self.change_bitmaps_of_backup(&actions)
+    }
+
+    fn remove_background(&self, backup: &Backup) -> Result<(), ServerError> {
+        let remove = |(disk, bitmap): (&BackupDisk, &BackupBitmap)| {
+            let (disk, name) = (disk.node.name().into(), bitmap.background.name().into());
+            BitmapAction::Change(BitmapName { disk, name }, BitmapChange::Remove)
+        };
+        let actions: Vec<_> = with_bitmaps(backup).map(remove).collect();
+        if actions.is_empty() {
+            return Ok(());
+        }
+        self.change_bitmaps_of_backup(&actions)
+    }
+}
+
+fn with_bitmaps(backup: &Backup) -> impl Iterator<Item = (&BackupDisk, &BackupBitmap)> {
+    let disks = backup.disks.iter();
+    disks.filter_map(|disk| Some((disk, disk.bitmap.as_ref()?)))
+}
+
+fn access_of(device: &ServedDisk, id: &str) -> String {
+    format!("{}-{id}", device.disk.name)
+}
+
+/// The bitmap of a backup of a disk, and the one that it uses, if it is incremental.
+fn prepared(
+    id: &str,
+    node: &Node,
+    wanted: Option<&(String, BitmapMode)>,
+    size: u64,
+) -> Result<(Option<BackupBitmap>, Option<Arc<DirtyBitmap>>), BackupError> {
+    let Some((name, mode)) = wanted else {
+        return Ok((None, None));
+    };
+    let disk = node.name();
+    if !node.has_bitmaps() {
+        return Err(BackupError::NoBitmaps(disk.into()));
+    }
+    let all = node.bitmaps();
+    let found = all.iter().find(|bitmap| bitmap.name() == name);
+    let unusable = match found {
+        None => Some("it does not exist, or is inconsistent"),
+        Some(bitmap) if bitmap.is_inconsistent() => Some("it is inconsistent"),
+        Some(bitmap) if !bitmap.is_recording() => Some("it is disabled, and lacks changes"),
+        Some(_) => None,
+    };
+    let used = match (mode, unusable) {
+        (BitmapMode::New, _) | (BitmapMode::Auto, Some(_)) => None,
+        (BitmapMode::Use, Some(why)) => {
+            return Err(BackupError::NoBitmap(disk.into(), name.clone(), why));
+        }
+        (_, None) => found.cloned(),
+    };
+    let bits = found.map_or_else(
+        || node.cluster_bytes().clamp(4096, 65536).ilog2(),
+        |bitmap| bitmap.granularity_bits(),
+    );
+    let bytes: u64 = all.iter().map(|bitmap| bitmap.bytes()).sum();
+    let own = size.div_ceil(1 << bits).div_ceil(8);
+    if all.len() >= BITMAPS_MAX || bytes + own > image::BITMAP_BYTES_MAX {
+        return Err(BackupError::TooManyBitmaps(disk.into()));
+    }
+    let background = format!("backup-{id}-{name}");
+    if background.len() > 1023 || all.iter().any(|bitmap| bitmap.name() == background) {
+        return Err(BackupError::Name(background));
+    }
+    let background = DirtyBitmap::new(background, bits, size, true, false);
+    let background = background.map_err(|_| BackupError::TooManyBitmaps(disk.into()))?;
+    let bitmap = BackupBitmap {
+        name: name.clone(),
+        is_used: used.is_some(),
+        background: Arc::new(background),
+    };
+    Ok((Some(bitmap), used))
+}
