@@ -1,6 +1,7 @@
 //! All tests of this crate that use it from outside, as one program: linked once.
 
 mod allocation_and_flush;
+mod backup;
 mod bitmaps;
 mod boot;
 mod check;
