@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use block::DirtyBitmap;
-use datapath::{CutDisk, Fleece, FleeceLimits, Held, cut, end_cut};
+use datapath::{CutDisk, Disk, Fleece, FleeceLimits, Held, cut, end_cut};
 use tracing::{error, info, warn};
 
 use super::bitmap_plan::{BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName};
@@ -72,6 +72,17 @@ pub struct BackupBitmap {
     pub is_used: bool,
     /// Records changes since the moment.
     background: Arc<DirtyBitmap>,
+}
+
+/// Fleeces of a backup that has not begun. They end with this, and their threads.
+struct NewFleeces(Vec<Arc<Fleece>>);
+
+impl Drop for NewFleeces {
+    fn drop(&mut self) {
+        for fleece in &self.0 {
+            fleece.end("it has not begun");
+        }
+    }
 }
 
 /// A served disk, and its node.
@@ -143,6 +154,20 @@ impl OpenBackups {
             Some(backup) => Err(BackupError::Bitmap(bitmap.into(), backup.id.clone())),
             None => Ok(()),
         }
+    }
+
+    /// A fleece for a disk, with a file if there is a directory for it.
+    fn fleece(&self, disk: &Disk, id: &str, memory: u64) -> Result<Arc<Fleece>, BackupError> {
+        let file = self.file()?;
+        let fleece = Fleece::new(disk.size(), &FleeceLimits { memory }, file);
+        let fleece = fleece.map_err(BackupError::Cut)?;
+        let (name, id) = (disk.name.clone(), id.to_owned());
+        fleece.on_failure(move |why| {
+            error!(
+                "disk {name}: backup '{id}' has failed: {why}; 'ringdisk backup end --id {id} --failed' ends it"
+            );
+        });
+        Ok(fleece)
     }
 
     fn file(&self) -> Result<Option<File>, BackupError> {
@@ -251,20 +276,16 @@ impl Server {
             return Err(BackupError::Released(node.name().into()));
         }
         let memory = memory.unwrap_or(MEMORY_DEFAULT);
-        let (mut fleeces, mut bitmaps) = (Vec::new(), Vec::new());
-        for ((device, node), target) in served.iter().zip(targets) {
-            let size = device.disk.size();
-            bitmaps.push(prepared(id, node, target.bitmap.as_ref(), size)?);
-            let file = self.backups.file()?;
-            let fleece = Fleece::new(size, &FleeceLimits { memory }, file);
-            let fleece = fleece.map_err(BackupError::Cut)?;
-            let (name, id) = (device.disk.name.clone(), id.to_owned());
-            fleece.on_failure(move |why| {
-                error!("disk {name}: backup '{id}' has failed: {why}; 'ringdisk backup end {id} --failed' ends it");
-            });
-            fleeces.push(fleece);
+        let bitmaps = served.iter().zip(targets).map(|((device, node), target)| {
+            prepared(id, node, target.bitmap.as_ref(), device.disk.size())
+        });
+        let bitmaps: Vec<_> = bitmaps.collect::<Result<_, _>>()?;
+        let mut fleeces = NewFleeces(Vec::new());
+        for (device, _) in served {
+            let fleece = self.backups.fleece(&device.disk, id, memory)?;
+            fleeces.0.push(fleece);
         }
-        let disks = served.iter().zip(&fleeces);
+        let disks = served.iter().zip(&fleeces.0);
         let disks: Vec<_> = disks
             .map(|((device, _), fleece)| CutDisk {
                 disk: device.disk.clone(),
@@ -279,13 +300,8 @@ impl Server {
                 }
             }
         };
-        let held = cut(&disks, record);
-        let held = held.map_err(|e| {
-            fleeces
-                .iter()
-                .for_each(|fleece| fleece.end("it has not begun"));
-            BackupError::Cut(e)
-        })?;
+        let held = cut(&disks, record).map_err(BackupError::Cut)?;
+        let fleeces = std::mem::take(&mut fleeces.0);
         let disks = served.iter().zip(fleeces).zip(bitmaps);
         let disks = disks.map(|(((device, node), fleece), (bitmap, used))| {
             // A copy that is made later has more bits, and never fewer.
@@ -401,6 +417,9 @@ impl Server {
                 name: name.into(),
             };
             let (target, background) = (name(&bitmap.name), bitmap.background.name());
+            // The backup does not have what was added to the disk since.
+            let (then, now) = (disk.moment.fleece.size(), disk.node.known_size());
+            bitmap.background.mark(then, now.saturating_sub(then));
             let known = disk.node.bitmaps();
             let known = known.iter().find(|known| known.name() == bitmap.name);
             match known.filter(|known| !known.is_inconsistent()) {

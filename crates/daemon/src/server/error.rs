@@ -129,7 +129,7 @@ pub const SETTLE: Duration = Duration::from_secs(10);
 pub enum BackupError {
     #[error("there is no backup '{0}'; 'ringdisk backup list' shows those that are open")]
     Missing(String),
-    #[error("there is a backup '{0}' already; 'ringdisk backup end {0}' ends it")]
+    #[error("there is a backup '{0}' already; 'ringdisk backup end --id {0}' ends it")]
     Exists(String),
     #[error(
         "a backup needs an id and at least one disk, each named once (at most {BACKUP_DISKS_MAX})"
@@ -139,7 +139,7 @@ pub enum BackupError {
         "disk '{0}' is not served to a VM; only those that are can be backed up while they are in use"
     )]
     NotServed(String),
-    #[error("disk '{0}' has an open backup, '{1}'; 'ringdisk backup end {1}' ends it")]
+    #[error("disk '{0}' has an open backup, '{1}'; 'ringdisk backup end --id {1}' ends it")]
     Open(String, String),
     #[error(
         "Bitmap '{0}' is currently in use by another operation and cannot be used: backup '{1}' is open"

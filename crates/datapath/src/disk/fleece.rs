@@ -39,6 +39,9 @@ pub(crate) const RUN_MAX: u64 = 64;
 /// Granules are spread over so many locks, 64 neighbours to each.
 const SHARDS: usize = 256;
 
+/// How long writes of the guest wait for space before the fleece fails.
+const HANG: Duration = Duration::from_secs(5);
+
 /// Limits of a fleece.
 #[derive(Clone, Copy, Debug)]
 pub struct FleeceLimits {
@@ -150,6 +153,22 @@ impl Fleece {
                 }
             };
             thread::Builder::new().name("fleece".into()).spawn(spill)?;
+            let its = fleece.clone();
+            let watch = move || {
+                if its.store.wait_for_hang(HANG) {
+                    let seconds = HANG.as_secs();
+                    its.fail(&format!(
+                        "its file has not taken old data for {seconds} s, which writes of the guest wait for"
+                    ));
+                }
+            };
+            let watched = thread::Builder::new()
+                .name("fleece-watch".into())
+                .spawn(watch);
+            if let Err(e) = watched {
+                fleece.end("it has not begun");
+                return Err(e);
+            }
         }
         Ok(fleece)
     }
@@ -466,3 +485,6 @@ impl Fleece {
 fn beginning(bitmap: &DirtyBitmap, at: u64, len: u64) -> (bool, u64) {
     bitmap.extent_within(at, len).unwrap_or((false, len))
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
@@ -39,6 +40,8 @@ pub(super) struct Store {
     state: Mutex<StoreState>,
     /// There is a chunk for the file, or the store is closed.
     work: Condvar,
+    /// Somebody has found no room, or the store is closed.
+    wanted: Condvar,
 }
 
 #[derive(Default)]
@@ -52,6 +55,10 @@ struct StoreState {
     /// Chunks that are full and in memory, the oldest first.
     full: VecDeque<usize>,
     in_file: u64,
+    /// Number of chunks that went to the file.
+    moved: u64,
+    /// Somebody has found no room since the last chunk went to the file.
+    is_wanted: bool,
     is_closed: bool,
 }
 
@@ -81,6 +88,7 @@ impl Store {
             file,
             state: Mutex::default(),
             work: Condvar::new(),
+            wanted: Condvar::new(),
         }
     }
 
@@ -103,7 +111,11 @@ impl Store {
         let mut state = self.lock();
         if state.in_memory + state.reserved + granules > self.memory_max {
             return match self.file {
-                Some(_) => Room::Later,
+                Some(_) => {
+                    state.is_wanted = true;
+                    self.wanted.notify_all();
+                    Room::Later
+                }
                 None => Room::Never,
             };
         }
@@ -258,6 +270,8 @@ impl Store {
                 state.in_memory = state.in_memory.saturating_sub(CHUNK);
                 state.in_file += CHUNK_BYTES;
             }
+            state.is_wanted = false;
+            state.moved += 1;
             drop((state, data));
             moved();
         }
@@ -270,6 +284,34 @@ impl Store {
         (state.chunks, state.in_memory, state.in_file) = (Vec::new(), 0, 0);
         state.full.clear();
         self.work.notify_all();
+        self.wanted.notify_all();
+    }
+
+    /// Waits until somebody has wanted room for this long, and no chunk went to the file meanwhile. Returns false if the
+    /// store is closed before.
+    pub fn wait_for_hang(&self, limit: Duration) -> bool {
+        let mut state = self.lock();
+        let mut since: Option<(Instant, u64)> = None;
+        while !state.is_closed {
+            if !state.is_wanted {
+                since = None;
+                let waited = self.wanted.wait(state);
+                state = waited.unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let moved = state.moved;
+            let (began, _) = match since {
+                Some(since) if since.1 == moved => since,
+                _ => *since.insert((Instant::now(), moved)),
+            };
+            let left = limit.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                return true;
+            }
+            let waited = self.wanted.wait_timeout(state, left);
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        false
     }
 }
 
