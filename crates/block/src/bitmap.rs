@@ -416,6 +416,11 @@ impl DirtyBitmaps {
         self.lock().push(bitmap);
     }
 
+    /// Removes the one with this name. Threads record in it until they take over which bitmaps record changes.
+    pub fn remove(&self, name: &str) {
+        self.lock().retain(|bitmap| bitmap.name() != name);
+    }
+
     /// All of them.
     pub fn all(&self) -> Vec<Arc<DirtyBitmap>> {
         self.lock().clone()

@@ -360,9 +360,11 @@ impl<E: Engine> Worker<E> {
                 && let Some(id) = disk.zeroing.pop_front()
             {
                 self.zeroing.rotation.waiting -= 1;
-                let next = match self.queues.get(id.queue).file {
-                    Some(_) => Next::Submit,
-                    None => Next::Map,
+                let queue = self.queues.get(id.queue);
+                let next = match (queue.slots.get(id.slot).state, queue.file) {
+                    (RequestState::Preserving, _) => Next::Preserve,
+                    (_, Some(_)) => Next::Submit,
+                    (_, None) => Next::Map,
                 };
                 self.advance(id, next);
             }
@@ -456,16 +458,19 @@ impl<E: Engine> Worker<E> {
                     self.waiting_for_copy.push(id);
                     return;
                 }
-                Next::Plan => {
-                    self.release_bounce(id);
-                    return self.plan(id);
-                }
+                Next::Plan => return self.plan_preserved(id),
                 Next::Map => self.mapped(id).map(),
                 // Completions that were handled before in this batch may have taken the room of this one.
                 Next::Submit if self.engine.room() == 0 => Next::WaitForBuffer,
                 Next::Submit => return self.submit(id),
                 Next::WaitForBuffer => {
-                    self.disks.get(index).waiting_for_buffer.push_back(id);
+                    let waiting = &mut self.disks.get(index).waiting_for_buffer;
+                    // One that has a buffer waits for room in the engine only, and gives the buffer back.
+                    if queue.slots.get(id.slot).bounce.is_some() {
+                        waiting.push_front(id);
+                    } else {
+                        waiting.push_back(id);
+                    }
                     self.waiting_for_buffer.waiting += 1;
                     return;
                 }
@@ -542,9 +547,11 @@ impl<E: Engine> Worker<E> {
             let index = self.waiting_for_buffer.next_disk(&self.disks);
             // A disk whose last queue has stopped has no requests.
             if let Some(disk) = self.disks.find(index)
-                && self.buffers.bounce.has_one(disk.bounces)
-                && let Some(id) = disk.waiting_for_buffer.pop_front()
+                && let Some(&id) = disk.waiting_for_buffer.front()
+                && (self.buffers.bounce.has_one(disk.bounces)
+                    || (self.queues.get(id.queue).slots.get(id.slot).bounce).is_some())
             {
+                disk.waiting_for_buffer.pop_front();
                 self.waiting_for_buffer.waiting -= 1;
                 self.submit(id);
                 refused = 0;

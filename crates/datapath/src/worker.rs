@@ -191,6 +191,10 @@ impl<E: Engine> Worker<E> {
         for queue in worker.queues.iter_mut() {
             queue.state = QueueState::Retired;
             queue.abort.trigger();
+            // Requests of other threads may wait for copies of this one.
+            if let Some(fleece) = &queue.fleece {
+                fleece.fail("an I/O thread has ended");
+            }
         }
         for disk in worker.disks.iter_mut().filter(|disk| disk.is_syncing) {
             disk.coalescer().end(Errno::IO.raw_os_error());

@@ -120,6 +120,13 @@ impl Node {
         }
     }
 
+    /// Removes a temporary bitmap. Queues record in it until they take over which bitmaps do.
+    pub fn remove_bitmap(&self, name: &str) {
+        if let Some(all) = self.all_bitmaps() {
+            all.remove(name);
+        }
+    }
+
     /// Continues the temporary bitmaps that the process before had, and nobody writes to the disk yet.
     pub fn add_temporary_bitmaps(&self, bitmaps: Vec<DirtyBitmap>) {
         let Some(all) = self.all_bitmaps() else {

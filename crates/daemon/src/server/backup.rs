@@ -16,12 +16,14 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Instant;
 
 use block::DirtyBitmap;
 use datapath::{CutDisk, Disk, Fleece, FleeceLimits, Held, cut, end_cut};
-use tracing::{error, info, warn};
+use tracing::{error, info};
 
 use super::bitmap_plan::{BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName};
+use super::clients::END_TIMEOUT;
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BackupError, SETTLE};
 use super::nbd::export::{Moment, locked};
@@ -251,7 +253,8 @@ impl Server {
             let device = state.device_of(node.name());
             let device = device.map_err(|_| BackupError::NotServed(target.disk.clone()))?;
             let access = access_of(&device, id);
-            if state.nodes.contains_key(&access) || state.exports.contains_key(&access) {
+            let is_taken = state.nodes.contains_key(&access) || state.exports.contains_key(&access);
+            if is_taken || self.backups.find_access(&access).is_some() {
                 return Err(BackupError::Name(access).into());
             }
             self.backups.check_none(&device.disk.name)?;
@@ -280,6 +283,14 @@ impl Server {
             prepared(id, node, target.bitmap.as_ref(), device.disk.size())
         });
         let bitmaps: Vec<_> = bitmaps.collect::<Result<_, _>>()?;
+        for ((_, node), target) in served.iter().zip(targets) {
+            if let Some((bitmap, _)) = &target.bitmap
+                && self.exported_bitmaps(node).contains_key(bitmap)
+            {
+                let (disk, why) = (node.name().into(), "an NBD export has it");
+                return Err(BackupError::NoBitmap(disk, bitmap.clone(), why));
+            }
+        }
         let mut fleeces = NewFleeces(Vec::new());
         for (device, _) in served {
             let fleece = self.backups.fleece(&device.disk, id, memory)?;
@@ -333,7 +344,14 @@ impl Server {
             self.stop_backup(&backup, "it has not begun");
             return Err(BackupError::Slow(name));
         }
-        self.backups.lock().insert(id.into(), backup.clone());
+        let mut open = self.backups.lock();
+        if open.contains_key(id) {
+            drop(open);
+            self.stop_backup(&backup, "it has not begun");
+            return Err(BackupError::Exists(id.into()));
+        }
+        open.insert(id.into(), backup.clone());
+        drop(open);
         Ok(backup)
     }
 
@@ -341,50 +359,59 @@ impl Server {
     /// moment; otherwise they have all that they had.
     ///
     /// # Errors
-    /// There is no such backup; or it was not a success after all, and is ended.
+    /// There is no such backup, or one of its disks is being changed: it is still open. Or it was not a success after all,
+    /// and is ended.
     pub fn end_backup(&self, id: &str, is_success: bool) -> Result<(), ServerError> {
-        let backup = self.backups.lock().remove(id);
-        let backup = backup.ok_or_else(|| BackupError::Missing(id.into()))?;
-        let failure = backup.failure().filter(|_| is_success);
+        let (backup, names) = {
+            // While it is held, nobody exports a disk of the backup.
+            let mut state = self.state();
+            let mut open = self.backups.lock();
+            let missing = || BackupError::Missing(id.into());
+            let backup = open.get(id).cloned().ok_or_else(missing)?;
+            let names = backup.disks.iter().map(|d| d.node.name().to_owned());
+            let names: Vec<_> = names.collect();
+            if is_success && let Some(name) = names.iter().find(|name| state.is_moving(name)) {
+                return Err(ServerError::Moving(name.clone()));
+            }
+            open.remove(id);
+            if is_success {
+                state.moving.extend(names.iter().cloned());
+            }
+            (backup, names)
+        };
         self.disconnect_backup(&backup);
+        let failure = backup.failure().filter(|_| is_success);
         for disk in &backup.disks {
             disk.moment.fleece.end("it was ended");
-            end_cut(&disk.device.disk, &disk.device.io_threads());
         }
-        let result = if is_success && failure.is_none() {
-            self.advance_bitmaps(&backup)
-        } else {
-            self.remove_background(&backup)
+        let advanced = match failure {
+            Some(why) => Err(why),
+            None if is_success => self.advance_bitmaps(&backup).map_err(|e| e.to_string()),
+            None => Ok(()),
         };
-        if let Some(why) = failure {
-            result.unwrap_or_else(|e| warn!("backup '{id}': {e}"));
-            return Err(BackupError::Failed(id.into(), why).into());
+        self.release_backup(&backup);
+        if is_success {
+            self.state().moving.retain(|moving| !names.contains(moving));
         }
-        if let Err(e) = result {
-            // Its changes are in the other bitmap as well.
-            let _ = self.remove_background(&backup);
-            return Err(BackupError::Failed(id.into(), e.to_string()).into());
-        }
+        advanced.map_err(|why| BackupError::Failed(id.into(), why))?;
         info!("backup '{id}': ended");
         Ok(())
     }
 
     fn disconnect_backup(&self, backup: &Backup) {
+        let deadline = Instant::now() + END_TIMEOUT;
         for disk in &backup.disks {
-            self.end_nbd_exports_at(&disk.moment);
+            self.end_nbd_exports_at(&disk.moment, deadline);
         }
     }
 
-    /// Ends a backup without its clients' consent.
+    /// Ends a backup without its clients' consent. Waits for no request of the guests.
     fn stop_backup(&self, backup: &Backup, why: &str) {
         for disk in &backup.disks {
             disk.moment.fleece.end(why);
-            end_cut(&disk.device.disk, &disk.device.io_threads());
         }
+        self.release_backup(backup);
         self.disconnect_backup(backup);
-        if let Err(e) = self.remove_background(backup) {
-            warn!("backup '{}': {e}", backup.id);
-        }
     }
 
     /// Ends the backups of a disk, or of all disks. Their bitmaps have all that they had.
@@ -445,21 +472,20 @@ impl Server {
             actions.push(BitmapAction::Change(name(background), BitmapChange::Remove));
         }
         if !stale.is_empty() {
-            self.change_bitmaps_of_backup(&stale)?;
+            self.change_bitmaps_alone(&stale)?;
         }
-        self.change_bitmaps_of_backup(&actions)
+        self.change_bitmaps_alone(&actions)
     }
 
-    fn remove_background(&self, backup: &Backup) -> Result<(), ServerError> {
-        let remove = |(disk, bitmap): (&BackupDisk, &BackupBitmap)| {
-            let (disk, name) = (disk.node.name().into(), bitmap.background.name().into());
-            BitmapAction::Change(BitmapName { disk, name }, BitmapChange::Remove)
-        };
-        let actions: Vec<_> = with_bitmaps(backup).map(remove).collect();
-        if actions.is_empty() {
-            return Ok(());
+    /// Removes the bitmaps that record since the moment, and ends the copies of old data. Waits for no request.
+    fn release_backup(&self, backup: &Backup) {
+        for (disk, bitmap) in with_bitmaps(backup) {
+            disk.node.remove_bitmap(bitmap.background.name());
         }
-        self.change_bitmaps_of_backup(&actions)
+        for disk in &backup.disks {
+            // Its queues then take over which bitmaps record changes.
+            end_cut(&disk.device.disk, &disk.device.io_threads());
+        }
     }
 }
 

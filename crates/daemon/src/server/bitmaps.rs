@@ -33,14 +33,6 @@ impl Server {
                 self.backups.check_bitmap(&node, &target.name)?;
             }
         }
-        self.change_bitmaps_of_backup(actions)
-    }
-
-    /// The same for bitmaps of a backup that is not open any more.
-    pub(super) fn change_bitmaps_of_backup(
-        &self,
-        actions: &[BitmapAction],
-    ) -> Result<(), ServerError> {
         let (nodes, places) = self.nodes_of(actions);
         let is_ours = |name: &String| nodes.iter().any(|node| node.name() == name);
         {
@@ -56,6 +48,12 @@ impl Server {
         let changed = self.change_held(&nodes, places, actions);
         self.state().moving.retain(|moving| !is_ours(moving));
         Ok(changed?)
+    }
+
+    /// The same if the caller keeps others from changing the disks.
+    pub(super) fn change_bitmaps_alone(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+        let (nodes, places) = self.nodes_of(actions);
+        Ok(self.change_held(&nodes, places, actions)?)
     }
 
     /// The bitmaps that are not stored in images, each with the name of its disk.

@@ -357,8 +357,7 @@ impl Server {
     }
 
     /// Removes the NBD exports that show this, and disconnects their clients.
-    pub(super) fn end_nbd_exports_at(&self, moment: &Arc<Moment>) {
-        let deadline = Instant::now() + END_TIMEOUT;
+    pub(super) fn end_nbd_exports_at(&self, moment: &Arc<Moment>, deadline: Instant) {
         let shows = |export: &&Arc<NbdExport>| {
             let its = export.moment.as_ref();
             its.is_some_and(|its| Arc::ptr_eq(its, moment))

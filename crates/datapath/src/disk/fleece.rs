@@ -18,7 +18,7 @@ mod store;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -35,6 +35,9 @@ const GRANULE_BITS: u32 = GRANULE.ilog2();
 
 /// Most granules that are copied at once.
 pub(crate) const RUN_MAX: u64 = 64;
+
+/// Most granules whose old data is stored: 64 GiB of it, whose index takes about 1 GiB of memory.
+const STORED_MAX: usize = 16 << 20;
 
 /// Granules are spread over so many locks, 64 neighbours to each.
 const SHARDS: usize = 256;
@@ -79,6 +82,8 @@ pub struct Fleece {
     zeroes: DirtyBitmap,
     shards: Box<[Mutex<HashMap<u64, Granule>>]>,
     store: Store,
+    /// Granules that were ever stored.
+    stored: AtomicUsize,
     /// Ranges of writes that were in flight at the moment.
     preceding: Mutex<Vec<(u64, u64)>>,
     /// Their number.
@@ -136,6 +141,7 @@ impl Fleece {
             zeroes: bitmap()?,
             shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
             store: Store::new(limits, file),
+            stored: AtomicUsize::new(0),
             preceding: Mutex::default(),
             preceding_left: AtomicUsize::new(0),
             settled: Condvar::new(),
@@ -151,6 +157,7 @@ impl Fleece {
                 if let Err(e) = its.store.spill(|| its.wake_waiting()) {
                     its.fail(&format!("its file cannot be written: {e}"));
                 }
+                its.store.truncate();
             };
             thread::Builder::new().name("fleece".into()).spawn(spill)?;
             let its = fleece.clone();
@@ -226,7 +233,8 @@ impl Fleece {
     #[inline]
     pub(crate) fn concerns(&self, at: u64, len: u64) -> bool {
         let len = len.min(self.size.saturating_sub(at));
-        len > 0 && self.copied.extent_within(at, len) != Some((true, len))
+        let has_ended = self.has_ended.load(Relaxed);
+        !has_ended && len > 0 && self.copied.extent_within(at, len) != Some((true, len))
     }
 
     /// What a write to this range must do first.
@@ -250,6 +258,10 @@ impl Fleece {
     fn claim_run(&self, at: u64, end: u64) -> Claim {
         if self.preceding_left.load(SeqCst) > 0 && self.overlaps_preceding(at, end) {
             return Claim::Wait;
+        }
+        if self.stored.load(Relaxed) >= STORED_MAX {
+            self.fail("it has 64 GiB of old data, which is the limit");
+            return Claim::Ready;
         }
         let first = at / GRANULE;
         let last = end.div_ceil(GRANULE).min(first + RUN_MAX);
@@ -290,6 +302,7 @@ impl Fleece {
                 self.store.unreserve(1);
                 None
             } else {
+                self.stored.fetch_add(1, Relaxed);
                 Some(Granule::Stored(self.store.put(bytes)))
             };
             // All at once for whoever looks at the shard: otherwise another write might copy it again, too late.
@@ -477,6 +490,7 @@ impl Fleece {
                 None => self.copied.mark(granule * GRANULE, GRANULE),
             }
         }
+        self.wake_waiting();
         result
     }
 }

@@ -12,8 +12,8 @@ use image::{Extent, ReadLocation};
 use super::map_jobs;
 use super::next::Next;
 use crate::disk::fleece::{Claim, GRANULE, RUN_MAX};
-use crate::queue::Queue;
 use crate::queue::slot::RequestState;
+use crate::queue::{Queue, QueueState};
 use crate::request::RequestId;
 use crate::resources::blocking_pool::JobResult;
 use crate::resources::bounce::{BOUNCE_BYTES, BouncePool};
@@ -35,8 +35,39 @@ impl<E: Engine> Worker<E> {
     #[cold]
     pub(super) fn preserve_next(&mut self, id: RequestId) -> Next {
         let queue = self.queues.get(id.queue);
+        let is_copying = queue.preserving[usize::from(id.slot)].is_copying();
+        if !is_copying && matches!(queue.state, QueueState::Abandoned) {
+            self.release_bounce(id);
+            return Next::Leave;
+        }
+        // Zeroes need no operation: others have their turn.
+        if !is_copying && self.zeroing.budget == 0 {
+            self.release_bounce(id);
+            return Next::WaitForTurn;
+        }
         let disk = self.disks.get(queue.thread_disk);
-        next(queue, id.slot, disk, &mut self.buffers.bounce, &self.wake)
+        let pool = &mut self.buffers.bounce;
+        let next = next(queue, id.slot, disk, pool, &self.wake);
+        if let Next::Preserve = next {
+            let len = queue.preserving[usize::from(id.slot)].len();
+            self.zeroing.budget = self.zeroing.budget.saturating_sub(len);
+        }
+        next
+    }
+
+    /// Plans a request whose old data is preserved.
+    pub(super) fn plan_preserved(&mut self, id: RequestId) {
+        self.release_bounce(id);
+        self.plan(id);
+        // It may have ended at once.
+        match self.queues.find(id.queue) {
+            Some(queue) if queue.is_running() => self.queues.activate(id.queue),
+            Some(_) => {
+                self.notify_queue(id.queue);
+                self.finish_stop(id.queue);
+            }
+            None => {}
+        }
     }
 
     /// Continues requests that waited for copies of others, or for space.
@@ -231,6 +262,7 @@ fn failed(queue: &mut Queue, slot: u16, disk: &mut ThreadDisk, errno: rustix::io
     if let Some((run, fleece)) = preserving.run.take() {
         fleece.not_copied(run, &errno.into());
     }
+    queue.slots.get(slot).retries = 0;
     unpin(queue, slot, disk);
     Next::Preserve
 }

@@ -40,6 +40,11 @@ impl Preserving {
         self.run.is_some()
     }
 
+    /// Bytes of the granules that are being copied.
+    pub fn len(&self) -> u64 {
+        self.run.as_ref().map_or(0, |(run, _)| run.len)
+    }
+
     /// Where in the buffer the next bytes go.
     pub fn done(&self) -> usize {
         self.done as usize

@@ -62,6 +62,32 @@ struct StoreState {
     is_closed: bool,
 }
 
+impl StoreState {
+    /// The last chunk is full. If all of its granules were dropped before it was, its space is free now.
+    fn drop_last_if_dead(&mut self) {
+        let Some(last) = self.chunks.last().cloned() else {
+            return;
+        };
+        let mut data = last.lock();
+        if data.live == 0
+            && let ChunkPlace::Memory(_) = data.place
+        {
+            data.place = ChunkPlace::Dropped;
+            self.in_memory -= CHUNK;
+            let number = self.chunks.len() - 1;
+            self.full.retain(|&full| full != number);
+        }
+    }
+
+    /// Somebody may go on: the file is not to blame.
+    fn has_room(&mut self) {
+        if self.is_wanted {
+            self.is_wanted = false;
+            self.moved += 1;
+        }
+    }
+}
+
 struct Chunk {
     data: Mutex<ChunkData>,
 }
@@ -120,12 +146,15 @@ impl Store {
             };
         }
         state.reserved += granules;
+        state.has_room();
         Room::Reserved
     }
 
     /// Gives back what was reserved and not used.
     pub fn unreserve(&self, granules: usize) {
-        self.lock().reserved -= granules;
+        let mut state = self.lock();
+        state.reserved = state.reserved.saturating_sub(granules);
+        state.has_room();
     }
 
     /// Stores a granule for which memory was reserved; forgets it if the store is closed.
@@ -135,6 +164,7 @@ impl Store {
             return Location(u64::MAX);
         }
         if state.chunks.is_empty() || state.used == CHUNK {
+            state.drop_last_if_dead();
             let data = ChunkData {
                 place: ChunkPlace::Memory(Arc::new(vec![0; CHUNK_BYTES as usize].into())),
                 live: 0,
@@ -208,24 +238,34 @@ impl Store {
         match std::mem::replace(&mut data.place, ChunkPlace::Dropped) {
             ChunkPlace::Memory(_) => {
                 state.in_memory -= CHUNK;
+                state.has_room();
                 state.full.retain(|&full| full != number);
                 Ok(())
             }
             ChunkPlace::File => {
                 state.in_file -= CHUNK_BYTES;
-                drop(state);
-                let Some(file) = &self.file else {
-                    return Ok(());
-                };
-                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                Ok(fallocate(
-                    file,
-                    hole,
-                    number as u64 * CHUNK_BYTES,
-                    CHUNK_BYTES,
-                )?)
+                drop((state, data));
+                self.punch(number)
             }
             ChunkPlace::Dropped => Ok(()),
+        }
+    }
+
+    /// Gives the space of a chunk in the file back.
+    fn punch(&self, number: usize) -> io::Result<()> {
+        let Some(file) = &self.file else {
+            return Ok(());
+        };
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let at = number as u64 * CHUNK_BYTES;
+        Ok(fallocate(file, hole, at, CHUNK_BYTES)?)
+    }
+
+    /// Gives all space in the file back. The store is closed.
+    pub fn truncate(&self) {
+        if let Some(file) = &self.file {
+            // It has no name, and goes with the last descriptor in any case.
+            let _ = file.set_len(0);
         }
     }
 
@@ -272,7 +312,13 @@ impl Store {
             }
             state.is_wanted = false;
             state.moved += 1;
-            drop((state, data));
+            drop(state);
+            if let ChunkPlace::Dropped = data.place {
+                drop(data);
+                self.punch(number)?;
+            } else {
+                drop(data);
+            }
             moved();
         }
     }
