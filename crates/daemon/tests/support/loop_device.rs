@@ -49,6 +49,15 @@ impl LoopDevice {
         }
     }
 
+    /// Unmounts its file system, checks it, and returns the content of a file in it.
+    pub fn unmounted_file(&self, name: &str) -> String {
+        run("umount", &[&self.device]).unwrap();
+        run("e2fsck", &["-fn".as_ref(), &self.device]).unwrap();
+        let show = format!("cat /{name}");
+        let arguments = ["-R".as_ref(), Path::new(&show), &self.device];
+        run("debugfs", &arguments).unwrap()
+    }
+
     /// The flushes that reach the device while `work` runs.
     pub fn count(&self, work: impl FnOnce()) -> u64 {
         let flushes = || {
