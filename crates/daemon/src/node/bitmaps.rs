@@ -30,6 +30,11 @@ impl Node {
         self.state().raw_bitmaps.clone()
     }
 
+    /// Whether the state directory notes what changes, because of persistent bitmaps in no image.
+    pub fn has_notes(&self) -> bool {
+        self.raw_bitmaps().is_some_and(|raw| raw.has_notes())
+    }
+
     /// Whether the disk can have bitmaps: it is writable, and stores something.
     pub fn has_bitmaps(&self) -> bool {
         self.with_image(|_| ()).is_some() || self.raw_bitmaps().is_some()

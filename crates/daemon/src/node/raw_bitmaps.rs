@@ -48,7 +48,7 @@ use tracing::{error, info, warn};
 use super::context::OpenContext;
 use crate::config::spec::{DiskSpec, Lock};
 use intent::Checkpoints;
-use place::{Inner, Place, Usable, key};
+use place::{Inner, Intent, Place, Usable, key};
 use record::{BitmapRecord, IntentRecord, State};
 use seen::Seen;
 
@@ -63,10 +63,18 @@ pub struct RawBitmaps {
     /// Where they are stored, or why they cannot be.
     place: Result<Place, &'static str>,
     bitmaps: Arc<DirtyBitmaps>,
+    /// Locked while the record is written.
     inner: Mutex<Inner>,
+    known: Mutex<Known>,
     /// When the last checkpoint was made.
     checkpoint: Mutex<Option<Instant>>,
     this: Weak<Self>,
+}
+
+/// What is looked at without waiting for the state directory. Its lock is never held over a call that may wait.
+#[derive(Default)]
+struct Known {
+    intent: Option<Intent>,
 }
 
 impl RawBitmaps {
@@ -107,6 +115,7 @@ impl RawBitmaps {
         };
         let this = Self::new(disk, size, Ok(place));
         this.load_record()?;
+        this.publish(&this.inner());
         Ok(this)
     }
 
@@ -120,6 +129,7 @@ impl RawBitmaps {
             place,
             bitmaps: Arc::default(),
             inner: Mutex::new(inner),
+            known: Mutex::default(),
             checkpoint: Mutex::default(),
             this: this.clone(),
         })
@@ -136,6 +146,17 @@ impl RawBitmaps {
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Others look at this from now on.
+    fn publish(&self, inner: &Inner) {
+        *self.known() = Known {
+            intent: inner.intent.clone(),
+        };
     }
 
     /// The bitmaps that can only be removed.
@@ -273,9 +294,15 @@ impl RawBitmaps {
         self.bitmaps.set_intent(regions);
     }
 
-    /// Another process may continue with the bitmaps. No request is in flight.
+    /// Whether [`suspend`](Self::suspend) may wait for the state directory.
+    pub fn has_notes(&self) -> bool {
+        self.known().intent.is_some()
+    }
+
+    /// Another process may continue with the bitmaps. No request is in flight. This waits for a note or a checkpoint that is
+    /// being written. If requests continue before it ends, they note their regions again.
     pub fn suspend(&self) {
-        let intent = self.inner().intent.clone();
+        let intent = self.known().intent.clone();
         intent.inspect(|intent| intent.log.suspend(&intent.regions));
     }
 
@@ -346,6 +373,7 @@ impl RawBitmaps {
             None
         };
         self.set_intent(&inner);
+        self.publish(&inner);
         inner.has_record = !(inner.files.is_empty() && inner.lost.is_empty());
         self.bitmaps.set(new.bitmaps);
         // The disk may have grown since they were made.
@@ -446,6 +474,7 @@ impl RawBitmaps {
                 let files = std::mem::take(&mut inner.files);
                 place.remove_bits(files.into_values());
                 let intent = inner.intent.take();
+                self.publish(&inner);
                 intent.inspect(|intent| place.remove_intent(&intent.record));
             }
             Err(e) => error!(
@@ -469,6 +498,7 @@ impl RawBitmaps {
         let mut inner = self.inner();
         let old = std::mem::take(&mut inner.files);
         let intent = inner.intent.take();
+        self.publish(&inner);
         for bitmap in self
             .bitmaps
             .all()

@@ -214,16 +214,18 @@ impl Server {
                 let name = flushed.name().to_owned();
                 flush(&flushed).map_err(|e| ServerError::Sync(name, e))
             };
-            match node.format {
-                Format::Qcow2 => with_deadline(node.name(), deadline, flush_metadata).map_err(|e| match e {
-                    ServerError::NotResponding(name) => format!(
-                        "disk {name}: its storage does not answer in time; this process continues to serve; upgrade \
-                         again when the storage answers"
-                    ),
-                    e => e.to_string(),
-                }),
-                Format::Raw => flush_metadata().map_err(|e| e.to_string()),
-            }
+            let storage = match node.format {
+                Format::Qcow2 => "its storage",
+                Format::Raw if node.has_notes() => "the state directory",
+                Format::Raw => return flush_metadata().map_err(|e| e.to_string()),
+            };
+            with_deadline(node.name(), deadline, flush_metadata).map_err(|e| match e {
+                ServerError::NotResponding(name) => format!(
+                    "disk {name}: {storage} does not answer in time; this process continues to serve; upgrade again \
+                     when it answers"
+                ),
+                e => e.to_string(),
+            })
         };
         nodes.iter().try_for_each(flush_metadata)
     }
