@@ -74,6 +74,7 @@ pub struct RawBitmaps {
 /// What is looked at without waiting for the state directory. Its lock is never held over a call that may wait.
 #[derive(Default)]
 struct Known {
+    lost: Vec<UnusableBitmap>,
     intent: Option<Intent>,
 }
 
@@ -155,13 +156,14 @@ impl RawBitmaps {
     /// Others look at this from now on.
     fn publish(&self, inner: &Inner) {
         *self.known() = Known {
+            lost: inner.lost.clone(),
             intent: inner.intent.clone(),
         };
     }
 
-    /// The bitmaps that can only be removed.
+    /// The bitmaps that can only be removed. Does not wait.
     pub fn unusable(&self) -> Vec<UnusableBitmap> {
-        self.inner().lost.clone()
+        self.known().lost.clone()
     }
 
     /// Checks that a bitmap can be stored.
@@ -498,7 +500,6 @@ impl RawBitmaps {
         let mut inner = self.inner();
         let old = std::mem::take(&mut inner.files);
         let intent = inner.intent.take();
-        self.publish(&inner);
         for bitmap in self
             .bitmaps
             .all()
@@ -507,6 +508,7 @@ impl RawBitmaps {
         {
             self.lose(&mut inner, bitmap.name().into(), bitmap.granularity(), why);
         }
+        self.publish(&inner);
         if inner.has_record || !inner.lost.is_empty() {
             place.write_in_use(&inner, &[])?;
         }
@@ -580,4 +582,28 @@ impl Drop for RawBitmaps {
 
 fn is_used(inner: &Inner, file: &String) -> bool {
     inner.files.values().any(|used| used == file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A checkpoint holds the other lock while it waits for the state directory.
+    #[test]
+    fn queries_do_not_wait_for_the_record() {
+        let bitmaps = RawBitmaps::temporary("d", 1 << 20, "it is a test");
+        let inner = bitmaps.inner();
+        assert!(bitmaps.unusable().is_empty() && !bitmaps.has_notes());
+        drop(inner);
+        let lost = UnusableBitmap {
+            name: "b".into(),
+            granularity: 65536,
+            why: "it is a test".into(),
+        };
+        let mut new = bitmaps.prepare(&[], Vec::new()).unwrap();
+        new.lost.push(lost.clone());
+        bitmaps.replace(new);
+        let _inner = bitmaps.inner();
+        assert_eq!(bitmaps.unusable(), [lost]);
+    }
 }
