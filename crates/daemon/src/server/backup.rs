@@ -24,6 +24,7 @@ use tracing::{error, info};
 
 use super::bitmap_plan::{BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName};
 use super::clients::END_TIMEOUT;
+use super::bitmaps::sync;
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BackupError, SETTLE};
 use super::nbd::export::{Moment, locked};
@@ -436,6 +437,9 @@ impl Server {
 
     /// The bitmaps become what was recorded since the moment, all of them or none.
     fn advance_bitmaps(&self, backup: &Backup) -> Result<(), ServerError> {
+        // A power cut must not undo what the backup has and the bitmaps will not have.
+        let mut disks = with_bitmaps(backup).map(|(disk, _)| disk);
+        disks.try_for_each(|disk| sync(&disk.device))?;
         let mut stale = Vec::new();
         let mut actions = Vec::new();
         for (disk, bitmap) in with_bitmaps(backup) {

@@ -103,6 +103,11 @@ pub enum BitmapError {
     Mark(String, io::Error),
     #[error("disk '{0}': the change of its persistent bitmaps could not be made durable: {1}")]
     Store(String, io::Error),
+    #[error(
+        "disk '{0}': its bitmaps have changed, but its writes from before are not durable: {1}; after a power cut, they may \
+         lack changes, so the next backup must be a full one"
+    )]
+    NotDurable(String, String),
     #[error("its requests in flight have not ended: {0}")]
     Hold(io::Error),
 }

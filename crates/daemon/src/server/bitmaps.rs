@@ -10,13 +10,21 @@
 //!
 //! If 4 fails, the bitmaps stay: one that is in its image no more is stored again with the others. A crash leaves each disk
 //! {with its bitmaps in use} or {without those that were removed}.
+//!
+//! Bitmaps in the state directory survive a power cut. What a disk loses then must therefore be in them, or not yet in a
+//! backup: a client may copy writes that the guest has not flushed as soon as it knows that a bitmap was cleared. So the
+//! disks are made durable before the command succeeds, and before it begins, so that failed storage changes nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use block::DirtyBitmap;
 
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, Plan};
+use super::deadline::{SHUTDOWN_TIMEOUT, with_deadline};
+use super::device::ServedDisk;
 use super::{Server, ServerError};
 use crate::node::Node;
 
@@ -24,7 +32,7 @@ impl Server {
     /// Does all these actions, or none of them, at one moment for all disks.
     ///
     /// # Errors
-    /// Nothing has changed.
+    /// Nothing has changed, except after [`BitmapError::NotDurable`].
     pub fn change_bitmaps(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
         for action in actions {
             if let BitmapAction::Change(target, _) = action
@@ -33,6 +41,38 @@ impl Server {
                 self.backups.check_bitmap(&node, &target.name)?;
             }
         }
+        self.noted_disks(actions).iter().try_for_each(sync)?;
+        self.change_bitmaps_at_once(actions)?;
+        // They may have got their first persistent bitmap.
+        for device in self.noted_disks(actions) {
+            sync(&device)
+                .map_err(|e| BitmapError::NotDurable(device.disk.name.clone(), e.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// The served disks that must be durable: bitmaps that survive a power cut in the state directory change, and are not only
+    /// removed.
+    fn noted_disks(&self, actions: &[BitmapAction]) -> Vec<Arc<ServedDisk>> {
+        let is_removal =
+            |action: &BitmapAction| matches!(action, BitmapAction::Change(_, BitmapChange::Remove));
+        if actions.iter().all(is_removal) {
+            return Vec::new();
+        }
+        let (mut nodes, _) = self.nodes_of(actions);
+        nodes.retain(|node| node.has_notes());
+        self.served_by(&nodes)
+    }
+
+    fn served_by(&self, nodes: &[Arc<Node>]) -> Vec<Arc<ServedDisk>> {
+        let state = self.state();
+        let exports = state.exports.values();
+        let exports = exports.filter(|e| nodes.iter().any(|node| Arc::ptr_eq(&e.node, node)));
+        exports.map(|export| export.device.clone()).collect()
+    }
+
+    /// The same without making disks durable.
+    fn change_bitmaps_at_once(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
         let (nodes, places) = self.nodes_of(actions);
         let is_ours = |name: &String| nodes.iter().any(|node| node.name() == name);
         {
@@ -107,13 +147,7 @@ impl Server {
         places: BTreeMap<String, usize>,
         actions: &[BitmapAction],
     ) -> Result<(), BitmapError> {
-        let served: Vec<_> = {
-            let state = self.state();
-            let exports = state.exports.values();
-            let exports = exports.filter(|e| nodes.iter().any(|node| Arc::ptr_eq(&e.node, node)));
-            let devices = exports.map(|export| export.device.clone());
-            devices.collect()
-        };
+        let served = self.served_by(nodes);
         // None of them is released meanwhile: that would store its bitmaps.
         let _kept: Vec<_> = served.iter().map(|device| device.node()).collect();
         let exported = nodes.iter().map(|node| self.exported_bitmaps(node));
@@ -133,4 +167,18 @@ impl Server {
         };
         datapath::hold(&disks, change).map_err(BitmapError::Hold)?
     }
+}
+
+/// Makes the completed writes of a disk durable.
+///
+/// # Errors
+/// They are not, or its storage does not answer.
+pub(super) fn sync(device: &Arc<ServedDisk>) -> Result<(), ServerError> {
+    let (name, device) = (format!("disk {}", device.disk.name), device.clone());
+    let work = move || Ok(device.disk.sync());
+    let synced = match with_deadline(&name, Instant::now() + SHUTDOWN_TIMEOUT, work) {
+        Err(ServerError::NotResponding(_)) => Err(io::ErrorKind::TimedOut.into()),
+        synced => synced?,
+    };
+    synced.map_err(|e| ServerError::Sync(name, e))
 }
