@@ -205,9 +205,7 @@ impl RawBitmaps {
         inner.has_record = true;
         let usable = place.usable(&record, inner.size);
         if let (Ok(Usable::AsTheyAre), Some(of)) = (&usable, &record.intent) {
-            // Without it, the bitmaps get a new record.
-            let continued = place.continued_intent(of, self.owner());
-            inner.intent = continued.ok();
+            inner.intent = self.continue_notes(place, of)?;
         }
         let (mut is_changed, mut bits_at, mut left) = (false, 0, Vec::new());
         for bitmap in &record.bitmaps {
@@ -266,6 +264,19 @@ impl RawBitmaps {
         self.begin_record(place, inner, record.intent.as_ref())?;
         place.remove_bits(left.into_iter());
         Ok(())
+    }
+
+    /// The notes that the process before has left. Without them, the bitmaps get a new record.
+    fn continue_notes(&self, place: &Place, of: &IntentRecord) -> io::Result<Option<Intent>> {
+        match place.continued_intent(of, self.owner()) {
+            // Nothing would be noted, and the record, which stays valid, would be wrong after a power cut.
+            Err(e) if place.inherited.is_uncommitted() => {
+                let file = place.record.with_file_name(&of.file);
+                let text = format!("{} cannot be opened: {e}", file.display());
+                Err(io::Error::new(e.kind(), text))
+            }
+            continued => Ok(continued.ok()),
+        }
     }
 
     /// Writes a record of the bitmaps that were loaded, with new notes in place of the old ones.
