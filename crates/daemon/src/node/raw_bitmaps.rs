@@ -261,6 +261,9 @@ impl RawBitmaps {
             }
             return Ok(());
         }
+        if is_other && matches!(record.state, State::InUse(_)) {
+            return self.continue_record(place, inner);
+        }
         self.begin_record(place, inner, record.intent.as_ref())?;
         place.remove_bits(left.into_iter());
         Ok(())
@@ -277,6 +280,17 @@ impl RawBitmaps {
             }
             continued => Ok(continued.ok()),
         }
+    }
+
+    /// Writes a record of the bitmaps that were loaded, and leaves all files: the old process may continue with them.
+    fn continue_record(&self, place: &Place, inner: &mut Inner) -> io::Result<()> {
+        if inner.files.is_empty() {
+            // New bitmaps get new ones.
+            inner.intent = None;
+        }
+        place.write_in_use(inner, &self.bitmaps.all())?;
+        self.set_intent(inner);
+        Ok(())
     }
 
     /// Writes a record of the bitmaps that were loaded, with new notes in place of the old ones.
