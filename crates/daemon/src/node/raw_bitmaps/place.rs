@@ -222,6 +222,7 @@ impl Place {
             .filter(|bitmap| bitmap.is_persistent())
         {
             let name = bitmap.name().to_owned();
+            grow_copy(bitmap, inner.size)?;
             // One that has not changed is where it was.
             let name_of_file = match inner.files.get(&name).filter(|_| bitmap.is_shared()) {
                 Some(file) => file.clone(),
@@ -437,6 +438,20 @@ impl Intent {
     }
 }
 
+/// Lets a bitmap cover the disk, which may have grown since it was copied. What is new counts as dirty.
+fn grow_copy(bitmap: &DirtyBitmap, size: u64) -> io::Result<()> {
+    let old = bitmap.size();
+    if old >= size || bitmap.is_inconsistent() {
+        return Ok(());
+    }
+    let grown = bitmap.grow(size);
+    grown.map_err(|_| io::Error::from(io::ErrorKind::StorageFull))?;
+    if bitmap.is_recording() {
+        bitmap.mark(old, size - old);
+    }
+    Ok(())
+}
+
 /// Notes the time, and what turns it into the time of a file.
 fn note_time(words: &MappedWords) {
     words.label().store(seen::clock_offset(), Relaxed);
@@ -448,4 +463,24 @@ pub fn key(path: &Path) -> String {
     let hash = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     let path = path.as_os_str().as_encoded_bytes();
     format!("{:016x}", path.iter().fold(0xcbf2_9ce4_8422_2325, hash))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_of_bitmaps_grow_with_the_disk_and_are_dirty_there() {
+        let sizes = [(true, 1), (false, 0)];
+        for (is_recording, dirty) in sizes {
+            let bitmap = DirtyBitmap::new("b".into(), 16, 8 << 16, is_recording, true).unwrap();
+            grow_copy(&bitmap, 9 << 16).unwrap();
+            assert_eq!(bitmap.size(), 9 << 16);
+            let mut bits = [0; 8];
+            bitmap.copy_to(0, &mut bits);
+            assert_eq!(bits, [0, dirty, 0, 0, 0, 0, 0, 0]);
+            grow_copy(&bitmap, 1 << 16).unwrap();
+            assert_eq!(bitmap.size(), 9 << 16);
+        }
+    }
 }
