@@ -595,6 +595,8 @@ impl Checkpoints for RawBitmaps {
                 place.record.display()
             );
         }
+        // Before a command continues with these notes.
+        intent.regions.give_up();
     }
 }
 

@@ -160,6 +160,9 @@ impl<F: NotesFile> IntentLog<F> {
     /// Makes the notes of all regions that are wanted durable, or waits until another thread has done that.
     pub fn note(&self, intent: &WriteIntent) {
         let state = self.lock();
+        if intent.is_given_up() {
+            return;
+        }
         if state.is_writing {
             // This may be in that note, or not: the caller looks.
             drop(self.wait(state, |state| state.is_writing));
@@ -170,23 +173,25 @@ impl<F: NotesFile> IntentLog<F> {
 
     /// Writes what is noted now, durably. No other thread is writing.
     fn write(&self, mut state: MutexGuard<'_, LogState>, intent: &WriteIntent) {
+        if intent.is_given_up() {
+            return;
+        }
         state.is_writing = true;
         let is_read = state.is_read;
         drop(state);
         let written = self.write_notes(intent, is_read);
+        if let Err(e) = &written {
+            // Before others write: that would make the notes valid again.
+            if let Some(owner) = self.owner.upgrade() {
+                owner.failed(e);
+            }
+            intent.give_up();
+        }
         let mut state = self.lock();
         state.is_writing = false;
         state.is_read |= written.is_ok();
         drop(state);
         self.changed.notify_all();
-        if let Err(e) = written
-            && !intent.is_given_up()
-        {
-            if let Some(owner) = self.owner.upgrade() {
-                owner.failed(&e);
-            }
-            intent.give_up();
-        }
     }
 
     fn write_notes(&self, intent: &WriteIntent, is_read: bool) -> io::Result<()> {

@@ -321,6 +321,12 @@ fn failed_notes_cost_the_bitmap_and_no_write() {
         intent.note(SIZE - 1, 1);
         log.note(&intent);
         assert!(world.bitmap.is_inconsistent() && intent.is_given_up());
+        // Storage that works again gets no notes, which would be valid.
+        let writes = world.storage.lock().writes;
+        world.storage.lock().fails_at = None;
+        log.note(&intent);
+        log.tick(&intent);
+        assert_eq!(world.storage.lock().writes, writes);
         assert!(intent.is_noted(5 << REGION_BITS, 1));
     }
 }
