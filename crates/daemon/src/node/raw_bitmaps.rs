@@ -40,14 +40,14 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use block::{DirtyBitmap, DirtyBitmaps};
+use block::{DirtyBitmap, DirtyBitmaps, NoteStore};
 use engine::DiskFile;
 use image::{BITMAP_BYTES_MAX, UnusableBitmap};
 use tracing::{error, info, warn};
 
 use super::context::OpenContext;
 use crate::config::spec::{DiskSpec, Lock};
-use intent::Checkpoints;
+use intent::{Checkpoints, Notes};
 use place::{Inner, Intent, Place, Usable, key};
 use record::{BitmapRecord, IntentRecord, State};
 use seen::Seen;
@@ -449,7 +449,7 @@ impl RawBitmaps {
         drop(inner);
         let is_ours = |place: &Place| !place.inherited.is_uncommitted();
         if let Some(intent) = intent.filter(|_| self.place.as_ref().is_ok_and(is_ours)) {
-            intent.log.note(&intent.regions);
+            Notes(intent.log, Arc::downgrade(&intent.regions)).note(&intent.regions);
         }
     }
 
