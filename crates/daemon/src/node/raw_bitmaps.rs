@@ -343,16 +343,20 @@ impl RawBitmaps {
     }
 
     fn lose(&self, inner: &mut Inner, name: String, granularity: u64, why: &str) {
-        warn!(
-            "disk {}: bitmap '{name}' is not continued: {why}; an incremental backup that relies on it must be followed by a \
-             full one; 'ringdisk bitmap remove' deletes it",
-            self.disk
-        );
+        self.warn_lost(&name, why);
         inner.lost.push(UnusableBitmap {
             name,
             granularity,
             why: why.into(),
         });
+    }
+
+    fn warn_lost(&self, name: &str, why: &str) {
+        warn!(
+            "disk {}: bitmap '{name}' is not continued: {why}; an incremental backup that relies on it must be followed by a \
+             full one; 'ringdisk bitmap remove' deletes it",
+            self.disk
+        );
     }
 
     /// Makes `bitmaps` those of the next process too, without the unusable ones in `removed`, durably. No request is in
@@ -516,29 +520,33 @@ impl RawBitmaps {
     /// Makes all of them inconsistent, durably: others may write to the disk, and nobody will know.
     ///
     /// # Errors
-    /// They could not be marked.
+    /// They could not be marked, and continue.
     pub fn lose_all(&self, why: &str) -> io::Result<()> {
         let Ok(place) = &self.place else {
             return Ok(());
         };
         self.suspend();
         let mut inner = self.inner();
-        let old = std::mem::take(&mut inner.files);
-        let intent = inner.intent.take();
-        for bitmap in self
-            .bitmaps
-            .all()
-            .iter()
-            .filter(|bitmap| bitmap.is_persistent())
-        {
-            self.lose(&mut inner, bitmap.name().into(), bitmap.granularity(), why);
+        let mut next = Inner {
+            files: BTreeMap::new(),
+            intent: None,
+            ..inner.clone()
+        };
+        let all = self.bitmaps.all();
+        let stored = || all.iter().filter(|bitmap| bitmap.is_persistent());
+        next.lost.extend(stored().map(|bitmap| UnusableBitmap {
+            name: bitmap.name().into(),
+            granularity: bitmap.granularity(),
+            why: why.into(),
+        }));
+        if next.has_record || !next.lost.is_empty() {
+            place.write_in_use(&next, &[])?;
         }
+        stored().for_each(|bitmap| self.warn_lost(bitmap.name(), why));
+        let old = std::mem::replace(&mut *inner, next);
         self.publish(&inner);
-        if inner.has_record || !inner.lost.is_empty() {
-            place.write_in_use(&inner, &[])?;
-        }
-        place.remove_bits(old.into_values());
-        intent.inspect(|intent| place.remove_intent(&intent.record));
+        place.remove_bits(old.files.into_values());
+        (old.intent).inspect(|intent| place.remove_intent(&intent.record));
         Ok(())
     }
 }
@@ -572,10 +580,9 @@ impl Checkpoints for RawBitmaps {
     fn failed(&self, e: &io::Error) {
         let Ok(place) = &self.place else { return };
         let mut inner = self.inner();
-        let Some(intent) = inner.intent.clone() else {
-            return;
-        };
-        let file = place.record.with_file_name(&intent.record.file);
+        let intent = inner.intent.clone();
+        let file = intent.as_ref().map(|intent| &*intent.record.file);
+        let file = place.record.with_file_name(file.unwrap_or_default());
         let why = format!("changes could not be noted in {}: {e}", file.display());
         error!(
             "disk {}: its persistent bitmaps are inconsistent from now on: {why}; incremental backups that rely on them must be \
@@ -587,6 +594,8 @@ impl Checkpoints for RawBitmaps {
         for bitmap in all.iter().filter(|bitmap| bitmap.is_persistent()) {
             bitmap.set_inconsistent();
         }
+        // Without notes, the record is valid only after a kill, if at all.
+        let Some(intent) = intent else { return };
         let invalidated = place.invalidate(&intent.record);
         if let (Err(e), Err(_)) = (place.write_in_use(&inner, &all), invalidated) {
             error!(

@@ -35,7 +35,7 @@ pub struct Place {
 }
 
 /// The bitmaps of a disk, as they are stored.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Inner {
     /// Bytes of the disk.
     pub size: u64,
