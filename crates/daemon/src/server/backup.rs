@@ -23,8 +23,8 @@ use datapath::{CutDisk, Disk, Fleece, FleeceLimits, Held, cut, end_cut};
 use tracing::{error, info};
 
 use super::bitmap_plan::{BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName};
-use super::clients::END_TIMEOUT;
 use super::bitmaps::sync;
+use super::clients::END_TIMEOUT;
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BackupError, SETTLE};
 use super::nbd::export::{Moment, locked};
