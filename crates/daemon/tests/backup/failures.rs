@@ -153,12 +153,8 @@ fn an_upgrade_ends_backups() {
     write(&mut device, 0, 200, 1);
     let output = served.ringdisk(&["upgrade"]);
     assert!(output.status.success(), "{output:?}");
-    assert!(
-        served
-            .server
-            .log()
-            .contains("backup 'backup' has failed: ringdisk is upgraded")
-    );
+    let line = "backup 'backup' has failed: ringdisk is upgraded";
+    served.server.wait_for_log(&[line]);
     assert_eq!(served.done(&["backup", "list"]), json!([]));
     assert_eq!(served.done(&["export"]), json!([]));
     write(&mut device, 0, 300, 1);

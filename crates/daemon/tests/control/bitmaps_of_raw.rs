@@ -320,11 +320,7 @@ fn kills_lose_no_bit() {
             server.signal(Signal::KILL);
             drop((device, server));
             server = raw.serve();
-            assert!(
-                server
-                    .log()
-                    .contains("continue where the process before has left them")
-            );
+            server.wait_for_log(&["continue where the process before has left them"]);
             let dirty = raw.bits_in_use();
             assert_eq!(raw.bitmap("b")["count"], dirty.len() as u64 * BLOCK);
             assert!(completed.is_subset(&dirty), "seed {seed}, round {round}");
@@ -448,11 +444,7 @@ fn a_failed_note_costs_the_bitmap_and_not_the_write() {
     write(&mut device, 3);
     write(&mut device, 3000);
     assert_eq!(raw.bitmap("b")["inconsistent"], Value::Bool(true));
-    assert!(
-        server.log().contains("changes could not be noted"),
-        "{}",
-        server.log()
-    );
+    server.wait_for_log(&["changes could not be noted"]);
     server.signal(Signal::KILL);
     drop((device, server));
     let server = raw.serve();
@@ -494,7 +486,7 @@ fn what_a_crash_leaves_may_be_damaged() {
     Raw::stop(server);
     fs::write(raw.record_path().unwrap(), "{").unwrap();
     let server = raw.serve();
-    assert!(server.log().contains("is damaged"), "{}", server.log());
+    server.wait_for_log(&["is damaged"]);
     assert_eq!(raw.list().len(), 1);
     raw.run(&["bitmap", "remove", "d", ""]);
     assert_eq!((raw.list().len(), raw.record_path()), (0, None));

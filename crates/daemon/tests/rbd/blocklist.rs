@@ -152,10 +152,21 @@ fn opening_a_disk_detects_the_blocklist(version: CephVersion) {
     let mut device = connect(server.socket());
     assert_eq!(device.queues[0].write(8, &[1; 4096]), OK);
     blocklist(&mut cluster, "idle");
-    succeed(&cluster, &["attach", &next]);
-    let mut other = connect(cluster.socket("next"));
     let start = Instant::now();
+    let control = cluster.control().display().to_string();
     // The OSD may still block the new client for a moment.
+    loop {
+        let attached = ringdisk(&["attach", &next, "--control", &control]);
+        if attached.status.success() {
+            break;
+        }
+        let text = String::from_utf8_lossy(&attached.stderr).into_owned();
+        assert!(
+            text.contains("blocklist") && start.elapsed() < HANG,
+            "{text}"
+        );
+    }
+    let mut other = connect(cluster.socket("next"));
     while other.queues[0].write(8, &[2; 4096]) != OK {
         assert!(start.elapsed() < HANG, "writes still fail");
         drop(other);
