@@ -305,7 +305,7 @@ impl Fleece {
                 self.stored.fetch_add(1, Relaxed);
                 Some(Granule::Stored(self.store.put(bytes)))
             };
-            // All at once for whoever looks at the shard: otherwise another write might copy it again, too late.
+            // Under one lock: otherwise another write could copy it again, after it has changed.
             let mut shard = self.shard(granule);
             match stored {
                 Some(stored) => drop(shard.insert(granule, stored)),
