@@ -393,7 +393,14 @@ fn locate(word: u64) -> (usize, usize) {
 #[derive(Debug, Default)]
 pub struct DirtyBitmaps {
     all: Mutex<Vec<Arc<DirtyBitmap>>>,
-    intent: Mutex<Option<Arc<WriteIntent>>>,
+    intent: Mutex<Intent>,
+}
+
+#[derive(Debug, Default)]
+struct Intent {
+    regions: Option<Arc<WriteIntent>>,
+    /// Also while no persistent bitmap is recording.
+    is_always_needed: bool,
 }
 
 impl DirtyBitmaps {
@@ -401,9 +408,13 @@ impl DirtyBitmaps {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What persistent bitmaps need to survive a power cut. No request is in flight.
-    pub fn set_intent(&self, intent: Option<Arc<WriteIntent>>) {
-        *self.intent.lock().unwrap_or_else(PoisonError::into_inner) = intent;
+    /// What persistent bitmaps need to survive a power cut; `is_always_needed`: even if none is recording. No request is in
+    /// flight.
+    pub fn set_intent(&self, regions: Option<Arc<WriteIntent>>, is_always_needed: bool) {
+        *self.intent.lock().unwrap_or_else(PoisonError::into_inner) = Intent {
+            regions,
+            is_always_needed,
+        };
     }
 
     /// Replaces all of them.
@@ -464,7 +475,7 @@ impl DirtyBitmaps {
         let intent = self.intent.lock().unwrap_or_else(PoisonError::into_inner);
         RecordingBitmaps {
             bitmaps,
-            intent: intent.clone().filter(|_| is_needed),
+            intent: (intent.regions.clone()).filter(|_| is_needed || intent.is_always_needed),
         }
     }
 }

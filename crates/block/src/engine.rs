@@ -32,6 +32,41 @@ pub trait Remote: Any + Send + Sync {
     /// # Errors
     /// The writes could not be made durable.
     fn sync(&self) -> io::Result<()>;
+
+    /// The parts of a range that may have data. Blocks. Writes that have completed before are seen. `None` if the storage
+    /// does not know.
+    ///
+    /// # Errors
+    /// The storage could not be asked.
+    fn data_in(&self, at: u64, len: u64) -> io::Result<Option<DataExtents>>;
+}
+
+/// Where a part of a disk may have data. Elsewhere it reads as zeroes, and has no space of its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DataExtents {
+    /// Where the part begins, in bytes.
+    pub from: u64,
+    /// Where it ends.
+    pub to: u64,
+    /// The beginning and end of each extent with data: in order, apart, not empty, and inside the part.
+    pub data: Vec<(u64, u64)>,
+}
+
+impl DataExtents {
+    /// The length of the beginning of a range that is in one state, and whether it has data. `None` if it begins outside of
+    /// the part.
+    pub fn beginning(&self, at: u64, len: u64) -> Option<(u64, bool)> {
+        if !(self.from..self.to).contains(&at) {
+            return None;
+        }
+        let next = self.data.partition_point(|&(_, end)| end <= at);
+        let (end, is_data) = match self.data.get(next) {
+            Some(&(begin, end)) if begin <= at => (end, true),
+            Some(&(begin, _)) => (begin, false),
+            None => (self.to, false),
+        };
+        Some((len.min(end - at), is_data))
+    }
 }
 
 /// One I/O operation on a file.

@@ -15,7 +15,7 @@ mod throttle;
 mod units;
 
 pub use bitmap::{DirtyBitmap, DirtyBitmaps, RecordingBitmaps, SharedWords, TooLarge};
-pub use engine::{Completion, Engine, FileId, Op, Remote, Segment, Token};
+pub use engine::{Completion, DataExtents, Engine, FileId, Op, Remote, Segment, Token};
 pub use facts::{Backing, BlockSizeError, DiskFacts};
 pub use intent::{NoteStore, REGIONS_MAX, WriteIntent, noted_ranges, region_bits};
 pub use limits::{explain, explain_thread, is_no_space, is_out_of_descriptors};

@@ -438,6 +438,9 @@ impl Handshake {
         if self.tls == Tls::Required {
             return Err(fail(OptionError::TLS_REQUIRED.1));
         }
+        if self.mode == Mode::Extended {
+            return Err(fail("with extended headers, NBD_OPT_GO is used"));
+        }
         let export = exports
             .find(&name)
             .ok_or_else(|| fail(OptionError::NO_EXPORT.1))?;

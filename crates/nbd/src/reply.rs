@@ -61,11 +61,11 @@ impl Replies {
     }
 
     /// Everything before the bytes that were read, which are sent next. `is_last` if there are no others. Simple replies have
-    /// one header for all bytes.
+    /// one header for all bytes; extended ones repeat the `offset` of the request, whatever part of it comes `at`.
     pub fn data_header(
         &self,
         cookie: u64,
-        offset: u64,
+        (offset, at): (u64, u64),
         len: u32,
         is_last: bool,
         out: &mut Vec<u8>,
@@ -75,7 +75,7 @@ impl Replies {
         }
         let (flags, len) = (if is_last { DONE } else { 0 }, u64::from(len) + 8);
         self.chunk_with(flags, OFFSET_DATA, cookie, offset, len, out);
-        out.extend_from_slice(&offset.to_be_bytes());
+        out.extend_from_slice(&at.to_be_bytes());
     }
 
     /// The states of a range from `offset` on, in one context. `is_last` if the request has no further context.

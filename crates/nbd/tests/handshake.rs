@@ -119,6 +119,13 @@ fn export_name_has_a_bare_reply() {
     let (used, _) = handshake.advance(&client, &Two, &mut Vec::new()).unwrap();
     let refused = handshake.advance(&client[used..], &Two, &mut Vec::new());
     assert!(matches!(refused, Err(HandshakeError::NoExport(name, _)) if name == "none"));
+    // Neither this reply nor NBD_OPT_EXPORT_NAME knows extended headers.
+    let mut handshake = Handshake::default();
+    handshake.advance(&FLAGS, &Two, &mut Vec::new()).unwrap();
+    let extended = handshake.advance(&option(11, &[]), &Two, &mut Vec::new());
+    assert_eq!(extended.unwrap().1, Step::Continue);
+    let refused = handshake.advance(&option(1, b"disk"), &Two, &mut Vec::new());
+    assert!(matches!(refused, Err(HandshakeError::NoExport(name, _)) if name == "disk"));
 }
 
 #[test]

@@ -168,11 +168,17 @@ fn replies_have_their_layout() {
     );
 
     let data = reply(Mode::Structured, &|r, out| {
-        r.data_header(9, 4096, 512, true, out)
+        r.data_header(9, (4096, 8192), 512, true, out)
     });
     assert_eq!(data[4..8], [0, 1, 0, 1]);
     assert_eq!(data[16..20], 520u32.to_be_bytes());
-    assert_eq!(data[20..], 4096u64.to_be_bytes());
+    assert_eq!(data[20..], 8192u64.to_be_bytes());
+    // Whatever the part, extended headers repeat the offset of the request.
+    let data = reply(Mode::Extended, &|r, out| {
+        r.data_header(9, (4096, 8192), 512, false, out)
+    });
+    assert_eq!(data[16..24], 4096u64.to_be_bytes());
+    assert_eq!(data[32..], 8192u64.to_be_bytes());
 
     let flags = STATE_HOLE | STATE_ZERO;
     let extents = [
