@@ -56,7 +56,7 @@ pub use check::CheckReport;
 pub use compressed::Compression;
 pub use error::{Damage, DamagedPart, ImageError};
 pub use header::HeaderError;
-pub use journal::{JournalEvent, JournalFile, JournalOwner};
+pub use journal::{Generations, JournalEvent, JournalFile, JournalOwner};
 pub use open::{OpenOptions, Qcow2Error, journal_owner};
 pub use pins::{Pin, Pins, ThreadPins};
 pub use progress::Progress;
@@ -71,7 +71,7 @@ use cache::Cache;
 use file::FileEnd;
 use geometry::Geometry;
 use header::Header;
-use journal::{Changes, Journal};
+use journal::{Changes, Journal, Lineage};
 use l1::L1;
 use metadata::Metadata;
 use pins::Mark;
@@ -129,6 +129,7 @@ struct ImageState {
     refcounts: Refcounts,
     metadata: Metadata,
     journal: Option<Journal>,
+    lineage: Lineage,
     bitmaps: StoredBitmaps,
     /// There is no journal, so changes are flushed before they are acknowledged.
     flush_changes: bool,

@@ -90,7 +90,12 @@ pub fn info(directory: &Path) -> String {
 }
 
 /// Random changes to a disk, by us.
-fn change(disk: &Disk, random: &mut Random, operations: u64, mut changed: impl FnMut(u64, u64)) {
+pub fn change(
+    disk: &Disk,
+    random: &mut Random,
+    operations: u64,
+    mut changed: impl FnMut(u64, u64),
+) {
     let cluster = disk.chain.image().unwrap().cluster_bytes();
     for _ in 0..operations {
         let (at, len) = random.range(disk.chain.size(), cluster);
@@ -321,6 +326,19 @@ fn sessions(memory: &Memory, directory: &Path, random: &mut Random) -> Vec<Momen
     moments
 }
 
+/// An image with two bitmaps, whose second entry is in two sectors.
+pub fn image_with_two_bitmaps(directory: &Path) -> Vec<u8> {
+    let create = "create -q -f qcow2 -o cluster_size=512 disk.qcow2 256k";
+    qemu::img(directory, create);
+    let first = "a".repeat(456);
+    qemu::img(
+        directory,
+        &format!("bitmap --add -g 512 disk.qcow2 {first}"),
+    );
+    qemu::img(directory, "bitmap --add -g 4096 disk.qcow2 second");
+    std::fs::read(directory.join("disk.qcow2")).unwrap()
+}
+
 #[test]
 fn crashes_leave_no_bitmap_with_fewer_bits() {
     needs_qemu!("crashes_leave_no_bitmap_with_fewer_bits");
@@ -328,18 +346,7 @@ fn crashes_leave_no_bitmap_with_fewer_bits() {
     for seed in seeds(1200, 60) {
         let directory = tempfile::tempdir().unwrap();
         let directory = directory.path();
-        qemu::img(
-            directory,
-            "create -q -f qcow2 -o cluster_size=512 disk.qcow2 256k",
-        );
-        // Names of this length put the second entry in two sectors.
-        let first = "a".repeat(456);
-        qemu::img(
-            directory,
-            &format!("bitmap --add -g 512 disk.qcow2 {first}"),
-        );
-        qemu::img(directory, "bitmap --add -g 4096 disk.qcow2 second");
-        let start = std::fs::read(directory.join("disk.qcow2")).unwrap();
+        let start = image_with_two_bitmaps(directory);
         let memory = Memory::new(start.clone());
         let mut random = Random(seed);
         let moments = sessions(&memory, directory, &mut random);

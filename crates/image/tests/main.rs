@@ -9,6 +9,7 @@ mod golden;
 mod journal;
 mod model;
 mod opening;
+mod recorded_bitmaps;
 mod support;
 mod writes;
 mod zeroes;

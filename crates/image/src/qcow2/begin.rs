@@ -25,6 +25,9 @@ impl Qcow2 {
         }
         state.begin_journal();
         self.outdate_bitmaps(&mut state, false)?;
+        if let Some(journal) = &mut state.journal {
+            journal.forget_other();
+        }
         self.has_begun_writing.store(true, SeqCst);
         Ok(())
     }
@@ -36,10 +39,16 @@ impl Qcow2 {
         state: &mut ImageState,
         all: bool,
     ) -> Result<(), ImageError> {
-        let mut known = AUTOCLEAR_RAW_EXTERNAL;
-        if self.mark_bitmaps(state, all)? {
-            known |= AUTOCLEAR_BITMAPS;
+        // The generation first: with it, bitmaps that are in use after a crash may still be continued.
+        self.set_autoclear(state, AUTOCLEAR_RAW_EXTERNAL | AUTOCLEAR_BITMAPS)?;
+        if !self.mark_bitmaps(state, all)? {
+            self.set_autoclear(state, AUTOCLEAR_RAW_EXTERNAL)?;
         }
+        Ok(())
+    }
+
+    /// Clears all autoclear features but these, and those of the journal, durably.
+    fn set_autoclear(&self, state: &mut ImageState, known: u64) -> Result<(), ImageError> {
         let journal = state.journal.as_ref().map_or(0, Journal::autoclear);
         let before = state.header.clone();
         state.header.autoclear &= known;

@@ -5,11 +5,13 @@
 //! nothing writes to the image any more, they are [stored](Qcow2::store_bitmaps), and are no longer in use.
 //!
 //! A bitmap that is in use has any content in the file, and programs that open the image do not use it. So a crash leaves
-//! it {as it was, if nothing was written}, {in use}, or {stored}; it never has fewer bits than there were writes. If the
-//! process is killed, its bitmaps stay in use and are of no use any more, as in QEMU.
+//! it {as it was, if nothing was written}, {in use}, or {stored}; it never has fewer bits than there were writes. After a
+//! kill of the process, or a crash of the host, bitmaps that are in use are of no use any more, as in QEMU, unless their bits
+//! [are known from elsewhere](Qcow2::continue_bitmaps).
 
 mod directory;
 mod load;
+mod resume;
 mod store;
 
 use std::borrow::Cow;
@@ -137,6 +139,20 @@ struct StoredBitmap {
     is_in_use: bool,
 }
 
+impl StoredBitmap {
+    /// A bitmap that the image does not have yet.
+    fn not_stored(bits: Arc<DirtyBitmap>) -> Self {
+        Self {
+            bits,
+            entry_at: None,
+            table_at: HostOffset::START,
+            table: Vec::new(),
+            table_entries: 0,
+            is_in_use: true,
+        }
+    }
+}
+
 /// A bitmap of the image that is not continued.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnusableBitmap {
@@ -220,14 +236,7 @@ impl Qcow2 {
                     bits,
                     ..stored.swap_remove(place)
                 },
-                None => StoredBitmap {
-                    bits,
-                    entry_at: None,
-                    table_at: HostOffset::START,
-                    table: Vec::new(),
-                    table_entries: 0,
-                    is_in_use: true,
-                },
+                None => StoredBitmap::not_stored(bits),
             });
         }
         self.bitmaps.set(bitmaps);

@@ -104,7 +104,8 @@ impl Qcow2 {
         self.data.is_some()
     }
 
-    pub(super) fn has_changes(&self) -> bool {
+    /// Whether the next flush has metadata to write to the file.
+    pub fn has_changes(&self) -> bool {
         let unflushed = |file: &FileEnd| file.unflushed();
         self.changes.get() != self.durable.load(SeqCst)
             || unflushed(&self.file)
@@ -119,6 +120,7 @@ impl Qcow2 {
             self.data.as_ref().unwrap_or(&self.file).flush()?;
             return self.free_what_can_be();
         }
+        self.begin_journal_in_flush()?;
         let batch = self.take_batch()?;
         if let Err(error) = self.write_batch(&batch) {
             self.put_back(batch);

@@ -75,6 +75,7 @@
 //! snapshots, and so removes all of them. Each change to such an image is flushed before it is acknowledged. The
 //! same applies to an image of version 2, which has no autoclear bits.
 
+mod lineage;
 mod matching;
 mod records;
 
@@ -87,8 +88,11 @@ use std::time::{Duration, Instant};
 
 use block::FileOffset;
 
+pub use lineage::Generations;
+pub(super) use lineage::Lineage;
 pub use matching::JournalOwner;
 pub(super) use matching::{Found, fits, journal_bits, owner, read};
+use matching::{JournalBits, matching_slot};
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
@@ -167,6 +171,10 @@ pub(super) struct Journal {
     sequence: u64,
     /// The generation that the image has.
     generation: u64,
+    /// The random one from which it was incremented.
+    first_generation: u64,
+    /// The random one that the image gets next.
+    next_generation: u64,
     /// When the image got that generation; `None` if the next record needs another one.
     stamped: Option<Instant>,
     stamp_interval: Duration,
@@ -180,6 +188,8 @@ pub(super) struct Journal {
     /// Some of the changes left out may be in the file.
     overtaken: bool,
     failure_reported: bool,
+    /// One of the slots is that of an earlier process.
+    follows_another: bool,
     record: Vec<u8>,
 }
 
@@ -202,6 +212,8 @@ impl Journal {
             session: 0,
             sequence: 0,
             generation: 0,
+            first_generation: 0,
+            next_generation: random() & GENERATION,
             stamped: None,
             stamp_interval: Duration::ZERO,
             start: RECORDS_AT,
@@ -210,21 +222,50 @@ impl Journal {
             broken: false,
             overtaken: false,
             failure_reported: false,
+            follows_another: false,
             record: Vec::new(),
         }
     }
 
-    /// Empties the file and begins the journal. From now on, the image must have the bits of
-    /// [`autoclear`](Self::autoclear).
-    fn begin(&mut self) {
-        self.generation = random() & GENERATION;
+    /// Begins the journal of an image that has these bits. From now on, it must have those of [`autoclear`](Self::autoclear).
+    fn begin(&mut self, image: JournalBits) {
+        self.renew(self.next_generation);
         self.stamped = None;
         self.foreign = false;
-        // The old content has been applied, or is useless because the image is now written.
-        let emptied = self.file.storage.set_size(0);
-        match emptied.and_then(|()| self.restart()) {
+        match self.restart_after(image) {
             Ok(()) => (self.active, self.broken) = (true, false),
             Err(e) => self.failed(e),
+        }
+    }
+
+    /// The image gets a generation that was chosen before.
+    fn renew(&mut self, generation: u64) {
+        (self.generation, self.first_generation) = (generation, generation);
+        self.next_generation = random() & GENERATION;
+    }
+
+    /// Begins beside the journal that belongs to the image so far, if there is one: a kill must find it until the image has the
+    /// new generation. No record is written before. Anything else in the file is useless.
+    fn restart_after(&mut self, image: JournalBits) -> io::Result<()> {
+        let slot = matching_slot(&self.file, image).filter(|slot| slot.sequence < u64::MAX / 2);
+        let Some(slot) = slot else {
+            self.file.storage.set_size(0)?;
+            return self.restart();
+        };
+        self.follows_another = true;
+        (self.session, self.sequence) = (random(), slot.sequence);
+        (self.start, self.end, self.punched) = (RECORDS_AT, RECORDS_AT, RECORDS_AT);
+        self.write_slot()
+    }
+
+    /// The image has the generation of this journal. Leaves nothing of the one before.
+    pub fn forget_other(&mut self) {
+        if !std::mem::take(&mut self.follows_another) {
+            return;
+        }
+        let written = self.write_slot();
+        if let Err(e) = written.and_then(|()| self.file.storage.set_size(RECORDS_AT.0)) {
+            self.failed(e);
         }
     }
 
@@ -232,6 +273,8 @@ impl Journal {
     fn restart(&mut self) -> io::Result<()> {
         self.session = random();
         (self.start, self.end, self.punched) = (RECORDS_AT, RECORDS_AT, RECORDS_AT);
+        // None of an earlier session stays.
+        self.write_slot()?;
         self.write_slot()
     }
 
@@ -272,6 +315,7 @@ impl Journal {
             lists.into_iter().for_each(Changes::clear);
             return false;
         }
+        debug_assert!(!self.follows_another, "the image has no stamp yet");
         record(
             &mut self.record,
             lists,
@@ -295,14 +339,17 @@ impl Journal {
 
     /// Call it when the flush of `rotated` has succeeded. `all`: the flush has written every change that was left
     /// out.
-    fn checkpoint(&mut self, rotated: &Rotated, all: bool) {
+    fn checkpoint(&mut self, rotated: &Rotated, all: bool, image: JournalBits) {
         if !self.active {
-            if all {
-                self.begin();
+            // It could not begin.
+            if all && self.broken {
+                self.begin(image);
             }
             return;
         }
-        self.generation = rotated.generation.unwrap_or(self.generation);
+        if let Some(generation) = rotated.generation {
+            self.renew(generation);
+        }
         self.start = rotated.end;
         self.stamped = None;
         self.overtaken = false;
@@ -360,8 +407,9 @@ impl ImageState {
             self.flush_changes = true;
             self.journal = None;
         }
+        let image = journal_bits(&self.header);
         if let Some(journal) = self.journal.as_mut().filter(|journal| !journal.active) {
-            journal.begin();
+            journal.begin(image);
         }
         let on = self.journal.is_some() || self.flush_changes;
         (self.changes.on, self.refcounts.changes.on) = (on, on);
@@ -394,8 +442,9 @@ impl ImageState {
 
     /// As [`Journal::checkpoint`].
     pub(super) fn checkpoint_journal(&mut self, rotated: &Rotated, all: bool) {
+        let image = journal_bits(&self.header);
         if let Some(journal) = &mut self.journal {
-            journal.checkpoint(rotated, all);
+            journal.checkpoint(rotated, all, image);
         }
         self.set_journal_bits();
     }
@@ -461,6 +510,7 @@ impl Qcow2 {
         let begun = Instant::now();
         match self.write_header(state) {
             Ok(()) => {
+                journal.forget_other();
                 journal.stamped = Some(begun);
                 let [least, most] = [STAMP_MS.0, STAMP_MS.1].map(Duration::from_millis);
                 journal.stamp_interval = (begun.elapsed() * STAMP_SHARE).clamp(least, most);
@@ -493,7 +543,7 @@ impl Qcow2 {
         let mut after = None;
         if journal.active && journal.overtaken {
             // A replay of this journal would undo the flush: the journal must no longer match.
-            let generation = random() & GENERATION;
+            let generation = journal.next_generation;
             rotated.generation = Some(generation);
             let mut header = state.header.clone();
             header.set_journal(autoclear(generation));
@@ -544,6 +594,29 @@ impl Qcow2 {
             && !self.has_begun_writing.load(SeqCst)
     }
 
+    /// Begins the journal if a flush has something to write before the guest has: clusters that a replay has freed. The
+    /// journal that was replayed would not match the image any more. The caller holds the flush lock.
+    pub(super) fn begin_journal_in_flush(&self) -> Result<(), ImageError> {
+        let mut state = self.lock();
+        let bits = journal_bits(&state.header).bits();
+        let is_old = |journal: &Journal| match journal.active {
+            false => !journal.broken,
+            // Its bits could not be written when it began.
+            true => journal.autoclear() != bits,
+        };
+        if !state.journal.as_ref().is_some_and(is_old) {
+            return Ok(());
+        }
+        state.begin_journal();
+        let bits = state.journal.as_ref().map_or(0, Journal::autoclear);
+        state.header.set_journal(bits);
+        self.write_header(&mut state)?;
+        if let Some(journal) = &mut state.journal {
+            journal.forget_other();
+        }
+        self.file.flush()
+    }
+
     /// Ends the journal of an image that is being closed and whose changes are all in the file. The journal's file
     /// is empty then, unless its content may still be wanted.
     pub(super) fn close_journal(&self, state: &mut ImageState) -> Result<(), ImageError> {
@@ -585,76 +658,4 @@ fn random() -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::Mutex;
-
-    use super::*;
-
-    /// Records the calls to it.
-    #[derive(Default)]
-    struct Asked(Mutex<Vec<&'static str>>);
-
-    impl Asked {
-        fn for_it(&self, what: &'static str) -> io::Result<()> {
-            self.0.lock().unwrap().push(what);
-            Ok(())
-        }
-    }
-
-    impl Storage for Asked {
-        fn read_at(&self, _: FileOffset, _: &mut [u8]) -> io::Result<usize> {
-            Ok(0)
-        }
-
-        fn write_at(&self, _: FileOffset, _: &[u8]) -> io::Result<()> {
-            self.for_it("write")
-        }
-
-        fn flush(&self) -> io::Result<()> {
-            self.for_it("flush")
-        }
-
-        fn loses_data_on_failed_flush(&self) -> bool {
-            false
-        }
-
-        fn size(&self) -> io::Result<u64> {
-            Ok(0)
-        }
-
-        fn set_size(&self, _: u64) -> io::Result<()> {
-            self.for_it("set size")
-        }
-
-        fn punch(&self, _: FileOffset, _: u64) -> io::Result<()> {
-            self.for_it("punch")
-        }
-
-        fn block_size(&self) -> u32 {
-            512
-        }
-    }
-
-    /// A kill between the two calls must not leave a slot that says that the records begin where the file has been
-    /// punched: the records after that, appended while the flush was in progress, would be lost.
-    #[test]
-    fn records_are_freed_after_the_slot_is_written() {
-        let storage = Arc::new(Asked::default());
-        let file = JournalFile {
-            storage: storage.clone(),
-            identity: [7; 32],
-            on_event: Box::new(|_| ()),
-        };
-        let mut journal = Journal::new(file, true, false);
-        journal.begin();
-        let end = RECORDS_AT + 2 * PUNCH;
-        journal.end = end + 100;
-        storage.0.lock().unwrap().clear();
-        let rotated = Rotated {
-            end,
-            generation: None,
-        };
-        journal.checkpoint(&rotated, true);
-        assert_eq!(*storage.0.lock().unwrap(), ["write", "punch"]);
-    }
-}
+mod tests;

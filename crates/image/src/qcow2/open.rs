@@ -13,7 +13,7 @@ use super::file::FileEnd;
 use super::flush::Flushed;
 use super::geometry::Geometry;
 use super::header::{HEADER_BYTES, Header, HeaderError};
-use super::journal::{self, Changes, JournalFile, JournalOwner};
+use super::journal::{self, Changes, JournalFile, JournalOwner, Lineage};
 use super::l1::L1;
 use super::metadata::Metadata;
 use super::pins::Pins;
@@ -176,12 +176,14 @@ impl Qcow2 {
         let unit = (block as usize).max(512).max(HEADER_BYTES);
         let mut header_block = first[..unit.min(first.len())].to_vec();
         let journal = options.journal.take();
+        let lineage = Lineage::new(journal::journal_bits(&header));
         if header.dirty() && !options.read_only && !counts_are_right(&header, journal.as_ref()) {
             repair(&*storage, &mut header, &mut header_block, options.progress)
                 .map_err(Qcow2Error::from_scan)?;
         }
         let image = Self::assemble(storage, data, header, header_block, &options)
             .map_err(Qcow2Error::Image)?;
+        image.lock().lineage = lineage;
         if let Some(file) = journal.filter(|_| !options.read_only) {
             image.replay_journal(file, options.progress)?;
         }
@@ -267,6 +269,7 @@ impl Qcow2 {
                 refcounts,
                 metadata,
                 journal: None,
+                lineage: Lineage::default(),
                 bitmaps: StoredBitmaps::default(),
                 flush_changes: options.flush_changes,
                 unrecorded: 0,

@@ -68,6 +68,8 @@ impl Qcow2 {
             Found::Nothing | Found::Changes { .. } => false,
         };
         let foreign = matches!(contents, Found::Outdated);
+        let is_there = matches!(contents, Found::Nothing | Found::Changes { .. });
+        self.lock().lineage.found_journal(is_there);
         match contents {
             Found::Nothing => {}
             Found::Outdated => (file.on_event)(JournalEvent::Outdated),

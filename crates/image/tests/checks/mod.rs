@@ -93,6 +93,28 @@ pub fn image(data: &[u8]) {
             check_bitmaps(&chain, &file);
         }
     }
+    if let Some(chain) = open(file.clone(), false, None) {
+        continue_bitmaps(&chain);
+        use_it(&chain, &file, data, false);
+        check_bitmaps(&chain, &file);
+    }
+}
+
+/// Continues small bitmaps that were in use, as if their bits were known.
+fn continue_bitmaps(chain: &Chain) {
+    const BITS_MAX: u64 = 1 << 20;
+    let Some(image) = chain.image() else { return };
+    let unusable = image.unusable_bitmaps().into_iter().take(8);
+    let small = unusable.filter(|bitmap| {
+        (512..=1 << 31).contains(&bitmap.granularity)
+            && image.size() / bitmap.granularity < BITS_MAX
+    });
+    let bitmaps = small.map(|bitmap| {
+        let granularity = bitmap.granularity.ilog2();
+        let new = DirtyBitmap::new(bitmap.name, granularity, image.size(), true, true);
+        Arc::new(new.unwrap())
+    });
+    let _ = image.continue_bitmaps(bitmaps.collect());
 }
 
 /// Bitmaps of an image that was closed are read again as they were.

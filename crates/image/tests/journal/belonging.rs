@@ -285,6 +285,60 @@ fn empty_old_journal_does_not_replace_another() {
     assert_eq!(Host::sector(&disk, 100 << 10), pattern(5, 512));
 }
 
+/// Processes that continue with an image are killed one after the other, each a little later. Until the image has the
+/// generation of the new journal, the old one belongs to it.
+#[test]
+fn a_kill_leaves_the_journal_that_belongs_to_the_image() {
+    if !qemu::is_there("a_kill_leaves_the_journal_that_belongs_to_the_image") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    for sector in [false, true] {
+        let host = killed(directory);
+        let mut lives = 0;
+        let mut has_written = false;
+        while !has_written {
+            lives += 1;
+            host.life.live(lives);
+            if let Ok(disk) = host.open(directory) {
+                // Also one that has a journal without changes.
+                has_written = match sector {
+                    true => disk.write(200 << 10, &pattern(4, 512)).is_ok(),
+                    false => disk.flush().is_ok() && disk.write(64 << 10, &[1; 512]).is_ok(),
+                };
+            }
+            host.life.live(i64::MAX);
+            let disk = host.open(directory).unwrap();
+            let lost = ["Missing", "Outdated"].map(|event| host.told(event));
+            assert_eq!(lost, [false; 2], "{lives}");
+            assert_eq!(Host::sector(&disk, 65 << 10), pattern(9, 512), "{lives}");
+        }
+        assert!(lives > 4, "{lives}");
+        let disk = host.open(directory).unwrap();
+        disk.chain.close().unwrap();
+        assert_eq!(check(&host.image).unwrap().errors, 0);
+    }
+}
+
+/// Each process leaves records when it is killed. The next one has applied them, and removes them.
+#[test]
+fn journals_do_not_grow_with_kills() {
+    if !qemu::is_there("journals_do_not_grow_with_kills") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let host = killed(directory);
+    let size = || host.journal.size().unwrap() - 4096;
+    let first = size();
+    for life in 2..12 {
+        let disk = host.open(directory).unwrap();
+        disk.write(life * (64 << 10), &pattern(4, 512)).unwrap();
+        assert!(size() <= 2 * first, "{life}: {} after {first}", size());
+    }
+}
+
 /// The journal is not where it is looked for. Whoever is told, and looks where it is, has lost nothing.
 #[test]
 fn missing_journal_is_reported() {

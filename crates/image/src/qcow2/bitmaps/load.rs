@@ -20,7 +20,7 @@ const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 const NAME_MAX: usize = 1023;
 
 /// Why a bitmap cannot be used.
-enum Unusable {
+pub(super) enum Unusable {
     Why(&'static str),
     Image(ImageError),
 }
@@ -118,8 +118,15 @@ impl Qcow2 {
         entry: &BitmapEntry,
         bytes: &mut u64,
     ) -> Result<(), Unusable> {
+        if entry.is_in_use() {
+            let why = "it was in use when a process was killed, or the host crashed, and lacks changes since";
+            return Err(why.into());
+        }
         let size = self.size();
         let bits = self.new_bitmap(entry, size)?;
+        if u64::from(entry.table_entries) != self.g.clusters(bits.bytes()) {
+            return Err("its size is not that of the disk".into());
+        }
         *bytes += bits.bytes();
         if *bytes > BITMAP_BYTES_MAX || state.bitmaps.loaded.len() >= LOADED_MAX {
             let why = "more than 256 bitmaps, or 128 MiB of bits, are not loaded; delete bitmaps, or use a larger \
@@ -155,12 +162,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Checks everything about a bitmap that its entry says.
-    fn new_bitmap(&self, entry: &BitmapEntry, size: u64) -> Result<NewBitmap, Unusable> {
-        if entry.is_in_use() {
-            let why = "it was in use when a process was killed, or the host crashed, and lacks changes since";
-            return Err(why.into());
-        }
+    /// Checks what the entry of a bitmap says, except the number of its clusters.
+    pub(super) fn new_bitmap(&self, entry: &BitmapEntry, size: u64) -> Result<NewBitmap, Unusable> {
         if entry.has_extra_data && entry.flags & EXTRA_DATA_COMPATIBLE == 0 {
             return Err("it has extra data of an unknown kind".into());
         }
@@ -172,19 +175,15 @@ impl Qcow2 {
         if !is_named || !GRANULARITY_BITS.contains(&entry.granularity_bits) {
             return Err("its name or granularity is invalid".into());
         }
-        let new = NewBitmap {
+        Ok(NewBitmap {
             name,
             granularity_bits: entry.granularity_bits.into(),
             bits: size.div_ceil(1 << entry.granularity_bits),
             is_recording: entry.flags & AUTO != 0,
-        };
-        if u64::from(entry.table_entries) != self.g.clusters(new.bytes()) {
-            return Err("its size is not that of the disk".into());
-        }
-        Ok(new)
+        })
     }
 
-    fn read_table(
+    pub(super) fn read_table(
         &self,
         state: &mut ImageState,
         entry: &BitmapEntry,
@@ -243,7 +242,12 @@ impl Qcow2 {
 
     /// Checks that clusters can be those of a bitmap, which will be written: they are used once, and for nothing that is
     /// known.
-    fn claim(&self, state: &mut ImageState, at: HostOffset, clusters: u64) -> Result<(), Unusable> {
+    pub(super) fn claim(
+        &self,
+        state: &mut ImageState,
+        at: HostOffset,
+        clusters: u64,
+    ) -> Result<(), Unusable> {
         let run = Run {
             first: at.cluster(&self.g),
             clusters,
@@ -273,15 +277,15 @@ impl Qcow2 {
 }
 
 /// A bitmap that has no memory yet.
-struct NewBitmap {
+pub(super) struct NewBitmap {
     name: String,
-    granularity_bits: u32,
+    pub granularity_bits: u32,
     bits: u64,
     is_recording: bool,
 }
 
 impl NewBitmap {
-    fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.bits.div_ceil(8)
     }
 
@@ -298,7 +302,7 @@ impl NewBitmap {
 }
 
 impl Unusable {
-    fn text(&self) -> String {
+    pub fn text(&self) -> String {
         match self {
             Self::Why(why) => (*why).to_owned(),
             Self::Image(error) => error.to_string(),

@@ -8,7 +8,7 @@ use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
 use crate::storage::{Storage, read_padded};
 
 /// What the header of an image says about its journal.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(in crate::qcow2) struct JournalBits {
     bits: u64,
     /// The image is also dirty: no program has written to it and closed it since.
@@ -19,6 +19,10 @@ impl JournalBits {
     /// Whether the image has a journal, or had one.
     pub fn has_any(self) -> bool {
         self.bits != 0
+    }
+
+    pub(super) fn bits(self) -> u64 {
+        self.bits
     }
 
     /// Whether the image is dirty because it has a journal. Its refcounts are then right, unless it was dirty
@@ -41,7 +45,7 @@ pub(in crate::qcow2) fn journal_bits(header: &Header) -> JournalBits {
 /// The journal cannot be read, has lost acknowledged changes, or is longer than any journal can be.
 pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Result<Found> {
     let marked = image.bits & MARK != 0;
-    let contents = match Contents::read(&*file.storage)? {
+    let contents = match Contents::read(&*file.storage, &file.identity, image)? {
         Ok(contents) => contents,
         Err(NoSlot::Damaged) if marked => {
             let problem = "its first bytes, which describe its content, are damaged";
@@ -70,7 +74,7 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
 /// Whether there is a journal here for an image whose header says this, even one that keeps the image from being
 /// opened.
 pub(in crate::qcow2) fn fits(file: &JournalFile, image: JournalBits) -> bool {
-    match Contents::read(&*file.storage) {
+    match Contents::read(&*file.storage, &file.identity, image) {
         Ok(Ok(found)) => found.match_image(&file.identity, image) != JournalMatch::None,
         Ok(Err(NoSlot::Empty)) => false,
         Ok(Err(NoSlot::Damaged)) | Err(_) => image.bits & MARK != 0,
@@ -88,6 +92,14 @@ pub enum JournalOwner {
     Other,
 }
 
+/// The slot of the journal that belongs to an image whose header says this, with everything that was acknowledged.
+pub(super) fn matching_slot(file: &JournalFile, image: JournalBits) -> Option<Slot> {
+    let found = Contents::read(&*file.storage, &file.identity, image);
+    let contents = found.ok()?.ok()?;
+    let is_complete = contents.match_image(&file.identity, image) == JournalMatch::Complete;
+    is_complete.then_some(contents.slot)
+}
+
 /// Whether a journal that was found somewhere belongs to the image with this header.
 pub(in crate::qcow2) fn owner(
     journal: &dyn Storage,
@@ -95,7 +107,7 @@ pub(in crate::qcow2) fn owner(
     header: &Header,
 ) -> JournalOwner {
     let journal_bits = journal_bits(header);
-    match Contents::read(journal) {
+    match Contents::read(journal, identity, journal_bits) {
         Ok(Ok(contents)) => match contents.match_image(identity, journal_bits) {
             JournalMatch::Complete | JournalMatch::Truncated => JournalOwner::ThisImage,
             JournalMatch::None => JournalOwner::Other,
@@ -150,28 +162,48 @@ enum JournalMatch {
 }
 
 impl Contents {
-    fn read(journal: &dyn Storage) -> io::Result<Result<Self, NoSlot>> {
+    /// That of the newest slot, or of the other one if that is of an earlier process and belongs to the image with these bits.
+    fn read(
+        journal: &dyn Storage,
+        identity: &[u8; 32],
+        image: JournalBits,
+    ) -> io::Result<Result<Self, NoSlot>> {
         let size = journal.size()?;
-        let Some(slot) = Slot::newest(journal)? else {
+        let mut slots = Slot::read(journal)?.into_iter();
+        let Some(newest) = slots.next() else {
             return Ok(Err(if size > RECORDS_AT.0 {
                 NoSlot::Damaged
             } else {
                 NoSlot::Empty
             }));
         };
+        let other = slots.next().filter(|slot| slot.session != newest.session);
+        let newest = Self::of(newest, journal, size)?;
+        if let Some(other) = other
+            && newest.match_image(identity, image) == JournalMatch::None
+            && let Ok(other) = Self::of(other, journal, size)
+            && other.match_image(identity, image) != JournalMatch::None
+        {
+            return Ok(Ok(other));
+        }
+        Ok(Ok(newest))
+    }
+
+    fn of(slot: Slot, journal: &dyn Storage, size: u64) -> io::Result<Self> {
         let bytes = size.saturating_sub(slot.start.0);
-        if bytes > READ_MAX {
+        let mut records = vec![0; bytes.min(READ_MAX) as usize];
+        read_padded(journal, slot.start, &mut records)?;
+        let (changes, generation, used) = slot.changes(&records);
+        // What follows may be of an earlier journal, but not of a record that was cut off here.
+        if bytes > READ_MAX && used > records.len() / 2 {
             return Err(io::Error::other(format!("it has {bytes} bytes")));
         }
-        let mut records = vec![0; bytes as usize];
-        read_padded(journal, slot.start, &mut records)?;
-        let (changes, generation) = slot.changes(&records);
-        Ok(Ok(Self {
+        Ok(Self {
             slot,
             changes,
             generation,
             empty: bytes == 0,
-        }))
+        })
     }
 
     fn match_image(&self, identity: &[u8; 32], image: JournalBits) -> JournalMatch {

@@ -14,9 +14,14 @@
 //! A record's checksum also covers its position and the session, so a record of an earlier session at the same
 //! position is invalid. The first invalid or incomplete record ends the journal.
 //!
+//! A process that continues with an image writes its first slot over the older one. Only when the image has its generation, it
+//! writes the other slot, and then records over those of the process before it. So a kill in between leaves the journal that
+//! belongs to the image.
+//!
 //! Versions 1 and 2 of the format are read but not written. Version 1 has no generation in its records. Only with
 //! version 3 is the image marked "dirty" as well.
 
+use std::cmp::Reverse;
 use std::io;
 
 use block::FileOffset;
@@ -156,12 +161,14 @@ impl Slot {
         journal.write_at(FileOffset(self.sequence % 2 * SLOT), &slot)
     }
 
-    /// The newer one of the two slots.
-    pub fn newest(journal: &dyn Storage) -> io::Result<Option<Self>> {
+    /// The valid ones of the two slots, the newer one first.
+    pub fn read(journal: &dyn Storage) -> io::Result<Vec<Self>> {
         let mut slots = [0; 2 * SLOT as usize];
         read_padded(journal, FileOffset(0), &mut slots)?;
         let slots = slots.chunks_exact(SLOT as usize);
-        Ok(slots.filter_map(Self::parse).max_by_key(|s| s.sequence))
+        let mut slots: Vec<_> = slots.filter_map(Self::parse).collect();
+        slots.sort_by_key(|slot| Reverse(slot.sequence));
+        Ok(slots)
     }
 
     fn parse(bytes: &[u8]) -> Option<Self> {
@@ -185,8 +192,9 @@ impl Slot {
         self.version >= 3
     }
 
-    /// The changes in the records before the first invalid one, and the generation of the last of these records.
-    pub fn changes(&self, records: &[u8]) -> (Vec<Change>, u64) {
+    /// The changes in the records before the first invalid one, the generation of the last of these records, and the bytes that
+    /// they have.
+    pub fn changes(&self, records: &[u8]) -> (Vec<Change>, u64, usize) {
         let mut changes = Vec::new();
         let mut generation = self.generation;
         let before = if self.version == 1 { 0 } else { GENERATION };
@@ -213,7 +221,7 @@ impl Slot {
             }
             at = end;
         }
-        (changes, generation)
+        (changes, generation, at)
     }
 }
 
