@@ -35,6 +35,18 @@ unsafe impl Sync for Connection {}
 /// Images share a connection if they have the same access and the same cache setting.
 type Key = (Access, bool);
 
+/// The connections of this process.
+static ALL: LazyLock<Mutex<HashMap<Key, Vec<Weak<Connection>>>>> = LazyLock::new(Mutex::default);
+
+/// Whether a client, by its number in the cluster, is a connection of this process.
+pub(crate) fn is_ours(client: u64) -> bool {
+    let connections: Vec<_> = {
+        let all = ALL.lock().unwrap_or_else(|e| e.into_inner());
+        all.values().flatten().filter_map(Weak::upgrade).collect()
+    };
+    connections.iter().any(|ours| ours.client() == client)
+}
+
 impl Connection {
     /// Returns a connection for this image. A new one is made while there are fewer than the disks with this access may
     /// have; after that, the one with the fewest images is shared. Connections that are known to be on the cluster's
@@ -43,8 +55,6 @@ impl Connection {
     /// # Errors
     /// The libraries cannot be loaded, or the cluster does not admit this client.
     pub fn to(location: &Location, cache: bool) -> Result<Arc<Self>, RbdError> {
-        static ALL: LazyLock<Mutex<HashMap<Key, Vec<Weak<Connection>>>>> =
-            LazyLock::new(Mutex::default);
         let max = location.access.connections.unwrap_or_else(|| {
             let cpus = std::thread::available_parallelism().map_or(1, usize::from);
             cpus.min(CONNECTIONS_DEFAULT_MAX)

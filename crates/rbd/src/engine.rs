@@ -242,7 +242,11 @@ impl<E: Engine> RbdEngine<E> {
         let mut completion = ptr::null_mut();
         // SAFETY: the operation is not moved until it has been taken from the inbox, to which `completed` adds it.
         let result = unsafe {
-            (library.rbd_aio_create_completion)(slot.operation.cast(), completed, &mut completion)
+            (library.rbd_aio_create_completion)(
+                slot.operation.cast(),
+                Some(completed),
+                &mut completion,
+            )
         };
         // SAFETY: memory and list are valid until the operation completes, as its submitter promised; the completion is
         // new, and the image open.

@@ -6,9 +6,10 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use block::{CacheMode, DiskFacts, Remote};
+use block::{CacheMode, DataExtents, DiskFacts, Remote};
 use tracing::error;
 
+use crate::allocation;
 use crate::cluster::{Connection, c_string, text_of};
 use crate::error::{BLOCKLISTED, RbdError};
 use crate::library::{Library, Pointer, allocator};
@@ -209,6 +210,16 @@ impl RbdImage {
         Ok(size)
     }
 
+    /// The least size in bytes that was seen since the last call. An image that was opened read-only is not watched.
+    pub fn lowest_size(&self) -> u64 {
+        self.tracker.lowest()
+    }
+
+    /// Waits until [`lowest_size`](Self::lowest_size) is right after all changes that the cluster has reported.
+    pub fn settle(&self) {
+        self.tracker.settle();
+    }
+
     /// Grows the image to `size` bytes.
     ///
     /// # Errors
@@ -232,17 +243,24 @@ impl RbdImage {
 
     /// Whether this client holds the exclusive lock; `None` if the image has none.
     pub fn lock(&self) -> Option<bool> {
-        let (mut features, mut owner) = (0, 0);
-        // SAFETY: the image is open; each call writes one number.
-        unsafe {
-            if (self.library().rbd_get_features)(self.image, &mut features) < 0
-                || features & FEATURE_EXCLUSIVE_LOCK == 0
-                || (self.library().rbd_is_exclusive_lock_owner)(self.image, &mut owner) < 0
-            {
-                return None;
-            }
+        let mut owner = 0;
+        let is_owner = self.library().rbd_is_exclusive_lock_owner;
+        // SAFETY: the image is open; the call writes one number.
+        if !self.has_lock().ok()? || unsafe { is_owner(self.image, &mut owner) } < 0 {
+            return None;
         }
         Some(owner != 0)
+    }
+
+    /// Whether the image has the feature `exclusive-lock`.
+    ///
+    /// # Errors
+    /// The cluster does not tell.
+    pub fn has_lock(&self) -> io::Result<bool> {
+        let mut features = 0;
+        // SAFETY: the image is open; the call writes one number.
+        self.check(unsafe { (self.library().rbd_get_features)(self.image, &mut features) })?;
+        Ok(features & FEATURE_EXCLUSIVE_LOCK != 0)
     }
 
     /// The settings that decide the image's speed, and their sources.
@@ -302,6 +320,10 @@ impl RbdImage {
         self.connection.library
     }
 
+    pub(crate) fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
     pub(crate) fn handle(&self) -> Pointer {
         self.image
     }
@@ -348,6 +370,10 @@ impl RbdImage {
 
 impl Remote for RbdImage {
     fn sync(&self) -> io::Result<()> {
+        if !self.cached && self.lock() == Some(false) {
+            // Completed writes are in the cluster, and librbd would take the lock from its owner.
+            return Ok(());
+        }
         // SAFETY: the image is open.
         let flushed = self.check(unsafe { (self.library().rbd_flush)(self.image) });
         match flushed {
@@ -355,6 +381,12 @@ impl Remote for RbdImage {
             Err(_) if self.is_blocklisted() && !self.cached => Ok(()),
             flushed => flushed,
         }
+    }
+
+    fn data_in(&self, at: u64, len: u64) -> io::Result<Option<DataExtents>> {
+        // SAFETY: the image is open.
+        let found = unsafe { allocation::data_in(self.library(), self.image, (at, len)) };
+        found.or_else(|error| self.check(error).map(|()| None))
     }
 }
 

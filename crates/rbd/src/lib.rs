@@ -4,6 +4,7 @@
 //! [`RbdImage`] is a [`block::Remote`]. [`RbdEngine`] is an engine that sends requests for such images to librbd; it
 //! wraps another engine, which serves everything else and on which the thread sleeps.
 
+mod allocation;
 mod cluster;
 mod engine;
 mod error;
@@ -11,6 +12,7 @@ mod image;
 mod inbox;
 mod library;
 mod location;
+mod lock;
 mod settings;
 mod watch;
 
@@ -19,4 +21,7 @@ pub use error::RbdError;
 pub use image::{OpenOptions, RbdImage};
 pub use library::{Library, LibraryError};
 pub use location::{Access, CONNECTIONS_MAX, Location};
+#[cfg(fuzzing)]
+pub use lock::check_lock_answer;
+pub use lock::{Header, OwnError};
 pub use settings::{Origin, Setting};

@@ -15,6 +15,19 @@ pub(crate) type OnComplete = extern "C" fn(completion: Pointer, arg: *mut c_void
 /// `rbd_update_callback_t`
 pub(crate) type OnUpdate = extern "C" fn(arg: *mut c_void);
 
+/// The callback of `rbd_diff_iterate2`
+pub(crate) type OnExtent =
+    extern "C" fn(at: u64, len: usize, exists: c_int, arg: *mut c_void) -> c_int;
+
+/// `rbd_image_watcher_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Watcher {
+    pub address: *mut c_char,
+    pub client: i64,
+    pub cookie: u64,
+}
+
 /// Why librbd and librados cannot be used.
 #[derive(Clone, Debug, Error)]
 pub enum LibraryError {
@@ -50,6 +63,10 @@ macro_rules! functions {
             >,
             /// Since librados 14.
             pub(crate) rados_set_pool_full_try: Option<unsafe extern "C" fn(Pointer)>,
+            /// Since librados 16.
+            pub(crate) rados_blocklist_add: Option<
+                unsafe extern "C" fn(Pointer, *mut c_char, u32) -> c_int,
+            >,
         }
 
         fn load() -> Result<Library, LibraryError> {
@@ -64,6 +81,9 @@ macro_rules! functions {
                     rados_set_pool_full_try: [$(&$library),+]
                         .into_iter()
                         .find_map(|library| find(library, "", "rados_set_pool_full_try").ok()),
+                    rados_blocklist_add: [$(&$library),+]
+                        .into_iter()
+                        .find_map(|library| find(library, "", "rados_blocklist_add").ok()),
                 }
             };
             // Never unload the libraries: their threads may run as long as this process does.
@@ -86,6 +106,19 @@ functions! {
         fn rados_ioctx_create(Pointer, *const c_char, *mut Pointer) -> c_int;
         fn rados_ioctx_destroy(Pointer);
         fn rados_ioctx_set_namespace(Pointer, *const c_char);
+        fn rados_ioctx_get_id(Pointer) -> i64;
+        fn rados_cluster_fsid(Pointer, *mut c_char, usize) -> c_int;
+        fn rados_wait_for_latest_osdmap(Pointer) -> c_int;
+        fn rados_exec(Pointer, *const c_char, *const c_char, *const c_char, *const c_char, usize, *mut c_char, usize) -> c_int;
+        fn rados_get_last_version(Pointer) -> u64;
+        fn rados_list_lockers(Pointer, *const c_char, *const c_char, *mut c_int, *mut c_char, *mut usize, *mut c_char, *mut usize, *mut c_char, *mut usize, *mut c_char, *mut usize) -> isize;
+        fn rados_create_write_op() -> Pointer;
+        fn rados_release_write_op(Pointer);
+        fn rados_write_op_assert_version(Pointer, u64);
+        fn rados_write_op_setxattr(Pointer, *const c_char, *const c_char, usize);
+        fn rados_write_op_rmxattr(Pointer, *const c_char);
+        fn rados_write_op_exec(Pointer, *const c_char, *const c_char, *const c_char, usize, *mut c_int);
+        fn rados_write_op_operate(Pointer, Pointer, *const c_char, *mut libc::time_t, c_int) -> c_int;
     }
     librbd = "librbd.so.1" in "librbd1" {
         fn rbd_version(*mut c_int, *mut c_int, *mut c_int);
@@ -95,14 +128,22 @@ functions! {
         fn rbd_get_size(Pointer, *mut u64) -> c_int;
         fn rbd_get_stripe_unit(Pointer, *mut u64) -> c_int;
         fn rbd_get_features(Pointer, *mut u64) -> c_int;
+        fn rbd_get_flags(Pointer, *mut u64) -> c_int;
+        fn rbd_get_overlap(Pointer, *mut u64) -> c_int;
+        fn rbd_diff_iterate2(Pointer, *const c_char, u64, u64, u8, u8, OnExtent, *mut c_void) -> c_int;
         fn rbd_resize2(Pointer, u64, bool, extern "C" fn(u64, u64, *mut c_void) -> c_int, *mut c_void) -> c_int;
         fn rbd_flush(Pointer) -> c_int;
+        fn rbd_get_id(Pointer, *mut c_char, usize) -> c_int;
+        fn rbd_lock_release(Pointer) -> c_int;
+        fn rbd_watchers_list(Pointer, *mut Watcher, *mut usize) -> c_int;
+        fn rbd_watchers_list_cleanup(*mut Watcher, usize);
         fn rbd_update_watch(Pointer, *mut u64, OnUpdate, *mut c_void) -> c_int;
         fn rbd_update_unwatch(Pointer, u64) -> c_int;
         fn rbd_is_exclusive_lock_owner(Pointer, *mut c_int) -> c_int;
         fn rbd_metadata_get(Pointer, *const c_char, *mut c_char, *mut usize) -> c_int;
         fn rbd_pool_metadata_get(Pointer, *const c_char, *mut c_char, *mut usize) -> c_int;
-        fn rbd_aio_create_completion(*mut c_void, OnComplete, *mut Pointer) -> c_int;
+        fn rbd_aio_create_completion(*mut c_void, Option<OnComplete>, *mut Pointer) -> c_int;
+        fn rbd_aio_is_complete(Pointer) -> c_int;
         fn rbd_aio_get_return_value(Pointer) -> isize;
         fn rbd_aio_release(Pointer);
         fn rbd_aio_readv(Pointer, *const libc::iovec, c_int, u64, Pointer) -> c_int;
@@ -124,15 +165,23 @@ impl Library {
 
     /// The versions of librbd and librados.
     pub fn versions(&self) -> (String, String) {
-        let of = |version: unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int)| {
-            let mut parts = [0; 3];
-            let [major, minor, extra] = &mut parts;
-            // SAFETY: the call writes three numbers.
-            unsafe { version(major, minor, extra) };
-            parts.map(|n| n.to_string()).join(".")
-        };
+        let of = |version| numbers(version).map(|n| n.to_string()).join(".");
         (of(self.rbd_version), of(self.rados_version))
     }
+
+    /// The major and minor version of librbd.
+    pub(crate) fn version(&self) -> (c_int, c_int) {
+        let [major, minor, _] = numbers(self.rbd_version);
+        (major, minor)
+    }
+}
+
+fn numbers(version: unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int)) -> [c_int; 3] {
+    let mut parts = [0; 3];
+    let [major, minor, extra] = &mut parts;
+    // SAFETY: the call writes three numbers.
+    unsafe { version(major, minor, extra) };
+    parts
 }
 
 fn open(name: &'static str, package: &'static str) -> Result<Handle, LibraryError> {

@@ -23,7 +23,7 @@ use std::io;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::cluster::{Connection, check};
 use crate::error::{BLOCKLISTED, errno_of};
@@ -38,6 +38,9 @@ const UNKNOWN: i64 = i64::MIN;
 
 /// The delay before the size is requested again after the cluster failed to report it.
 const PAUSE: Duration = Duration::from_secs(1);
+
+/// So long a caller waits for the size after a change.
+const SETTLE: Duration = Duration::from_secs(5);
 
 /// Watches an image. librbd reports changes on a thread that must not wait for librbd, so ringdisk has its own thread,
 /// which requests the size and calls the callback.
@@ -54,6 +57,8 @@ pub(crate) struct SizeTracker {
     size: AtomicI64,
     /// The number of changes so far.
     changes: AtomicU64,
+    /// The least size since it was last [asked for](Self::lowest).
+    lowest: AtomicU64,
     state: Mutex<TrackerState>,
     change: Condvar,
     /// The inboxes of threads whose operations may wait for the size.
@@ -63,6 +68,8 @@ pub(crate) struct SizeTracker {
 #[derive(Default)]
 struct TrackerState {
     changed: bool,
+    /// The thread is asking for the size.
+    reading: bool,
     ended: bool,
     tell: Option<Arc<dyn Fn() + Send + Sync>>,
 }
@@ -108,6 +115,7 @@ impl SizeTracker {
         Arc::new(Self {
             size: AtomicI64::new(UNKNOWN),
             changes: AtomicU64::new(0),
+            lowest: AtomicU64::new(u64::MAX),
             state: Mutex::default(),
             change: Condvar::new(),
             inboxes: Mutex::default(),
@@ -126,6 +134,25 @@ impl SizeTracker {
             errno => Size::Failed(-errno as i32),
         };
         KnownSize { size, changes }
+    }
+
+    /// The least size in bytes that was seen since the last call. What was undone before the size was asked for is not known:
+    /// a snapshot makes several changes in a row, too.
+    pub fn lowest(&self) -> u64 {
+        self.lowest.swap(u64::MAX, Ordering::SeqCst)
+    }
+
+    /// Waits until the size is known after all changes that librbd has reported, but not for long.
+    pub fn settle(&self) {
+        let begun = Instant::now();
+        let mut state = self.lock();
+        while state.changed || state.reading {
+            let Some(left) = SETTLE.checked_sub(begun.elapsed()) else {
+                return;
+            };
+            let waited = self.change.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// The number of changes so far.
@@ -156,12 +183,15 @@ impl SizeTracker {
         state.changed = true;
         self.size.store(UNKNOWN, Ordering::SeqCst);
         self.changes.fetch_add(1, Ordering::SeqCst);
-        self.change.notify_one();
+        self.change.notify_all();
     }
 
     /// Records the size, unless the image has changed since it was requested.
     pub fn record_size(&self, size: &io::Result<u64>) {
         let state = self.lock();
+        if let Ok(bytes) = size {
+            self.lowest.fetch_min(*bytes, Ordering::SeqCst);
+        }
         if state.changed {
             return;
         }
@@ -195,10 +225,12 @@ impl SizeTracker {
                 return;
             }
             let was_reported = again && !state.changed;
-            state.changed = false;
+            (state.changed, state.reading) = (false, true);
             drop(state);
             let size = image.size();
             self.record_size(&size);
+            self.lock().reading = false;
+            self.change.notify_all();
             again = matches!(self.known().size, Size::Failed(errno) if errno != BLOCKLISTED);
             state = self.lock();
             if !(was_reported && again) {
