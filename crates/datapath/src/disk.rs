@@ -26,8 +26,9 @@ use outage::Outage;
 use source::{Source, Storage};
 
 use crate::report::{IoEvent, LogLimiter};
-pub use allocation::AllocatedExtent;
+pub use allocation::{AllocatedExtent, AllocationCache};
 
+use crate::stats::histogram::Histogram;
 use crate::stats::{DiskStats, Statistics};
 use crate::throttle::ThrottleGroup;
 
@@ -478,6 +479,12 @@ impl Disk {
         let mut stats = self.counts();
         self.statistics.add_latencies(&mut stats);
         stats
+    }
+
+    /// How long reads and writes of the guest took, from the available ring to the used ring, while a caller had that
+    /// [measured](Self::measure). Those of clients do not count.
+    pub fn guest_latencies(&self) -> Histogram {
+        self.statistics.guest_latencies()
     }
 
     /// Measures latencies from now on, for as long as the returned value lives.

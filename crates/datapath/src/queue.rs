@@ -109,7 +109,7 @@ impl Queue {
             preserving: Vec::new(),
             ring: new.virtqueue,
             slots: Slots::new(requests),
-            tally: Tally::new(&disk.statistics, requests.into()),
+            tally: Tally::new(&disk.statistics, requests.into(), is_client),
             held: HeldRequests::new(admission.clone()),
             admission,
             is_client,

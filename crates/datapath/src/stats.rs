@@ -233,8 +233,8 @@ struct Run {
 
 impl Tally {
     /// For a queue of a disk, with at most so many requests in flight.
-    pub fn new(statistics: &Statistics, requests: usize) -> Self {
-        let counters = statistics.join();
+    pub fn new(statistics: &Statistics, requests: usize, is_client: bool) -> Self {
+        let counters = statistics.join(is_client);
         let count = |kind: usize| Count {
             operations: counters.operations[kind].load(Ordering::Relaxed),
             bytes: counters.bytes[kind].load(Ordering::Relaxed),
@@ -378,6 +378,8 @@ impl Drop for Tally {
 #[derive(Default)]
 struct Counters {
     in_use: AtomicBool,
+    /// Of queues of clients, not of the guest.
+    is_client: bool,
     operations: [AtomicU64; KINDS],
     bytes: [AtomicU64; KINDS],
     errors: [AtomicU64; KINDS],
@@ -418,13 +420,17 @@ impl Statistics {
         self.queues.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn join(&self) -> Arc<Counters> {
+    fn join(&self, is_client: bool) -> Arc<Counters> {
         let mut queues = self.queues();
-        let free = |c: &&Arc<Counters>| !c.in_use.load(Ordering::Acquire);
+        let free =
+            |c: &&Arc<Counters>| c.is_client == is_client && !c.in_use.load(Ordering::Acquire);
         let counters = match queues.iter().find(free) {
             Some(counters) => counters.clone(),
             None => {
-                queues.push(Arc::default());
+                queues.push(Arc::new(Counters {
+                    is_client,
+                    ..Counters::default()
+                }));
                 queues[queues.len() - 1].clone()
             }
         };
@@ -465,6 +471,17 @@ impl Statistics {
         }
     }
 
+    /// How long reads and writes of the guest took while that was measured.
+    pub fn guest_latencies(&self) -> Histogram {
+        let mut sum = Histogram::default();
+        for counters in self.queues().iter().filter(|c| !c.is_client) {
+            for times in [READ, WRITE].map(|kind| counters.times[kind].get()) {
+                times.iter().for_each(|times| times.0[0].add_to(&mut sum));
+            }
+        }
+        sum
+    }
+
     /// Measures latencies from now on, until [`stop_measuring`](Self::stop_measuring) was called as often.
     pub fn start_measuring(&self) {
         self.measured_for.fetch_add(1, Ordering::Relaxed);
@@ -498,7 +515,7 @@ mod tests {
         let statistics = Statistics::default();
         statistics.start_measuring();
         let mut tally = Tally {
-            counters: statistics.join(),
+            counters: statistics.join(false),
             reads: Count::default(),
             writes: Count::default(),
             run: Run::default(),

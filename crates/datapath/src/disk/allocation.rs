@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use block::GuestOffset;
+use block::{DataExtents, GuestOffset, Remote};
 use image::{AllocatedIn, Extent};
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
@@ -22,13 +22,33 @@ pub struct AllocatedExtent {
     pub is_hole: bool,
 }
 
+/// What storage has said that is slow to ask. It is for one query of a range.
+#[derive(Default)]
+pub struct AllocationCache(DataExtents);
+
+impl AllocationCache {
+    /// The length of the beginning of a range that is in one state, and whether it is a hole.
+    fn in_remote(&mut self, remote: &dyn Remote, at: u64, len: u64) -> io::Result<(u64, bool)> {
+        if self.0.beginning(at, len).is_none() {
+            self.0 = remote.data_in(at, len)?.unwrap_or_default();
+        }
+        let found = self.0.beginning(at, len);
+        Ok(found.map_or((len, false), |(len, is_data)| (len, !is_data)))
+    }
+}
+
 impl Disk {
     /// The state of the beginning of a range, which is inside the disk and not empty. Blocks: it may read tables of an image.
-    /// A write at the same time may or may not be seen.
+    /// A write since `cache` was made may or may not be seen.
     ///
     /// # Errors
     /// A table could not be read, or the disk is released.
-    pub fn allocated(&self, at: u64, len: u64) -> io::Result<AllocatedExtent> {
+    pub fn allocated(
+        &self,
+        at: u64,
+        len: u64,
+        cache: &mut AllocationCache,
+    ) -> io::Result<AllocatedExtent> {
         if self.is_released.load(Ordering::Relaxed) {
             return Err(io::Error::other("the disk is released"));
         }
@@ -41,9 +61,10 @@ impl Disk {
         let Some(chain) = content.image.chain() else {
             let is_nowhere = matches!(content.image.map(GuestOffset(at)), Extent::Nowhere);
             let (len, is_hole) = match self.source() {
-                Some(source) if !is_nowhere => match source.file() {
-                    Some(file) => in_file(file, at, len)?,
-                    None => (len, false),
+                Some(source) if !is_nowhere => match (source.file(), source.remote()) {
+                    (Some(file), _) => in_file(file, at, len)?,
+                    (None, Some(remote)) => cache.in_remote(remote, at, len)?,
+                    (None, None) => (len, false),
                 },
                 _ => (len, is_nowhere),
             };

@@ -129,7 +129,7 @@ impl Fleece {
     /// A fleece for a disk of `size` bytes. `file` takes what does not fit into memory.
     ///
     /// # Errors
-    /// There is no thread that writes to the file, or the disk is too large.
+    /// Threads cannot be started, or the disk is too large.
     pub fn new(size: u64, limits: &FleeceLimits, file: Option<File>) -> io::Result<Arc<Self>> {
         let bitmap = || {
             let new = DirtyBitmap::new(String::new(), GRANULE_BITS, size, false, false);
@@ -151,15 +151,15 @@ impl Fleece {
             why: OnceLock::new(),
             on_failure: OnceLock::new(),
         });
+        let its = fleece.clone();
+        let run = move || {
+            if let Err(e) = its.store.run(|| its.wake_waiting()) {
+                its.fail(&format!("its file cannot be written: {e}"));
+            }
+            its.store.truncate();
+        };
+        thread::Builder::new().name("fleece".into()).spawn(run)?;
         if fleece.store.has_file() {
-            let its = fleece.clone();
-            let spill = move || {
-                if let Err(e) = its.store.spill(|| its.wake_waiting()) {
-                    its.fail(&format!("its file cannot be written: {e}"));
-                }
-                its.store.truncate();
-            };
-            thread::Builder::new().name("fleece".into()).spawn(spill)?;
             let its = fleece.clone();
             let watch = move || {
                 if its.store.wait_for_hang(HANG) {

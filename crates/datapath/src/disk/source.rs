@@ -65,6 +65,14 @@ impl Source {
         }
     }
 
+    /// The storage, if it is not a file.
+    pub fn remote(&self) -> Option<&dyn Remote> {
+        match &self.storage {
+            Storage::Remote(remote) => Some(&**remote),
+            Storage::File(..) => None,
+        }
+    }
+
     /// Makes every write that has completed durable, waiting for it.
     pub fn sync(&self) -> io::Result<()> {
         self.coalescer.sync(|| match &self.storage {

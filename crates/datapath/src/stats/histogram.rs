@@ -161,6 +161,12 @@ impl Histogram {
         self.sum_ns = self.sum_ns.wrapping_add(other.sum_ns);
     }
 
+    /// Halves how many values there are of each, so that what is added later counts more.
+    pub fn fade(&mut self) {
+        self.buckets.iter_mut().for_each(|n| *n /= 2);
+        self.sum_ns /= 2;
+    }
+
     /// The values since `earlier`, an older state of the same histogram.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {

@@ -1,7 +1,8 @@
 //! Where a fleece stores old data: in memory up to a limit, and then in a file.
 //!
-//! Granules are appended to chunks. A full chunk goes to the file, oldest first, once half of the memory is in use. Nothing
-//! is ever made durable: a fleece is of no use after a crash.
+//! Granules are appended to chunks. A thread prepares the next chunk, and touches its memory. Otherwise each granule would
+//! cost the guest's write a page fault. A full chunk goes to the file, oldest first, once half of the memory is in
+//! use. Nothing is ever made durable: a fleece is of no use after a crash.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -38,7 +39,7 @@ pub(super) struct Store {
     memory_max: usize,
     file: Option<File>,
     state: Mutex<StoreState>,
-    /// There is a chunk for the file, or the store is closed.
+    /// There is a chunk for the file, or a chunk is to be made ready, or the store is closed.
     work: Condvar,
     /// Somebody has found no room, or the store is closed.
     wanted: Condvar,
@@ -47,6 +48,8 @@ pub(super) struct Store {
 #[derive(Default)]
 struct StoreState {
     chunks: Vec<Arc<Chunk>>,
+    /// Memory for the next chunks.
+    ready: Vec<Box<[u8]>>,
     /// Granules in the last chunk.
     used: usize,
     /// Granules for which there is memory: those of chunks in memory, and those that are reserved.
@@ -165,13 +168,18 @@ impl Store {
         }
         if state.chunks.is_empty() || state.used == CHUNK {
             state.drop_last_if_dead();
+            let bytes = state.ready.pop();
+            let bytes = bytes.unwrap_or_else(|| vec![0; CHUNK_BYTES as usize].into());
             let data = ChunkData {
-                place: ChunkPlace::Memory(Arc::new(vec![0; CHUNK_BYTES as usize].into())),
+                place: ChunkPlace::Memory(Arc::new(bytes)),
                 live: 0,
             };
             let data = Mutex::new(data);
             state.chunks.push(Arc::new(Chunk { data }));
             state.used = 0;
+            if self.wants_ready(&state) {
+                self.work.notify_one();
+            }
         }
         state.reserved -= 1;
         state.in_memory += 1;
@@ -273,61 +281,92 @@ impl Store {
         self.file.is_some() && state.in_memory * 2 > self.memory_max && !state.full.is_empty()
     }
 
-    /// Moves full chunks to the file until the store is closed, and calls `moved` after each. It has a thread of its own.
+    fn wants_ready(&self, state: &StoreState) -> bool {
+        state.ready.is_empty() && state.in_memory < self.memory_max
+    }
+
+    /// Has the next chunk ready, and moves full chunks to the file, until the store is closed. Calls `moved` after each that
+    /// was moved. It has a thread of its own.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn spill(&self, moved: impl Fn()) -> io::Result<()> {
-        let Some(file) = &self.file else {
-            return Ok(());
-        };
+    pub fn run(&self, moved: impl Fn()) -> io::Result<()> {
         loop {
             let mut state = self.lock();
-            while !state.is_closed && !self.wants_spill(&state) {
-                state = self
-                    .work
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
-            }
+            let is_idle = |state: &mut StoreState| {
+                !state.is_closed && !self.wants_ready(state) && !self.wants_spill(state)
+            };
+            let waited = self.work.wait_while(state, is_idle);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
             if state.is_closed {
                 return Ok(());
             }
-            let Some(number) = state.full.pop_front() else {
-                continue;
-            };
-            let chunk = state.chunks[number].clone();
-            drop(state);
-            let bytes = match &chunk.lock().place {
-                ChunkPlace::Memory(bytes) => bytes.clone(),
-                _ => continue,
-            };
-            file.write_all_at(&bytes, number as u64 * CHUNK_BYTES)?;
-            let mut state = self.lock();
-            let mut data = chunk.lock();
-            // Otherwise it was dropped meanwhile.
-            if let ChunkPlace::Memory(_) = data.place {
-                data.place = ChunkPlace::File;
-                state.in_memory = state.in_memory.saturating_sub(CHUNK);
-                state.in_file += CHUNK_BYTES;
+            if self.wants_ready(&state) {
+                drop(state);
+                self.make_ready();
+            } else if let Some(number) = state.full.pop_front() {
+                drop(state);
+                self.spill(number)?;
+                moved();
             }
-            state.is_wanted = false;
-            state.moved += 1;
-            drop(state);
-            if let ChunkPlace::Dropped = data.place {
-                drop(data);
-                self.punch(number)?;
-            } else {
-                drop(data);
-            }
-            moved();
         }
     }
 
-    /// Ends [`spill`](Self::spill), and gives the memory back.
+    /// Touches each page of a new chunk.
+    fn make_ready(&self) {
+        let mut bytes = vec![0; CHUNK_BYTES as usize].into_boxed_slice();
+        for byte in bytes.iter_mut().step_by(GRANULE as usize) {
+            *byte = std::hint::black_box(0);
+        }
+        let mut state = self.lock();
+        if !state.is_closed {
+            state.ready.push(bytes);
+        }
+    }
+
+    /// Moves a chunk to the file.
+    fn spill(&self, number: usize) -> io::Result<()> {
+        let (Some(file), Some(chunk)) = (&self.file, self.lock().chunks.get(number).cloned())
+        else {
+            return Ok(());
+        };
+        let bytes = match &chunk.lock().place {
+            ChunkPlace::Memory(bytes) => bytes.clone(),
+            _ => return Ok(()),
+        };
+        file.write_all_at(&bytes, number as u64 * CHUNK_BYTES)?;
+        let mut state = self.lock();
+        let mut data = chunk.lock();
+        // Otherwise it was dropped meanwhile.
+        if let ChunkPlace::Memory(_) = data.place {
+            data.place = ChunkPlace::File;
+            state.in_memory = state.in_memory.saturating_sub(CHUNK);
+            state.in_file += CHUNK_BYTES;
+        }
+        state.is_wanted = false;
+        state.moved += 1;
+        if let Ok(bytes) = Arc::try_unwrap(bytes)
+            && state.ready.is_empty()
+            && !state.is_closed
+        {
+            state.ready.push(bytes);
+        }
+        drop(state);
+        let was_dropped = matches!(data.place, ChunkPlace::Dropped);
+        drop(data);
+        if was_dropped {
+            self.punch(number)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Ends [`run`](Self::run), and gives the memory back.
     pub fn close(&self) {
         let mut state = self.lock();
         state.is_closed = true;
         (state.chunks, state.in_memory, state.in_file) = (Vec::new(), 0, 0);
+        state.ready.clear();
         state.full.clear();
         self.work.notify_all();
         self.wanted.notify_all();
