@@ -1,5 +1,6 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -30,6 +31,16 @@ pub struct Client {
     greeting: Value,
     next_id: u64,
     timeout: Duration,
+}
+
+/// Hangs up for a [`Client`] that waits in another thread.
+pub struct HangUpHandle(UnixStream);
+
+impl HangUpHandle {
+    /// The server has lost its client from now on, and a call that waits fails.
+    pub fn hang_up(&self) {
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
 }
 
 /// Why a command got no result.
@@ -124,6 +135,20 @@ impl Client {
         }
         client.call_by("qmp_capabilities", json!({}), deadline)?;
         Ok(client)
+    }
+
+    /// Returns a handle that ends a call from another thread.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub fn hang_up_handle(&self) -> Result<HangUpHandle, ClientError> {
+        let stream = self.stream.try_clone();
+        let stream = stream.map_err(|source| ClientError::Io {
+            path: self.path.clone(),
+            what: "duplicating its descriptor",
+            source,
+        })?;
+        Ok(HangUpHandle(stream))
     }
 
     /// The server's greeting: `version` and `capabilities`.

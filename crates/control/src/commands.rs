@@ -118,6 +118,10 @@ commands! {
     QueryIothreads(Empty) -> Vec<IoThreadInfo> = "query-iothreads",
     /// Lists the block nodes.
     QueryNamedBlockNodes(QueryNamedBlockNodes) -> Vec<BlockDeviceInfo> = "query-named-block-nodes",
+    /// Lists what the open backups copy.
+    QueryPbsBitmapInfo(Empty) -> Vec<PbsBitmapInfo> = "query-pbs-bitmap-info",
+    /// Returns which commands of Proxmox' QEMU there are.
+    QueryProxmoxSupport(Empty) -> ProxmoxSupportStatus = "query-proxmox-support",
     /// Ends the program as SIGTERM does.
     Quit(Empty) -> Empty = "quit",
     /// Returns the settings that decide the speed of each disk, and their sources.

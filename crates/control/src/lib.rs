@@ -21,7 +21,7 @@ mod replies;
 mod serve;
 mod session;
 
-pub use client::{Client, ClientError};
+pub use client::{Client, ClientError, HangUpHandle};
 pub use commands::*;
 pub use error::{CommandError, ErrorClass};
 pub use events::{

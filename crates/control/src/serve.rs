@@ -25,7 +25,18 @@ pub fn serve_socket(
     handler: &dyn Handler,
 ) -> io::Result<()> {
     socket.set_write_timeout(Some(WRITE_TIMEOUT))?;
-    serve(&mut &*socket, events, handler)
+    match serve(&mut &*socket, events, handler) {
+        Err(error) if has_left(&error) => Ok(()),
+        result => result,
+    }
+}
+
+/// The client has disconnected, and data for it was pending.
+fn has_left(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+    )
 }
 
 /// Sends the client the reason why it is not served, in place of the greeting.

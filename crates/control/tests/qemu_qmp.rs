@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 #[test]
 fn qemu_client_library_works() {
-    let python = match testkit::qmp::python() {
+    let python = match testkit::python::QMP.python() {
         Ok(python) => python,
         Err(missing) => {
             return println!("skipped: qemu_client_library_works: {missing}");

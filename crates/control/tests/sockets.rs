@@ -10,8 +10,10 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use crate::support::Server;
-use control::{Client, ClientError, Command, ErrorClass, Limits, RingdiskAttach};
+use crate::support::{FakeDisks, Server};
+use control::{
+    Client, ClientError, Command, ErrorClass, EventHub, Limits, RingdiskAttach, serve_socket,
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -104,6 +106,15 @@ fn client_disconnect_mid_message_leaves_nothing() {
     drop(stream);
     server.hub().close();
     server.join();
+}
+
+#[test]
+fn a_client_that_leaves_before_the_greeting_is_no_error() {
+    let (client, socket) = UnixStream::pair().unwrap();
+    drop(client);
+    let hub = EventHub::new();
+    let events = hub.subscribe().unwrap();
+    serve_socket(&socket, &events, &FakeDisks::default()).unwrap();
 }
 
 #[test]

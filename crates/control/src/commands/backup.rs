@@ -1,4 +1,4 @@
-//! Commands about backups: what disks were at one moment. The first two are those of Proxmox' QEMU.
+//! Commands about backups: what disks were at one moment. All but the list of backups are those of Proxmox' QEMU.
 
 record! {
     /// Arguments of `backup-access-setup`.
@@ -8,6 +8,8 @@ record! {
         devices: Vec<BackupAccessSourceDevice> = "devices",
         /// Bytes of old data of each disk in memory; 256 MiB if absent.
         memory: Option<u64> = "x-ringdisk-memory",
+        /// Names this backup for `backup-access-teardown`; others with this id have another one.
+        token: Option<String> = "x-ringdisk-token",
     }
 }
 
@@ -30,9 +32,9 @@ words! {
         None = "none",
         /// The backup is full. If it succeeds, the bitmap is created, or begins again.
         New = "new",
-        /// The backup is incremental, with this bitmap.
+        /// The backup is incremental, with this bitmap; if there is none that can be used, as `new`.
         Use = "use",
-        /// As `use` if the bitmap can be used, otherwise as `new`.
+        /// As `use`, but a bitmap that is missing or cannot be used is not reported as such.
         Auto = "x-ringdisk-auto",
     }
 }
@@ -46,20 +48,58 @@ record! {
         device: String = "device",
         /// Bytes of the disk at the moment.
         size: u64 = "size",
-        /// The bitmap of an incremental backup; it belongs to the node of `node-name`.
+        /// The disk's node, if the backup has a bitmap.
+        bitmap_node_name: Option<String> = "bitmap-node-name",
+        /// The bitmap, which says what to copy; all bits are set if the backup is full.
         bitmap_name: Option<String> = "bitmap-name",
         bitmap_action: Option<BackupBitmapAction> = "bitmap-action",
     }
 }
 
 words! {
-    /// `PBSBitmapAction`: what is done with the bitmap.
+    /// `PBSBitmapAction`: what is done with the bitmap. All but `used` are full backups, and the bitmap begins if they succeed.
     BackupBitmapAction {
+        /// There is none.
         NotUsed = "not-used",
-        /// The backup is full; the bitmap is created if it succeeds.
+        /// As wanted.
         New = "new",
         /// The backup is incremental.
         Used = "used",
+        /// The bitmap is inconsistent or disabled.
+        Invalid = "invalid",
+        /// There was no such bitmap.
+        MissingRecreated = "missing-recreated",
+    }
+}
+
+record! {
+    /// `PBSBitmapInfo`: what a backup of a disk copies.
+    PbsBitmapInfo {
+        /// The disk.
+        drive: String = "drive",
+        action: BackupBitmapAction = "action",
+        /// Bytes of the disk.
+        size: u64 = "size",
+        /// Bytes to be copied.
+        dirty: u64 = "dirty",
+    }
+}
+
+record! {
+    /// `ProxmoxSupportStatus`: which commands of Proxmox' QEMU there are. Others are false.
+    ProxmoxSupportStatus {
+        /// `backup` with bitmaps.
+        pbs_dirty_bitmap: bool = "pbs-dirty-bitmap",
+        pbs_dirty_bitmap_savevm: bool = "pbs-dirty-bitmap-savevm",
+        pbs_dirty_bitmap_migration: bool = "pbs-dirty-bitmap-migration",
+        pbs_masterkey: bool = "pbs-masterkey",
+        /// `query-pbs-bitmap-info`
+        query_bitmap_info: bool = "query-bitmap-info",
+        backup_max_workers: bool = "backup-max-workers",
+        /// `backup` with fleecing.
+        backup_fleecing: bool = "backup-fleecing",
+        /// `backup-access-setup` and `backup-access-teardown`
+        backup_access_api: bool = "backup-access-api",
     }
 }
 
@@ -70,6 +110,8 @@ record! {
         target_id: String = "target-id",
         /// Whether everything was copied: the bitmaps then have only what has changed since the moment.
         success: bool = "success",
+        /// Only a backup that was begun with it is ended.
+        token: Option<String> = "x-ringdisk-token",
     }
 }
 

@@ -158,7 +158,10 @@ impl Handler for FakeDisks {
                 let desc = format!("there is no disk '{id}'");
                 return Err(CommandError::device_not_found(desc));
             }
-            Command::BackupAccessSetup(_) | Command::RingdiskBackups(_) => return Ok(json!([])),
+            Command::BackupAccessSetup(_)
+            | Command::QueryPbsBitmapInfo(_)
+            | Command::RingdiskBackups(_) => return Ok(json!([])),
+            Command::QueryProxmoxSupport(_) => return Ok(proxmox_support().to_json()),
             Command::BackupAccessTeardown(_)
             | Command::BlockDirtyBitmapAdd(_)
             | Command::BlockDirtyBitmapClear(_)
@@ -179,6 +182,19 @@ impl Handler for FakeDisks {
             | Command::RingdiskResume(_) => {}
         }
         Ok(json!({}))
+    }
+}
+
+fn proxmox_support() -> ProxmoxSupportStatus {
+    ProxmoxSupportStatus {
+        pbs_dirty_bitmap: false,
+        pbs_dirty_bitmap_savevm: false,
+        pbs_dirty_bitmap_migration: false,
+        pbs_masterkey: false,
+        query_bitmap_info: true,
+        backup_max_workers: false,
+        backup_fleecing: false,
+        backup_access_api: true,
     }
 }
 
