@@ -10,7 +10,7 @@ mod chain;
 mod close;
 mod open;
 mod paths;
-mod raw_bitmaps;
+mod recorded_bitmaps;
 mod released;
 mod snapshot;
 
@@ -32,9 +32,11 @@ use crate::config::spec::DiskSpec;
 use crate::inherited::FileIdentity;
 use crate::node::context::OpenContext;
 use crate::node::journal::JournalError;
-use crate::node::raw_bitmaps::RawBitmaps;
+use crate::node::recorded_bitmaps::RecordedBitmaps;
 
 pub use paths::FileUse;
+#[cfg(any(test, fuzzing))]
+pub use recorded_bitmaps::check_record;
 
 /// An opened disk. Its file stays locked while this lives, except when it is [released](Node::release).
 pub struct Node {
@@ -80,8 +82,8 @@ struct NodeState {
     depth: usize,
     /// The journal of an image that is writable.
     journal: Option<PathBuf>,
-    /// The bitmaps of a disk that is writable and not in an image.
-    raw_bitmaps: Option<Arc<RawBitmaps>>,
+    /// The bitmaps of a disk that is writable, and not in an image that keeps them alone.
+    recorded_bitmaps: Option<Arc<RecordedBitmaps>>,
     on_damage: Option<OnDamage>,
 }
 
@@ -130,7 +132,8 @@ pub enum NodeError {
     )]
     Gone(String, String),
     #[error(
-        "{0}: its bitmaps can neither be marked as in use nor removed: {1}; make room in the state directory, or let this          user write there"
+        "{0}: its bitmaps can neither be marked as in use nor removed: {1}; if that is about the state directory, make room \
+         there, or let this user write there"
     )]
     Bitmaps(String, io::Error),
     #[error("{0}: {RELEASED}")]
@@ -329,12 +332,19 @@ impl Node {
             (None, Some(rbd)) => rbd.size()?,
             (None, None) => return Ok(self.size),
         };
+        let lowest = self.rbd.as_ref().map_or(size, |rbd| rbd.lowest_size());
         let size = size - size % u64::from(self.facts.logical_block);
         // Before anything is written to what is new.
-        let raw_bitmaps = self.state().raw_bitmaps.clone();
-        raw_bitmaps.inspect(|bitmaps| bitmaps.grow(size));
+        let recorded_bitmaps = self.state().recorded_bitmaps.clone();
+        recorded_bitmaps.inspect(|bitmaps| bitmaps.resize(size, lowest.min(size)));
         self.state().size = size;
         Ok(size)
+    }
+
+    /// The file was cut off, and may have grown again. Waits for the state directory.
+    pub fn cut_off(&self) {
+        let recorded_bitmaps = self.state().recorded_bitmaps.clone();
+        recorded_bitmaps.inspect(|bitmaps| bitmaps.resize(0, 0));
     }
 
     /// Its size when last queried. Does not wait.
@@ -394,7 +404,11 @@ impl Node {
         let image = self.state().image.clone();
         match image {
             Some(Image::Chain(chain)) => {
-                return chain.grow(size).map_err(|e| e.to_string());
+                let recorded_bitmaps = self.state().recorded_bitmaps.clone();
+                (recorded_bitmaps.as_ref()).inspect(|bitmaps| bitmaps.note_again());
+                chain.grow(size).map_err(|e| e.to_string())?;
+                recorded_bitmaps.inspect(|bitmaps| bitmaps.resize(size, size));
+                return Ok(());
             }
             None => return Err(RELEASED.into()),
             Some(_) => {}

@@ -1,4 +1,4 @@
-//! The dirty bitmaps of a disk: in its image, or, if it is in none, in [files of their own](super::raw_bitmaps).
+//! The dirty bitmaps of a disk: in its image, or, if it is in none or in use, in [files of their own](super::recorded_bitmaps).
 
 use std::io;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use block::{Backing, DirtyBitmap, DirtyBitmaps};
 use image::{Chain, Image, Qcow2, UnusableBitmap};
 
 use super::Node;
-use super::raw_bitmaps::{self, RawBitmaps};
+use super::recorded_bitmaps::{self, RecordedBitmaps};
 
 /// The default granularity of disks without clusters, in bytes, as in QEMU.
 const GRANULARITY_OF_RAW: u64 = 65536;
@@ -15,7 +15,7 @@ const GRANULARITY_OF_RAW: u64 = 65536;
 /// Bitmaps that take the place of the present ones.
 pub enum PreparedBitmaps {
     InImage(Vec<Arc<DirtyBitmap>>),
-    OfRaw(raw_bitmaps::Prepared),
+    Recorded(recorded_bitmaps::Prepared),
 }
 
 impl Node {
@@ -25,34 +25,59 @@ impl Node {
         chain?.image().filter(|_| !self.facts.read_only).map(f)
     }
 
-    /// The bitmaps of a disk that is writable and in no image.
-    fn raw_bitmaps(&self) -> Option<Arc<RawBitmaps>> {
-        self.state().raw_bitmaps.clone()
+    /// The bitmaps of a disk that is writable, and that the state directory may keep.
+    fn recorded_bitmaps(&self) -> Option<Arc<RecordedBitmaps>> {
+        self.state().recorded_bitmaps.clone()
     }
 
-    /// Whether the state directory notes what changes, because of persistent bitmaps in no image.
+    /// Whether the state directory notes what changes, because of persistent bitmaps.
     pub fn has_notes(&self) -> bool {
-        self.raw_bitmaps().is_some_and(|raw| raw.has_notes())
+        self.recorded_bitmaps()
+            .is_some_and(|recorded| recorded.has_notes())
     }
 
     /// Whether the disk can have bitmaps: it is writable, and stores something.
     pub fn has_bitmaps(&self) -> bool {
-        self.with_image(|_| ()).is_some() || self.raw_bitmaps().is_some()
+        self.with_image(|_| ()).is_some() || self.recorded_bitmaps().is_some()
     }
 
-    /// Marks the bitmaps that are stored in the image as in use.
+    /// Acquires the lock of an image in a cluster that can have persistent bitmaps, so that they record all changes from now on.
+    /// Bitmaps become inconsistent if another client has had it. Returns the lock's mark, which is a new one each time that
+    /// this has happened; `None` for other disks.
+    ///
+    /// # Errors
+    /// It cannot be acquired, or the cluster does not say which client has had it.
+    pub fn own_image(&self) -> io::Result<Option<String>> {
+        let owned = self.recorded_bitmaps().map(|recorded| recorded.own());
+        owned.unwrap_or(Ok(None))
+    }
+
+    /// Makes the bitmaps inconsistent if another client has had the lock of an image in a cluster.
+    ///
+    /// # Errors
+    /// The cluster does not say.
+    pub fn check_owner(&self) -> io::Result<()> {
+        let checked = self
+            .recorded_bitmaps()
+            .map(|recorded| recorded.check_owner());
+        checked.unwrap_or(Ok(false)).map(drop)
+    }
+
+    /// Marks the bitmaps that are stored in the image as in use. An image in a cluster is [locked](Self::own_image).
     ///
     /// # Errors
     /// They could not be marked.
     pub fn use_bitmaps(&self) -> io::Result<()> {
+        self.own_image()?;
         let _changes = self.lock_changes();
+        (self.recorded_bitmaps()).inspect(|recorded| recorded.note_again());
         let used = self.with_image(|image| image.use_bitmaps());
         used.unwrap_or(Ok(())).map_err(io::Error::other)
     }
 
     fn all_bitmaps(&self) -> Option<Arc<DirtyBitmaps>> {
         let in_image = self.with_image(|image| image.bitmaps().clone());
-        in_image.or_else(|| Some(self.raw_bitmaps()?.bitmaps().clone()))
+        in_image.or_else(|| Some(self.recorded_bitmaps()?.bitmaps().clone()))
     }
 
     /// The bitmaps that are loaded.
@@ -63,7 +88,7 @@ impl Node {
     /// The bitmaps that are stored and cannot be used.
     pub fn unusable_bitmaps(&self) -> Vec<UnusableBitmap> {
         let unusable = self.with_image(|image| image.unusable_bitmaps());
-        let unusable = unusable.or_else(|| Some(self.raw_bitmaps()?.unusable()));
+        let unusable = unusable.or_else(|| Some(self.recorded_bitmaps()?.unusable()));
         unusable.unwrap_or_default()
     }
 
@@ -73,7 +98,7 @@ impl Node {
     /// Why it cannot.
     pub fn check_new_bitmap(&self) -> Result<(), String> {
         let checked = self.with_image(|image| image.check_new_bitmap());
-        let checked = checked.or_else(|| Some(self.raw_bitmaps()?.check_new()));
+        let checked = checked.or_else(|| Some(self.recorded_bitmaps()?.check_new()));
         checked.unwrap_or(Ok(()))
     }
 
@@ -88,33 +113,36 @@ impl Node {
         bitmaps: Vec<Arc<DirtyBitmap>>,
     ) -> io::Result<PreparedBitmaps> {
         let _changes = self.lock_changes();
-        if let Some(raw) = self.raw_bitmaps() {
-            return raw.prepare(removed, bitmaps).map(PreparedBitmaps::OfRaw);
-        }
         if !removed.is_empty() {
+            // First: one that is only in the record is stored again.
             let removed = self.with_image(|image| image.remove_stored_bitmaps(removed));
             removed.unwrap_or(Ok(())).map_err(io::Error::other)?;
         }
-        Ok(PreparedBitmaps::InImage(bitmaps))
+        match self.recorded_bitmaps() {
+            Some(recorded) => recorded
+                .prepare(removed, bitmaps)
+                .map(PreparedBitmaps::Recorded),
+            None => Ok(PreparedBitmaps::InImage(bitmaps)),
+        }
     }
 
     /// Replaces the bitmaps that are loaded. No request is in flight.
     pub fn set_bitmaps(&self, new: PreparedBitmaps) {
         let _changes = self.lock_changes();
-        match (new, self.raw_bitmaps()) {
+        match (new, self.recorded_bitmaps()) {
             (PreparedBitmaps::InImage(bitmaps), _) => {
                 self.with_image(|image| image.set_bitmaps(bitmaps));
             }
-            (PreparedBitmaps::OfRaw(new), Some(raw)) => raw.replace(new),
-            (PreparedBitmaps::OfRaw(_), None) => {}
+            (PreparedBitmaps::Recorded(new), Some(recorded)) => recorded.replace(new),
+            (PreparedBitmaps::Recorded(_), None) => {}
         }
     }
 
     /// The present bitmaps stay.
     pub fn give_up_bitmaps(&self, new: &PreparedBitmaps) {
         let _changes = self.lock_changes();
-        if let (PreparedBitmaps::OfRaw(new), Some(raw)) = (new, self.raw_bitmaps()) {
-            raw.give_up(new);
+        if let (PreparedBitmaps::Recorded(new), Some(recorded)) = (new, self.recorded_bitmaps()) {
+            recorded.give_up(new);
         }
     }
 
@@ -146,28 +174,28 @@ impl Node {
         }
     }
 
-    /// Stores the bitmaps of a disk that is in no image. It is durable, and nothing writes to it any more.
-    pub(super) fn store_raw_bitmaps(&self) {
-        let raw_bitmaps = self.state().raw_bitmaps.take();
-        raw_bitmaps.inspect(|raw| raw.store());
+    /// Stores the bitmaps of a disk outside of its image. It is durable, and nothing writes to it any more. The image is closed.
+    pub(super) fn store_recorded_bitmaps(&self) {
+        let recorded_bitmaps = self.state().recorded_bitmaps.take();
+        recorded_bitmaps.inspect(|recorded| recorded.store());
     }
 
     /// The same for a disk that other hosts may write to from now on.
     ///
     /// # Errors
     /// Their writes would not be noticed, and the bitmaps could not be marked as inconsistent.
-    pub(super) fn release_raw_bitmaps(&self) -> io::Result<()> {
-        let Some(raw) = self.raw_bitmaps() else {
+    pub(super) fn release_recorded_bitmaps(&self) -> io::Result<()> {
+        let Some(recorded) = self.recorded_bitmaps() else {
             return Ok(());
         };
-        if self.backing() == Some(Backing::BlockDevice) {
-            raw.lose_all(
+        if self.backing() == Some(Backing::BlockDevice) && self.with_image(|_| ()).is_none() {
+            recorded.lose_all(
                 "the disk was released to another host, whose writes to a device are not noticed",
             )?;
         } else {
-            raw.store();
+            recorded.store();
         }
-        self.state().raw_bitmaps = None;
+        self.state().recorded_bitmaps = None;
         Ok(())
     }
 

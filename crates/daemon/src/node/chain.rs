@@ -16,12 +16,14 @@ use super::NodeError;
 use crate::config::spec::DiskSpec;
 use crate::node::context::{OpenContext, Opener};
 use crate::node::progress::Progress;
+use crate::node::recorded_bitmaps::RecordedBitmaps;
 
-/// An image, its files by index, and its journal.
+/// An image, its files by index, its journal, and what keeps its bitmaps through a kill.
 pub(super) struct OpenedChain {
-    pub chain: Chain,
+    pub chain: Arc<Chain>,
     pub files: Vec<Arc<DiskFile>>,
     pub journal: Option<PathBuf>,
+    pub bitmaps: Option<Arc<RecordedBitmaps>>,
 }
 
 /// Opens an image and all that it builds on.
@@ -104,11 +106,19 @@ pub(super) fn open_chain(
             checked.map_err(|e| NodeError::Journal(filename(), e))?;
         }
     }
+    let chain = Arc::new(chain);
+    // Last, since the bitmaps are in use from now on.
+    let bitmaps = if read_only {
+        None
+    } else {
+        RecordedBitmaps::of_image(spec, context, path, file, &chain)
+    };
     report_bitmaps(&spec.name, &chain);
     Ok(OpenedChain {
         chain,
         files,
         journal: journal_path,
+        bitmaps,
     })
 }
 

@@ -32,11 +32,11 @@ impl Node {
     pub fn flush_for_successor(&self) -> io::Result<()> {
         self.flush_metadata()?;
         let _changes = self.lock_changes();
-        let (image, raw_bitmaps) = {
+        let (image, recorded_bitmaps) = {
             let state = self.state();
-            (state.image.clone(), state.raw_bitmaps.clone())
+            (state.image.clone(), state.recorded_bitmaps.clone())
         };
-        raw_bitmaps.inspect(|bitmaps| bitmaps.suspend());
+        recorded_bitmaps.inspect(|bitmaps| bitmaps.suspend());
         match image.as_ref().and_then(|image| image.chain()?.image()) {
             Some(image) => image.store_bitmaps().map_err(io::Error::other),
             None => Ok(()),
@@ -67,7 +67,11 @@ impl Node {
     /// It could not be written. The image is still consistent.
     pub(super) fn write_clean_state(&self) -> io::Result<()> {
         let _changes = self.lock_changes();
-        let image = self.state().image.clone();
+        let (image, recorded_bitmaps) = {
+            let state = self.state();
+            (state.image.clone(), state.recorded_bitmaps.clone())
+        };
+        recorded_bitmaps.inspect(|bitmaps| bitmaps.suspend());
         match image.as_ref().and_then(Image::chain) {
             Some(chain) if !self.facts.read_only => chain.close().map_err(io::Error::other),
             _ => Ok(()),
@@ -83,12 +87,11 @@ impl Node {
         let _changes = self.lock_changes();
         let (image, file, last) = {
             let state = self.state();
+            // `recorded_bitmaps` is one of them.
+            let others = usize::from(state.recorded_bitmaps.is_some());
             let users = match &state.image {
-                Some(Image::Chain(chain)) => Arc::strong_count(chain),
-                // The other one is that of `raw_bitmaps`.
-                Some(Image::Raw(bitmaps)) if state.raw_bitmaps.is_some() => {
-                    Arc::strong_count(bitmaps) - 1
-                }
+                Some(Image::Chain(chain)) => Arc::strong_count(chain) - others,
+                Some(Image::Raw(bitmaps)) if others > 0 => Arc::strong_count(bitmaps) - others,
                 _ => 1,
             };
             // No disk uses it, nor a node above or below.
@@ -101,11 +104,12 @@ impl Node {
         if let Image::Chain(chain) = &image
             && !self.facts.read_only
         {
-            return if last {
-                self.close_image(&image, &[])
-            } else {
-                chain.flush().map_err(io::Error::other)
-            };
+            if last {
+                self.close_image(&image, &[])?;
+                self.store_recorded_bitmaps();
+                return Ok(());
+            }
+            return chain.flush().map_err(io::Error::other);
         }
         if self.facts.read_only {
             return Ok(());
@@ -118,7 +122,7 @@ impl Node {
             }
         }
         if last {
-            self.store_raw_bitmaps();
+            self.store_recorded_bitmaps();
         }
         Ok(())
     }
@@ -155,7 +159,9 @@ impl Node {
             Some(image) if !self.facts.read_only => self.close_image(&image, &[]),
             _ => Ok(()),
         };
-        self.store_raw_bitmaps();
+        if closed.is_ok() {
+            self.store_recorded_bitmaps();
+        }
         unlock(&files)?;
         closed
     }

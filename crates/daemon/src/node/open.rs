@@ -12,7 +12,7 @@ use tracing::{info, warn};
 
 use super::chain::{chain_facts, open_chain};
 use super::paths::warn_if_renamed;
-use super::raw_bitmaps::RawBitmaps;
+use super::recorded_bitmaps::{Medium, RecordedBitmaps};
 use super::{Node, NodeError, NodeState, SharedNode, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::context::OpenContext;
@@ -25,7 +25,7 @@ struct Opened {
     files: Vec<Arc<DiskFile>>,
     rbd: Option<Arc<RbdImage>>,
     journal: Option<PathBuf>,
-    raw_bitmaps: Option<Arc<RawBitmaps>>,
+    recorded_bitmaps: Option<Arc<RecordedBitmaps>>,
     locking: Locking,
     format: Format,
     facts: DiskFacts,
@@ -85,9 +85,15 @@ impl Node {
         if let (Some(file), FileSpec::Path(path), Format::Raw, false) =
             (&opened.file, &spec.file, opened.format, released)
         {
-            let bitmaps = load_raw_bitmaps(&spec, context, path, file, opened.size)?;
+            let bitmaps = load_recorded_bitmaps(&spec, context, path, file, opened.size)?;
             opened.image = raw_image(bitmaps.as_ref());
-            opened.raw_bitmaps = bitmaps;
+            opened.recorded_bitmaps = bitmaps;
+        }
+        if let Some(rbd) = opened.rbd.as_ref().filter(|_| !spec.read_only) {
+            let bitmaps = RecordedBitmaps::load_of_cluster(&spec, context, rbd, opened.size);
+            let bitmaps = bitmaps.map_err(|e| NodeError::Bitmaps(filename.clone(), e))?;
+            opened.image = raw_image(Some(&bitmaps));
+            opened.recorded_bitmaps = Some(bitmaps);
         }
         Ok(Self {
             shared: Arc::new(SharedNode {
@@ -101,7 +107,7 @@ impl Node {
                     allocated: None,
                     depth,
                     journal: opened.journal,
-                    raw_bitmaps: opened.raw_bitmaps,
+                    recorded_bitmaps: opened.recorded_bitmaps,
                     on_damage: None,
                 }),
             }),
@@ -130,7 +136,7 @@ fn open_null(spec: &DiskSpec, size: u64) -> Opened {
         files: Vec::new(),
         rbd: None,
         journal: None,
-        raw_bitmaps: None,
+        recorded_bitmaps: None,
         locking: Locking::None,
         format: Format::Raw,
         facts: null_facts(spec.read_only),
@@ -148,16 +154,14 @@ fn open_rbd(spec: &DiskSpec, location: &Location) -> Result<Opened, NodeError> {
     let filename = location.to_string();
     let size = image.size();
     let size = size.map_err(|e| NodeError::Io(filename.clone(), "find out its size", e))?;
-    let why = "its disk is in a Ceph cluster";
-    let raw_bitmaps = (!spec.read_only).then(|| RawBitmaps::temporary(&spec.name, size, why));
     Ok(Opened {
-        image: raw_image(raw_bitmaps.as_ref()),
+        image: Image::raw(),
         file: None,
         files: Vec::new(),
         facts: image.facts(),
         rbd: Some(image),
         journal: None,
-        raw_bitmaps,
+        recorded_bitmaps: None,
         locking: Locking::None,
         format: Format::Raw,
         size,
@@ -190,7 +194,7 @@ fn open_file(
         files: Vec::new(),
         rbd: None,
         journal: None,
-        raw_bitmaps: None,
+        recorded_bitmaps: None,
         locking,
         format,
         facts: file.facts(),
@@ -205,33 +209,35 @@ fn open_file(
             let chain = open_chain(spec, path, &file, context, locking, ours, &[])?;
             opened.facts = chain_facts(&chain.chain, &chain.files);
             opened.size = chain.chain.size();
-            opened.image = Image::Chain(Arc::new(chain.chain));
+            opened.image = Image::Chain(chain.chain);
             (opened.files, opened.journal) = (chain.files, chain.journal);
+            opened.recorded_bitmaps = chain.bitmaps;
         }
     }
     Ok(opened)
 }
 
 /// The bitmaps of a disk that is in a locked file, unless it is read-only.
-pub(super) fn load_raw_bitmaps(
+pub(super) fn load_recorded_bitmaps(
     spec: &DiskSpec,
     context: &OpenContext,
     path: &Path,
     file: &Arc<DiskFile>,
     size: u64,
-) -> Result<Option<Arc<RawBitmaps>>, NodeError> {
+) -> Result<Option<Arc<RecordedBitmaps>>, NodeError> {
     if file.facts().read_only {
         return Ok(None);
     }
     // In whole blocks, as the disk.
     let size = size - size % u64::from(file.facts().logical_block);
-    let bitmaps = RawBitmaps::load(spec, context, path, file, size);
+    let medium = Medium::File(file.clone());
+    let bitmaps = RecordedBitmaps::load(spec, context, path, medium, size);
     let bitmaps = bitmaps.map_err(|e| NodeError::Bitmaps(path.display().to_string(), e))?;
     Ok(Some(bitmaps))
 }
 
 /// The image of a disk that has these bitmaps.
-pub(super) fn raw_image(bitmaps: Option<&Arc<RawBitmaps>>) -> Image {
+pub(super) fn raw_image(bitmaps: Option<&Arc<RecordedBitmaps>>) -> Image {
     bitmaps.map_or_else(Image::raw, |all| Image::Raw(all.bitmaps().clone()))
 }
 

@@ -22,7 +22,7 @@ use tracing::warn;
 
 use super::chain::{chain_facts, open_chain};
 use super::close::unlock;
-use super::open::{load_raw_bitmaps, raw_image};
+use super::open::{load_recorded_bitmaps, raw_image};
 use super::{Node, NodeError, NodeState};
 use crate::config::spec::FileSpec;
 
@@ -70,7 +70,7 @@ impl Node {
         // In every cache mode: cache=unsafe gives up durability only for crashes.
         self.close_image(&image, &written)
             .map_err(|e| fail("be closed", e))?;
-        self.release_raw_bitmaps()
+        self.release_recorded_bitmaps()
             .map_err(|e| fail("have its bitmaps marked as inconsistent", e))?;
         let size = self.file_size();
         let mut state = self.state();
@@ -155,17 +155,18 @@ impl Node {
             allocated: None,
             depth: 0,
             journal: None,
-            raw_bitmaps: None,
+            recorded_bitmaps: None,
             on_damage: None,
         };
         match self.format {
             Format::Raw => {
                 let size = file.raw_size(path)?;
-                let raw_bitmaps = load_raw_bitmaps(&self.spec, &self.context, path, file, size)?;
+                let recorded_bitmaps =
+                    load_recorded_bitmaps(&self.spec, &self.context, path, file, size)?;
                 let state = NodeState {
                     size,
-                    image: Some(raw_image(raw_bitmaps.as_ref())),
-                    raw_bitmaps,
+                    image: Some(raw_image(recorded_bitmaps.as_ref())),
+                    recorded_bitmaps,
                     ..state
                 };
                 Ok((state, self.facts))
@@ -178,9 +179,10 @@ impl Node {
                 let state = NodeState {
                     size: chain.size(),
                     depth: chain.depth() - 1,
-                    image: Some(Image::Chain(Arc::new(chain))),
+                    image: Some(Image::Chain(chain)),
                     files,
                     journal: opened.journal,
+                    recorded_bitmaps: opened.bitmaps,
                     ..state
                 };
                 Ok((state, facts))

@@ -1,4 +1,5 @@
-//! Persistent bitmaps of disks that are not in images: raw files and block devices.
+//! Persistent bitmaps in the state directory: of disks that are in no qcow2 image, which are raw files, block devices and
+//! [images in Ceph clusters](medium), and of qcow2 images [while they are in use](in_image).
 //!
 //! A *record* in the state directory says which bitmaps a disk has. While the disk is in use, their bits are in files that
 //! are [mapped](engine::MappedWords), next to the journals of images: on a tmpfs. The record is
@@ -27,12 +28,20 @@
 //!
 //! A bitmap that was stored is continued only if the disk looks as it did then: another program that writes to a file changes
 //! its times. The files with the bits have the time of the last write, so that such writes are noticed after a kill too, if
-//! they come at least two seconds later.
+//! they come at least two seconds later. In a cluster, [the lock of the image](medium) shows whether others may have written.
 
+mod in_cluster;
+mod in_image;
 mod intent;
+mod lost;
+mod mark;
+mod medium;
 mod place;
 mod record;
 mod seen;
+
+#[cfg(any(test, fuzzing))]
+pub use record::check as check_record;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -41,27 +50,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use block::{DirtyBitmap, DirtyBitmaps, NoteStore};
-use engine::DiskFile;
 use image::{BITMAP_BYTES_MAX, UnusableBitmap};
 use tracing::{error, info, warn};
 
 use super::context::OpenContext;
 use crate::config::spec::{DiskSpec, Lock};
-use intent::{Checkpoints, Notes};
-use place::{Inner, Intent, Place, Usable, key};
-use record::{BitmapRecord, IntentRecord, State};
-use seen::Seen;
+use intent::{Checkpoints, Notes, Tag};
+use place::{Inner, Intent, Place, Usable};
+use record::{BitmapRecord, IntentRecord, Record, State};
 
+pub use medium::Medium;
 pub use place::Prepared;
+
+const NO_STATE: &str = "there is no state directory: start ringdisk with --state DIRECTORY";
 
 /// A checkpoint is at least this long after the last one, for each MiB of bits.
 const CHECKPOINT_PAUSE_PER_MIB: Duration = Duration::from_secs(5);
 
-/// The bitmaps of a disk that is not in an image.
-pub struct RawBitmaps {
+/// The bitmaps of a disk that are kept outside of its image.
+pub struct RecordedBitmaps {
     disk: String,
     /// Where they are stored, or why they cannot be.
-    place: Result<Place, &'static str>,
+    place: Result<Place, String>,
     bitmaps: Arc<DirtyBitmaps>,
     /// Locked while the record is written.
     inner: Mutex<Inner>,
@@ -78,13 +88,13 @@ struct Known {
     intent: Option<Intent>,
 }
 
-impl RawBitmaps {
+impl RecordedBitmaps {
     /// For a disk whose bitmaps cannot be stored.
-    pub fn temporary(disk: &str, size: u64, why: &'static str) -> Arc<Self> {
-        Self::new(disk, size, Err(why))
+    pub fn temporary(disk: &str, size: u64, why: &str) -> Arc<Self> {
+        Self::new(disk, size, Err(why.into()))
     }
 
-    /// Loads the bitmaps of a disk that is locked for writing, and marks them as in use.
+    /// Loads the bitmaps of a disk that is locked for writing, and marks them as in use. `path` is that of its file.
     ///
     /// # Errors
     /// They could not be marked, nor removed.
@@ -92,43 +102,32 @@ impl RawBitmaps {
         spec: &DiskSpec,
         context: &OpenContext,
         path: &Path,
-        file: &Arc<DiskFile>,
+        medium: Medium,
         size: u64,
     ) -> io::Result<Arc<Self>> {
-        let disk = &spec.name;
-        let Some(state) = &context.state else {
-            let why = "there is no state directory: start ringdisk with --state DIRECTORY";
-            return Ok(Self::temporary(disk, size, why));
+        let path = &medium.path(path)?;
+        let state = match state_of(spec, context) {
+            Ok(state) => state,
+            Err(why) => return Ok(Self::without_place(spec, context, path, size, why)),
         };
-        if spec.lock == Lock::Running {
-            let why = "other hosts write to it while no VM runs on it here (lock=running)";
-            return Ok(Self::temporary(disk, size, why));
-        }
-        let (path, journals) = (std::path::absolute(path)?, &context.journals);
-        let key = key(&path);
-        let place = Place {
-            file: file.clone(),
-            record: state.join(format!("{key}.bitmaps")),
-            path: path.to_string_lossy().into_owned(),
-            bits: (journals.directory.clone(), format!("{key}-")),
-            inherited: context.inherited.clone(),
-            owner: journals.owner(),
-        };
-        let this = Self::new(disk, size, Ok(place));
+        let place = Place::new(state, context, path, medium, None);
+        let this = Self::new(&spec.name, size, Ok(place));
         this.load_record()?;
         this.publish(&this.inner());
         Ok(this)
     }
 
-    fn new(disk: &str, size: u64, place: Result<Place, &'static str>) -> Arc<Self> {
+    fn new(disk: &str, size: u64, place: Result<Place, String>) -> Arc<Self> {
         let inner = Inner {
             size,
             ..Inner::default()
         };
+        let image = place.as_ref().ok().and_then(Place::image);
+        let bitmaps = image.map(|image| image.bitmaps().clone());
         Arc::new_cyclic(|this| Self {
             disk: disk.into(),
             place,
-            bitmaps: Arc::default(),
+            bitmaps: bitmaps.unwrap_or_default(),
             inner: Mutex::new(inner),
             known: Mutex::default(),
             checkpoint: Mutex::default(),
@@ -171,7 +170,33 @@ impl RawBitmaps {
     /// # Errors
     /// Why it cannot.
     pub fn check_new(&self) -> Result<(), String> {
-        self.place.as_ref().map(drop).map_err(|&why| why.to_owned())
+        self.place.as_ref().map(drop).map_err(Clone::clone)
+    }
+
+    /// The record of the disk, if there is one that can be read.
+    fn read_record(&self, place: &Place, inner: &mut Inner) -> Option<Record> {
+        let file = place.record.display();
+        match record::read(&place.record) {
+            Ok(None) => None,
+            Ok(Some(record)) if record.path == place.path && !record.is_image => Some(record),
+            Ok(Some(_)) => {
+                warn!(
+                    "disk {}: {file} is about another disk, and is replaced",
+                    self.disk
+                );
+                None
+            }
+            Err(why) => {
+                inner.has_record = true;
+                self.lose(
+                    inner,
+                    String::new(),
+                    0,
+                    &format!("{file} is damaged: {why}"),
+                );
+                None
+            }
+        }
     }
 
     fn load_record(&self) -> io::Result<()> {
@@ -180,30 +205,17 @@ impl RawBitmaps {
         };
         let mut guard = self.inner();
         let inner = &mut *guard;
-        let record = match record::read(&place.record) {
-            Ok(None) => return Ok(()),
-            Ok(Some(record)) if record.path == place.path => record,
-            Ok(Some(_)) => {
-                warn!(
-                    "disk {}: {} is about another disk, and is replaced",
-                    self.disk,
-                    place.record.display()
-                );
-                return Ok(());
-            }
-            Err(why) => {
-                inner.has_record = true;
-                self.lose(
-                    inner,
-                    String::new(),
-                    0,
-                    &format!("{} is damaged: {why}", place.record.display()),
-                );
-                return Ok(());
-            }
+        let Some(record) = self.read_record(place, inner) else {
+            return Ok(());
         };
         inner.has_record = true;
-        let usable = place.usable(&record, inner.size);
+        let mut usable = place.usable(&record, inner.size);
+        if usable.is_ok() && record.bitmaps.iter().any(|bitmap| bitmap.lost.is_none()) {
+            let (State::InUse(then) | State::Stored(then)) = &record.state;
+            if let Err(why) = place.medium.take_over(then)? {
+                usable = Err(why);
+            }
+        }
         if let (Ok(Usable::AsTheyAre), Some(of)) = (&usable, &record.intent) {
             inner.intent = self.continue_notes(place, of)?;
         }
@@ -214,7 +226,7 @@ impl RawBitmaps {
             let loaded = match (&bitmap.lost, &usable) {
                 (Some(why), _) | (None, Err(why)) => Err(why.clone()),
                 (None, Ok(usable)) => place
-                    .load(&record, bitmap, bits_at, usable)
+                    .load(&record, bitmap, bits_at, usable, inner.size)
                     .map_err(|e| e.to_string()),
             };
             bits_at += bytes;
@@ -251,17 +263,19 @@ impl RawBitmaps {
         // A process that hands over may continue after all, and then notes nothing if it is of an older version.
         let is_other = place.inherited.is_uncommitted();
         is_changed |= inner.intent.is_none() && !inner.files.is_empty() && !is_other;
+        is_changed |= place.medium.is_unconfirmed();
+        let is_in_use = matches!(record.state, State::InUse(_));
+        if is_in_use && matches!(usable, Ok(Usable::AsTheyAre)) && !inner.files.is_empty() {
+            info!(
+                "disk {}: its bitmaps continue where the process before has left them",
+                self.disk
+            );
+        }
         if !is_changed {
             self.set_intent(inner);
-            if !inner.files.is_empty() {
-                info!(
-                    "disk {}: its bitmaps continue where the process before has left them",
-                    self.disk
-                );
-            }
             return Ok(());
         }
-        if is_other && matches!(record.state, State::InUse(_)) {
+        if is_other && is_in_use {
             return self.continue_record(place, inner);
         }
         self.begin_record(place, inner, record.intent.as_ref())?;
@@ -309,7 +323,10 @@ impl RawBitmaps {
             }
             place.write_in_use(inner, &self.bitmaps.all())
         })();
-        begun.or_else(|e| record::remove(&place.record).map_err(|_| e))?;
+        match begun {
+            Ok(()) => place.medium.confirm()?,
+            Err(e) => self.record_as_lost(place, inner, e)?,
+        }
         old.inspect(|of| place.remove_intent(of));
         self.set_intent(inner);
         Ok(())
@@ -318,7 +335,8 @@ impl RawBitmaps {
     /// Requests note what they change from now on, if persistent bitmaps need that.
     fn set_intent(&self, inner: &Inner) {
         let regions = inner.intent.as_ref().map(|intent| intent.regions.clone());
-        self.bitmaps.set_intent(regions);
+        // An image must have a generation that was noted a short time ago, whatever its bitmaps record.
+        self.bitmaps.set_intent(regions, self.image().is_some());
     }
 
     /// Whether [`suspend`](Self::suspend) may wait for the state directory.
@@ -406,9 +424,17 @@ impl RawBitmaps {
         self.set_intent(&inner);
         self.publish(&inner);
         inner.has_record = !(inner.files.is_empty() && inner.lost.is_empty());
-        self.bitmaps.set(new.bitmaps);
-        // The disk may have grown since they were made.
-        self.grow_all(&inner);
+        match self.image() {
+            Some(image) => image.set_bitmaps(new.bitmaps),
+            None => {
+                self.bitmaps.set(new.bitmaps);
+                // The disk may have grown since they were made.
+                self.grow_all(&inner);
+            }
+        }
+        if inner.lost.is_empty() {
+            self.remove_leftover(&mut inner);
+        }
         if let Ok(place) = &self.place {
             place.remove_bits(old.into_values().filter(|file| !is_used(&inner, file)));
             if let Some(unused) = unused {
@@ -416,6 +442,7 @@ impl RawBitmaps {
                 place.remove_intent(&unused.record);
             }
         }
+        self.lose_cut(&mut inner);
     }
 
     /// The prepared bitmaps are not used: the next process continues the present ones.
@@ -423,6 +450,7 @@ impl RawBitmaps {
         let Ok(place) = &self.place else { return };
         let mut inner = self.inner();
         inner.is_preparing = false;
+        self.lose_cut(&mut inner);
         if new.is_same(&inner) {
             return;
         }
@@ -439,18 +467,32 @@ impl RawBitmaps {
         (new.intent.as_ref()).inspect(|intent| place.remove_intent(&intent.record));
     }
 
-    /// The disk has this size from now on, and no request beyond the old end is accepted yet. What is new there counts as
-    /// dirty: it may contain anything.
-    pub fn grow(&self, size: u64) {
+    /// The disk's file has this size from now on, and no request beyond the old end is accepted yet. What is new there counts
+    /// as dirty: it may contain anything. `lowest` is the least size since the last call: where the file was cut off, it has
+    /// changed, and no bitmap shows that.
+    pub fn resize(&self, size: u64, lowest: u64) {
         let mut inner = self.inner();
+        if lowest < inner.size && self.image().is_none() {
+            inner.is_cut = true;
+            self.lose_cut(&mut inner);
+        }
         if size <= inner.size {
             return;
         }
         inner.size = size;
-        self.grow_all(&inner);
-        // Its file may have changed now: that was not another program.
-        let intent = inner.intent.clone();
+        // An image lets them grow itself.
+        if self.image().is_none() {
+            self.grow_all(&inner);
+        }
         drop(inner);
+        // Its file may have changed now: that was not another program.
+        self.note_again();
+    }
+
+    /// Writes the notes with the present time, and what the image has from its next change on. That comes before any change
+    /// which is not a request of the guest.
+    pub fn note_again(&self) {
+        let intent = self.inner().intent.clone();
         let is_ours = |place: &Place| !place.inherited.is_uncommitted();
         if let Some(intent) = intent.filter(|_| self.place.as_ref().is_ok_and(is_ours)) {
             Notes(intent.log, Arc::downgrade(&intent.regions)).note(&intent.regions);
@@ -476,30 +518,35 @@ impl RawBitmaps {
         }
     }
 
-    /// Stores the bitmaps. The disk is durable, and nothing writes to it any more.
+    /// Stores the bitmaps. The disk is durable, and nothing writes to it any more. An image is closed, and has stored them.
     pub fn store(&self) {
         let Ok(place) = &self.place else { return };
         self.suspend();
+        if place.chain.is_some() {
+            return self.remove_record_of_image(place);
+        }
+        // If the cluster does not say, the next process asks it.
+        let _ = self.check_owner();
         let mut inner = self.inner();
         // Until it has handed over, the old process continues with them.
         let is_other = place.inherited.is_uncommitted();
         if is_other || inner.files.is_empty() && !inner.has_record {
             return;
         }
-        let (file, all) = (&place.file, self.bitmaps.all());
-        let stored = file.size().and_then(|size| {
-            // In whole blocks, as the disk. It may have grown unnoticed.
-            let size = size - size % u64::from(file.facts().logical_block);
-            let is_cut = size < inner.size;
+        let (medium, all) = (&place.medium, self.bitmaps.all());
+        let stored = (|| {
+            // Another client that changes the size from now on has the lock then.
+            let (at_rest, size) = (medium.at_rest()?, medium.size()?);
+            let is_cut = size.min(medium.lowest_size()) < inner.size;
+            // It may have grown unnoticed.
             inner.size = size.max(inner.size);
             self.grow_all(&inner);
-            let mut record = place.record_of(State::Stored(Seen::at_rest(file)?), &inner, &all);
+            let mut record = place.record_of(State::Stored(at_rest), &inner, &all);
             for bitmap in record.bitmaps.iter_mut().filter(|_| is_cut) {
-                let why = || "the disk's file has become smaller".into();
-                bitmap.lost.get_or_insert_with(why);
+                bitmap.lost.get_or_insert_with(|| lost::CUT.into());
             }
             place.write(&record, &all)
-        });
+        })();
         match stored {
             Ok(()) => {
                 let files = std::mem::take(&mut inner.files);
@@ -509,54 +556,33 @@ impl RawBitmaps {
                 intent.inspect(|intent| place.remove_intent(&intent.record));
             }
             Err(e) => error!(
-                "disk {}: its bitmaps could not be stored in {}: {e}; they are continued if ringdisk starts again before the host \
-                 does",
+                "disk {}: its bitmaps could not be stored in {}: {e}; they are continued if ringdisk starts again before {}",
                 self.disk,
-                place.record.display()
+                place.record.display(),
+                match medium {
+                    Medium::File(_) => "the host does",
+                    Medium::Image(_) => "another client has the lock of the image",
+                }
             ),
         }
     }
-
-    /// Makes all of them inconsistent, durably: others may write to the disk, and nobody will know.
-    ///
-    /// # Errors
-    /// They could not be marked, and continue.
-    pub fn lose_all(&self, why: &str) -> io::Result<()> {
-        let Ok(place) = &self.place else {
-            return Ok(());
-        };
-        self.suspend();
-        let mut inner = self.inner();
-        let mut next = Inner {
-            files: BTreeMap::new(),
-            intent: None,
-            ..inner.clone()
-        };
-        let all = self.bitmaps.all();
-        let stored = || all.iter().filter(|bitmap| bitmap.is_persistent());
-        next.lost.extend(stored().map(|bitmap| UnusableBitmap {
-            name: bitmap.name().into(),
-            granularity: bitmap.granularity(),
-            why: why.into(),
-        }));
-        if next.has_record || !next.lost.is_empty() {
-            place.write_in_use(&next, &[])?;
-        }
-        stored().for_each(|bitmap| self.warn_lost(bitmap.name(), why));
-        let old = std::mem::replace(&mut *inner, next);
-        self.publish(&inner);
-        place.remove_bits(old.files.into_values());
-        (old.intent).inspect(|intent| place.remove_intent(&intent.record));
-        Ok(())
-    }
 }
 
-impl Checkpoints for RawBitmaps {
+impl Checkpoints for RecordedBitmaps {
     fn checkpoint(&self) -> io::Result<()> {
         let Ok(place) = &self.place else {
             return Ok(());
         };
+        if self.check_owner()? {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         let inner = self.inner();
+        let is_given_up = |intent: &Intent| intent.regions.is_given_up();
+        let has_changes = place.image().is_some_and(image::Qcow2::has_changes);
+        if has_changes || inner.intent.as_ref().is_some_and(is_given_up) {
+            // Until an image's tables are written, the time of its file may change without a write of the guest.
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         let all = self.bitmaps.all();
         let mib = all.iter().map(|bitmap| bitmap.bytes()).sum::<u64>() >> 20;
         let pause = CHECKPOINT_PAUSE_PER_MIB.saturating_mul(u32::try_from(mib).unwrap_or(u32::MAX));
@@ -577,6 +603,17 @@ impl Checkpoints for RawBitmaps {
         })
     }
 
+    fn was_slow(&self, time: Duration) {
+        let Ok(place) = &self.place else { return };
+        warn!(
+            "disk {}: {} has answered after {:.1} s; writes to new parts of the disk waited for it; put the state directory on \
+             storage that answers",
+            self.disk,
+            place.record.display(),
+            time.as_secs_f64()
+        );
+    }
+
     fn failed(&self, e: &io::Error) {
         let Ok(place) = &self.place else { return };
         let mut inner = self.inner();
@@ -584,36 +621,36 @@ impl Checkpoints for RawBitmaps {
         let file = intent.as_ref().map(|intent| &*intent.record.file);
         let file = place.record.with_file_name(file.unwrap_or_default());
         let why = format!("changes could not be noted in {}: {e}", file.display());
+        if place.chain.is_some() {
+            return self.give_up_record_of_image(place, intent.as_ref(), &why);
+        }
         error!(
             "disk {}: its persistent bitmaps are inconsistent from now on: {why}; incremental backups that rely on them must be \
              followed by full ones; 'ringdisk bitmap remove' deletes them, once the state directory works again",
             self.disk
         );
-        inner.failure = Some(why);
-        let all = self.bitmaps.all();
-        for bitmap in all.iter().filter(|bitmap| bitmap.is_persistent()) {
-            bitmap.set_inconsistent();
-        }
-        // Without notes, the record is valid only after a kill, if at all.
-        let Some(intent) = intent else { return };
-        let invalidated = place.invalidate(&intent.record);
-        if let (Err(e), Err(_)) = (place.write_in_use(&inner, &all), invalidated) {
-            error!(
-                "disk {}: {} cannot be written either: {e}; if the host crashes now, its bitmaps may lack changes",
-                self.disk,
-                place.record.display()
-            );
-        }
-        // Before a command continues with these notes.
-        intent.regions.give_up();
+        self.fail(place, &mut inner, why, DirtyBitmap::is_persistent);
+    }
+
+    fn tag(&self) -> Tag {
+        self.place.as_ref().map(Place::tag).unwrap_or_default()
     }
 }
 
-impl Drop for RawBitmaps {
+impl Drop for RecordedBitmaps {
     fn drop(&mut self) {
         let intent = self.inner().intent.take();
         intent.inspect(|intent| intent.log.stop());
     }
+}
+
+/// The state directory; or why the bitmaps of a disk cannot be stored there.
+fn state_of<'a>(spec: &DiskSpec, context: &'a OpenContext) -> Result<&'a Path, &'static str> {
+    let state = context.state.as_deref().ok_or(NO_STATE)?;
+    if spec.lock == Lock::Running {
+        return Err("other hosts write to it while no VM runs on it here (lock=running)");
+    }
+    Ok(state)
 }
 
 fn is_used(inner: &Inner, file: &String) -> bool {
@@ -627,7 +664,7 @@ mod tests {
     /// A checkpoint holds the other lock while it waits for the state directory.
     #[test]
     fn queries_do_not_wait_for_the_record() {
-        let bitmaps = RawBitmaps::temporary("d", 1 << 20, "it is a test");
+        let bitmaps = RecordedBitmaps::temporary("d", 1 << 20, "it is a test");
         let inner = bitmaps.inner();
         assert!(bitmaps.unusable().is_empty() && !bitmaps.has_notes());
         drop(inner);

@@ -1,4 +1,5 @@
-//! Power cuts at every step of notes and checkpoints: what is left must show each block that may be on the disk.
+//! Power cuts at every step of notes and checkpoints: what is left must show each block that may be on the disk. Of an image, it
+//! must also be known that nothing else has written to it.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -14,11 +15,118 @@ const SIZE: u64 = 24 << REGION_BITS;
 const BLOCKS: u64 = SIZE >> BLOCK_BITS;
 const CRASH_POINTS_MIN: u64 = 10_000;
 
-type Bytes = [u8; TIME_AT + 8];
+type Bytes = [u8; NOTE_BYTES];
+
+/// What a disk is in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Raw,
+    Image,
+}
+
+/// The generations of an image, as its header has them.
+struct Header {
+    /// That of the header that is durable, if it has one.
+    durable: Option<u64>,
+    /// Those of headers that were written since the last flush.
+    unsynced: Vec<u64>,
+    /// The process has given it its own.
+    is_begun: bool,
+    first: u64,
+    present: u64,
+    next: u64,
+    /// `next` was noted since it was chosen.
+    is_next_noted: bool,
+    /// A flush after a failure of the journal has written `next`, and has not ended.
+    is_renewing: bool,
+}
+
+const NONE: u64 = u64::MAX;
+
+impl Header {
+    fn new(random: &mut Random) -> Self {
+        Self {
+            durable: None,
+            unsynced: Vec::new(),
+            is_begun: false,
+            first: NONE,
+            present: NONE,
+            next: random.below(1 << 38),
+            is_next_noted: false,
+            is_renewing: false,
+        }
+    }
+
+    fn last(&self) -> Option<u64> {
+        self.unsynced.last().copied().or(self.durable)
+    }
+
+    /// A process opens the image after a kill or an upgrade, and makes durable what it finds.
+    fn open(&mut self, random: &mut Random) {
+        self.flush();
+        let found = self.last().unwrap_or(NONE);
+        (self.first, self.present, self.is_begun) = (found, found, false);
+        (self.next, self.is_next_noted, self.is_renewing) = (random.below(1 << 38), false, false);
+    }
+
+    fn flush(&mut self) {
+        self.durable = self.last();
+        self.unsynced.clear();
+    }
+
+    /// The image has the generation that was chosen before.
+    fn renew(&mut self, random: &mut Random) {
+        self.flush();
+        (self.first, self.present) = (self.next, self.next);
+        (self.next, self.is_next_noted) = (random.below(1 << 38), false);
+        self.is_renewing = false;
+    }
+
+    /// What comes with a write: the first one begins, and others may allocate, or come with a flush after a failure of the
+    /// journal.
+    fn write(&mut self, random: &mut Random) {
+        if !self.is_begun {
+            self.unsynced.push(self.next);
+            self.renew(random);
+            self.is_begun = true;
+        } else if self.is_renewing {
+            self.renew(random);
+        } else if random.below(100) == 0 && self.is_next_noted {
+            self.unsynced.push(self.next);
+            self.is_renewing = true;
+            return;
+        } else if random.below(2) == 0 {
+            self.present = (self.present + 1) % (1 << 38);
+            self.unsynced.push(self.present);
+        }
+        if random.below(20) == 0 {
+            self.flush();
+        }
+    }
+
+    fn tag(&mut self) -> Tag {
+        let mut tag = Tag::default();
+        let words = [self.first, self.present, self.next];
+        for (to, word) in tag.chunks_mut(8).zip(words) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
+        self.is_next_noted = true;
+        tag
+    }
+
+    /// Each generation that the image may have after a power cut is known.
+    fn check(&self, tag: &Tag) {
+        let known = Generations::from_bytes(tag);
+        for &found in self.durable.iter().chain(&self.unsynced) {
+            assert!(known.include(found), "{found} is not one of {known:?}");
+        }
+    }
+}
 
 /// What a power cut leaves, and what may be on the disk then.
 struct Storage {
     random: Random,
+    header: Option<Header>,
     notes: Bytes,
     /// Notes that were written since the last sync.
     unsynced: Option<Bytes>,
@@ -47,10 +155,19 @@ impl Storage {
             let mixture: Vec<_> = pairs
                 .map(|(&old, &new)| if random.below(2) == 0 { old } else { new })
                 .collect();
-            outcomes.push(mixture.try_into().unwrap());
+            let mut mixture: Bytes = mixture.try_into().unwrap();
+            // A sector is written whole.
+            let tail = if random.below(2) == 0 {
+                &self.notes
+            } else {
+                &unsynced
+            };
+            mixture[TIME_AT..].copy_from_slice(&tail[TIME_AT..]);
+            outcomes.push(mixture);
         }
         for notes in outcomes {
-            let (regions, _) = read(&Fixed(notes)).unwrap();
+            let Note { regions, tag, .. } = read(&Fixed(notes)).unwrap();
+            self.header.iter().for_each(|header| header.check(&tag));
             let bitmap = bitmap();
             bitmap.merge_bytes(0, &self.checkpoint);
             for (at, len) in noted_ranges(&regions, REGION_BITS, SIZE) {
@@ -151,6 +268,8 @@ impl NoteStore for SimulatedNotes {
 }
 
 impl Checkpoints for World {
+    fn was_slow(&self, _: Duration) {}
+
     fn checkpoint(&self) -> io::Result<()> {
         let (before, between) = {
             let random = &mut self.storage.lock().random;
@@ -175,13 +294,22 @@ impl Checkpoints for World {
     fn failed(&self, _: &io::Error) {
         self.bitmap.set_inconsistent();
     }
+
+    fn tag(&self) -> Tag {
+        let header = &mut self.storage.lock().header;
+        header.as_mut().map(Header::tag).unwrap_or_default()
+    }
 }
 
 impl World {
-    fn new(seed: u64) -> Arc<Self> {
+    fn new(seed: u64, kind: Kind) -> Arc<Self> {
+        let mut random = Random(seed);
+        let mut header = (kind == Kind::Image).then(|| Header::new(&mut random));
+        let tag = header.as_mut().map(Header::tag).unwrap_or_default();
         let storage = Storage {
-            random: Random(seed),
-            notes: [0; TIME_AT + 8],
+            random,
+            header,
+            notes: encode(&[0; BITS_BYTES], tag),
             unsynced: None,
             checkpoint: vec![0; (BLOCKS / 8).next_multiple_of(8) as usize],
             submitted: BTreeSet::new(),
@@ -203,6 +331,12 @@ impl World {
 
     /// Another process continues.
     fn start(self: &Arc<Self>) {
+        let mut storage = self.storage.lock();
+        let Storage { header, random, .. } = &mut *storage;
+        if let Some(header) = header {
+            header.open(random);
+        }
+        drop(storage);
         let owner: Arc<dyn Checkpoints> = self.clone();
         let owner = Arc::downgrade(&owner);
         let log = Arc::new(IntentLog::new(self.storage.clone(), owner));
@@ -241,6 +375,10 @@ impl World {
 
     fn submit(&self, block: u64) {
         let mut storage = self.storage.lock();
+        let Storage { header, random, .. } = &mut *storage;
+        if let Some(header) = header {
+            header.write(random);
+        }
         storage.submitted.insert(block);
         storage.crash();
     }
@@ -276,14 +414,23 @@ impl World {
 
 #[test]
 fn power_cuts_leave_a_superset_of_what_may_be_on_the_disk() {
+    for kind in [Kind::Raw, Kind::Image] {
+        power_cuts(kind);
+    }
+}
+
+fn power_cuts(kind: Kind) {
     let (mut points, mut dirty, mut seen) = (0, 0, 0);
     for seed in seeds(5353, 4) {
-        let world = World::new(seed);
+        let world = World::new(seed, kind);
         for _ in 0..1500 {
             world.step();
         }
         let storage = world.storage.lock();
-        println!("seed {seed}: {} crash points", storage.crash_points);
+        println!(
+            "{kind:?}, seed {seed}: {} crash points",
+            storage.crash_points
+        );
         points += storage.crash_points;
         dirty += storage.dirty;
         seen += 1;
@@ -296,14 +443,14 @@ fn power_cuts_leave_a_superset_of_what_may_be_on_the_disk() {
 
 #[test]
 fn regions_that_are_not_written_to_leave_the_notes() {
-    let world = World::new(1);
+    let world = World::new(1, Kind::Raw);
     let (log, intent) = world.process();
     intent.note(0, 1);
-    assert_eq!(read(&world.storage).unwrap().0[0], 1);
+    assert_eq!(read(&world.storage).unwrap().regions[0], 1);
     // The simulated checkpoint writes to more, or fails, from time to time.
     let is_left = (0..100).any(|_| {
         log.tick(&intent);
-        read(&world.storage).unwrap().0[0] & 1 == 0
+        read(&world.storage).unwrap().regions[0] & 1 == 0
     });
     assert!(is_left);
 }
@@ -312,7 +459,7 @@ fn regions_that_are_not_written_to_leave_the_notes() {
 #[test]
 fn failed_notes_cost_the_bitmap_and_no_write() {
     for seed in seeds(77, 10) {
-        let world = World::new(seed);
+        let world = World::new(seed, Kind::Raw);
         world.storage.lock().fails_at = Some(1 + seed % 20);
         for _ in 0..200 {
             world.step();

@@ -1,10 +1,10 @@
 //! Notes of the regions of a disk that may have changed, for a power cut: see [`block::WriteIntent`].
 //!
-//! They are in a file of the state directory: the bits of the regions in one sector, and in the next one the time. Both are
-//! overwritten in place, so that a note needs no space, and costs one fdatasync for all requests that wait. Between two
-//! durable notes, each bit of the file is as in the one or as in the other. A bit that is added is needed only once its note is
-//! durable, and a bit that is removed is not needed any more, because the bits of the bitmaps are durable in the record
-//! (a *checkpoint*). So a crash leaves any mixture, and all are legal:
+//! They are in a file of the state directory: the bits of the regions in one sector, and in the next one the time and the
+//! generations of the disk's image. Both are overwritten in place, so that a note needs no space, and costs one fdatasync
+//! for all requests that wait. Between two durable notes, each bit of the file is as in the one or as in the other. A bit that
+//! is added is needed only once its note is durable, and a bit that is removed is not needed any more, because the bits of the
+//! bitmaps are durable in the record (a *checkpoint*). So a crash leaves any mixture, and all are legal:
 //!
 //! | crash | record | notes |
 //! |---|---|---|
@@ -20,21 +20,34 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use block::{NoteStore, REGIONS_MAX, WriteIntent};
+use image::Generations;
 
 /// So often regions are looked at that are not written to any more.
 const TICK: Duration = Duration::from_secs(30);
 /// The latest write is at most this much after the time in the notes.
 pub const TIME_SLACK: Duration = Duration::from_secs(30 + 90);
 
+/// Guests have noticed when a note takes longer.
+const SLOW: Duration = Duration::from_secs(2);
+
 const BITS_BYTES: usize = REGIONS_MAX / 8;
 const TIME_AT: usize = BITS_BYTES;
+const TAG_AT: usize = TIME_AT + 8;
+const NOTE_BYTES: usize = TAG_AT + TAG_BYTES;
+/// Bytes of a [`Tag`].
+const TAG_BYTES: usize = Generations::BYTES;
 /// In whole blocks of most devices.
 const FILE_BYTES: usize = 4096;
+/// Of the file's id.
+const ID_AT: usize = FILE_BYTES - 8;
 
 pub type Regions = [u8; BITS_BYTES];
+
+/// What tells whether an image is as the process that noted this has left it: [`Generations`]. 0 for other disks.
+pub type Tag = [u8; TAG_BYTES];
 
 /// What the notes are part of.
 pub trait Checkpoints: Send + Sync {
@@ -44,8 +57,14 @@ pub trait Checkpoints: Send + Sync {
     /// They are not durable.
     fn checkpoint(&self) -> io::Result<()>;
 
-    /// Notes cannot be written: the bitmaps are inconsistent from now on.
+    /// Notes cannot be written: the bitmaps are inconsistent from now on, or at least after a crash.
     fn failed(&self, error: &io::Error);
+
+    /// A note has taken so long that the guest may have noticed.
+    fn was_slow(&self, time: Duration);
+
+    /// What is noted with the regions.
+    fn tag(&self) -> Tag;
 }
 
 /// A place for the notes, which are overwritten there.
@@ -83,22 +102,55 @@ impl NotesFile for File {
     }
 }
 
-/// The content of a new file.
-pub fn empty() -> [u8; FILE_BYTES] {
-    [0; FILE_BYTES]
+/// The content of a new file: no region is noted. Its `id` stays.
+pub fn fresh(tag: Tag, id: u64) -> [u8; FILE_BYTES] {
+    let mut bytes = [0; FILE_BYTES];
+    bytes[..NOTE_BYTES].copy_from_slice(&encode(&[0; BITS_BYTES], tag));
+    bytes[ID_AT..].copy_from_slice(&id.to_le_bytes());
+    bytes
 }
 
-/// The regions that are noted in a file, and the time of the last note or checkpoint since the epoch.
+/// The id of a file.
 ///
 /// # Errors
-/// They cannot be read.
-pub fn read(file: &impl NotesFile) -> io::Result<(Regions, Duration)> {
-    let mut bytes = [0; TIME_AT + 8];
+/// It cannot be read.
+pub fn id_of(file: &File) -> io::Result<u64> {
+    let mut id = [0; 8];
+    file.read_exact_at(&mut id, ID_AT as u64)?;
+    Ok(u64::from_le_bytes(id))
+}
+
+fn encode(regions: &Regions, tag: Tag) -> [u8; NOTE_BYTES] {
+    let mut bytes = [0; NOTE_BYTES];
+    bytes[..BITS_BYTES].copy_from_slice(regions);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now = now.unwrap_or_default().as_secs();
+    bytes[TIME_AT..TAG_AT].copy_from_slice(&now.to_le_bytes());
+    bytes[TAG_AT..].copy_from_slice(&tag);
+    bytes
+}
+
+/// What is noted in a file.
+pub struct Note {
+    pub regions: Regions,
+    /// When it was written, since the epoch.
+    pub time: Duration,
+    pub tag: Tag,
+}
+
+/// Reads what is noted in a file.
+///
+/// # Errors
+/// It cannot be read.
+pub fn read(file: &impl NotesFile) -> io::Result<Note> {
+    let mut bytes = [0; NOTE_BYTES];
     file.read(&mut bytes)?;
-    let (mut regions, mut time) = ([0; BITS_BYTES], [0; 8]);
+    let (mut regions, mut time, mut tag) = ([0; BITS_BYTES], [0; 8], [0; TAG_BYTES]);
     regions.copy_from_slice(&bytes[..BITS_BYTES]);
-    time.copy_from_slice(&bytes[TIME_AT..]);
-    Ok((regions, Duration::from_secs(u64::from_le_bytes(time))))
+    time.copy_from_slice(&bytes[TIME_AT..TAG_AT]);
+    tag.copy_from_slice(&bytes[TAG_AT..]);
+    let time = Duration::from_secs(u64::from_le_bytes(time));
+    Ok(Note { regions, time, tag })
 }
 
 /// The notes of a disk.
@@ -134,7 +186,7 @@ impl NoteStore for Notes {
 }
 
 impl<F: NotesFile> IntentLog<F> {
-    /// Notes in a file, which has the size of an [empty] one.
+    /// Notes in a file, which has the size of a [fresh] one.
     pub fn new(file: F, owner: Weak<dyn Checkpoints>) -> Self {
         Self {
             file,
@@ -179,7 +231,12 @@ impl<F: NotesFile> IntentLog<F> {
         state.is_writing = true;
         let is_read = state.is_read;
         drop(state);
+        let begun = Instant::now();
         let written = self.write_notes(intent, is_read);
+        let time = begun.elapsed();
+        if let Some(owner) = self.owner.upgrade().filter(|_| time > SLOW) {
+            owner.was_slow(time);
+        }
         if let Err(e) = &written {
             // Before others write: that would make the notes valid again.
             if let Some(owner) = self.owner.upgrade() {
@@ -196,16 +253,12 @@ impl<F: NotesFile> IntentLog<F> {
 
     fn write_notes(&self, intent: &WriteIntent, is_read: bool) -> io::Result<()> {
         if !is_read {
-            let (regions, _) = read(&self.file)?;
-            intent.found(&regions);
+            intent.found(&read(&self.file)?.regions);
         }
         let regions = intent.wanted();
-        let mut bytes = [0; TIME_AT + 8];
-        bytes[..BITS_BYTES].copy_from_slice(&regions);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        let now = now.unwrap_or_default().as_secs();
-        bytes[TIME_AT..].copy_from_slice(&now.to_le_bytes());
-        self.file.write(&bytes)?;
+        let tag = self.owner.upgrade().map(|owner| owner.tag());
+        self.file
+            .write(&encode(&regions, tag.unwrap_or_default()))?;
         self.file.sync()?;
         intent.noted(&regions);
         Ok(())

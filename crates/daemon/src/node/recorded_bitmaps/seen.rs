@@ -1,4 +1,4 @@
-//! What a disk's file or device looks like, to notice that another program has written to it.
+//! What a disk's file, device or image in a cluster looks like, to notice that another program has written to it.
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -12,7 +12,9 @@ use rustix::fs::{major, minor};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
+use super::mark::Mark;
 use crate::node::journal::boot;
+use crate::token::token;
 
 /// The kernel's times of files advance in steps of at most this (a jiffy at 100 Hz).
 const TIME_STEP: Duration = Duration::from_millis(10);
@@ -44,7 +46,27 @@ enum Kind {
         /// How often and how much was written to it since then.
         written: Option<String>,
     },
+    /// In a Ceph cluster.
+    Image {
+        /// No other image ever has it.
+        id: String,
+        /// The token of the process that has seen it, for its [mark](super::mark); empty if it had the lock not marked.
+        mark: String,
+        /// The token with which it had begun, until it left its own.
+        begun: String,
+        /// That with which a process begins that continues.
+        next: String,
+        /// Of the header object, without a lock.
+        version: u64,
+    },
 }
+
+/// Another client may have written to an image.
+pub const LOCK_LOST: &str =
+    "another client has had the lock of the disk's image, and may have written to it";
+const CHANGED_IMAGE: &str = "another client has had the lock of the disk's image meanwhile, or has changed the image, or the state directory is a copy that \
+     is older than the last change";
+const OTHER_IMAGE: &str = "it is that of another image, which had this name";
 
 /// A write of a killed process may reach the file system this much after it was submitted.
 const SUBMISSION_MAX: Duration = Duration::from_secs(2);
@@ -85,7 +107,7 @@ impl Seen {
             },
         };
         Ok(Self {
-            boot: format!("{:032x}", u128::from_be_bytes(boot()?)),
+            boot: this_boot()?,
             device,
             inode,
             kind,
@@ -97,7 +119,12 @@ impl Seen {
     /// # Errors
     /// The kernel does not say.
     pub fn at_rest(file: &DiskFile) -> io::Result<Self> {
-        let now = File::from(file.as_fd().try_clone_to_owned()?).metadata()?;
+        let now = File::from(file.as_fd().try_clone_to_owned()?);
+        if let block::Backing::File = file.backing() {
+            // fdatasync(2) does not make the times durable: after a power cut, they would be those of another state.
+            now.sync_all()?;
+        }
+        let now = now.metadata()?;
         let seen = Self::of(file, &now)?;
         if let Kind::File { changed, .. } = seen.kind {
             let (seconds, nanoseconds) = changed;
@@ -110,6 +137,74 @@ impl Seen {
         Ok(seen)
     }
 
+    /// An image in a Ceph cluster, with the token of this process, and the one that it begins with; empty if there are none.
+    ///
+    /// # Errors
+    /// The kernel does not say which boot this is.
+    pub fn of_image(id: &str, [mark, begun]: [String; 2], version: u64) -> io::Result<Self> {
+        let (id, next) = (id.to_owned(), token());
+        let kind = Kind::Image {
+            id,
+            mark,
+            begun,
+            next,
+            version,
+        };
+        Ok(Self {
+            boot: this_boot()?,
+            device: 0,
+            inode: 0,
+            kind,
+        })
+    }
+
+    /// The next token for the lock of an image in a Ceph cluster, and whether that was seen in this boot.
+    ///
+    /// # Errors
+    /// The kernel does not say which boot this is, or it is no image.
+    pub fn next_of_image(&self) -> io::Result<(&str, bool)> {
+        match &self.kind {
+            Kind::Image { next, .. } => Ok((next, self.boot == this_boot()?)),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+
+    /// Checks that no other client has written to an image in a Ceph cluster since: while it was in use, or since it was stored.
+    /// The other arguments are what is found now.
+    ///
+    /// # Errors
+    /// What may have happened.
+    pub fn check_image(
+        &self,
+        id_now: &str,
+        found: Option<&Mark>,
+        version_now: u64,
+        is_stored: bool,
+    ) -> Result<(), &'static str> {
+        let Kind::Image {
+            id,
+            mark,
+            begun,
+            next,
+            version,
+        } = &self.kind
+        else {
+            return Err(OTHER_IMAGE);
+        };
+        let has = |token: &str, is_new| {
+            let is_it = |found: &Mark| found.is_new == is_new && found.token == token;
+            !token.is_empty() && found.is_some_and(is_it)
+        };
+        let is_begun = has(next, true) || !is_stored && has(begun, true);
+        let is_in_use = !is_stored && has(mark, false);
+        let is_unchanged = is_stored && found.is_none() && *version == version_now;
+        match () {
+            () if id != id_now => Err(OTHER_IMAGE),
+            () if is_begun || is_in_use || is_unchanged => Ok(()),
+            () => Err(CHANGED_IMAGE),
+        }
+    }
+
     pub fn is_same_boot(&self, now: &Self) -> bool {
         self.boot == now.boot
     }
@@ -119,6 +214,7 @@ impl Seen {
         let is_same_device = match (&self.kind, &now.kind) {
             (Kind::Device { sequence, .. }, Kind::Device { sequence: now, .. }) => sequence == now,
             (Kind::File { .. }, Kind::File { .. }) => true,
+            (Kind::Image { id, .. }, Kind::Image { id: now, .. }) => id == now,
             _ => false,
         };
         is_same_device && (self.device, self.inode) == (now.device, now.inode)
@@ -138,7 +234,7 @@ impl Seen {
     }
 
     /// Whether it is the same file or device after a crash of the host, and nothing was written to it by others: it was not
-    /// changed after `last`, nor after `boot`, times since the epoch.
+    /// changed after `last`, nor after `boot`, times since the epoch. An image has been [checked](Self::check_image).
     pub fn is_same_after_crash(&self, now: &Self, last: Duration, boot: Duration) -> bool {
         match (&self.kind, &now.kind) {
             (Kind::File { .. }, &Kind::File { modified, changed }) => {
@@ -162,11 +258,13 @@ impl Seen {
                         .split(' ')
                         .all(|number| number.is_empty() || is_zero(number))
             }
+            (Kind::Image { id, .. }, Kind::Image { id: now, .. }) => id == now,
             _ => false,
         }
     }
 
-    /// Whether it is the same file or device, and nothing was written to it, as far as that can be seen.
+    /// Whether it is the same file or device, and nothing was written to it, as far as that can be seen. An image has been
+    /// [checked](Self::check_image).
     pub fn is_unchanged(&self, now: &Self) -> bool {
         match (&self.kind, &now.kind) {
             (Kind::File { .. }, Kind::File { .. }) => {
@@ -177,9 +275,14 @@ impl Seen {
                 let is_counted = self.is_same_boot(now) && self.is_same_disk(now);
                 id == id_now && (!is_counted || self.kind == now.kind)
             }
+            (Kind::Image { id, .. }, Kind::Image { id: now, .. }) => id == now,
             _ => false,
         }
     }
+}
+
+fn this_boot() -> io::Result<String> {
+    Ok(format!("{:032x}", u128::from_be_bytes(boot()?)))
 }
 
 fn of_device(number: u64) -> Kind {
@@ -239,6 +342,52 @@ mod tests {
         assert!(of(Duration::from_secs(3)).is_changed_after(noted, offset));
         for offset in [0, offset - hour, offset + hour] {
             assert!(of(Duration::ZERO).is_changed_after(noted, offset));
+        }
+    }
+
+    #[test]
+    fn images_are_the_same_with_their_mark_or_version() {
+        let tokens = ["m", "begun"].map(String::from);
+        let then = Seen::of_image("f/1//a", tokens, 7).unwrap();
+        let next = then.next_of_image().unwrap().0.to_owned();
+        let mark = |token: &str, is_new| Some(Mark::new(token.to_owned(), is_new));
+        let check = |id, found: Option<Mark>, version, is_stored| {
+            then.check_image(id, found.as_ref(), version, is_stored)
+        };
+        let (stored, in_use) = (true, false);
+        assert_eq!(check("f/1//a", None, 7, stored), Ok(()));
+        assert_eq!(check("f/1//a", mark(&next, true), 9, stored), Ok(()));
+        assert_eq!(check("f/1//a", mark(&next, true), 9, in_use), Ok(()));
+        assert_eq!(check("f/1//a", mark("m", false), 9, in_use), Ok(()));
+        assert_eq!(check("f/1//a", mark("begun", true), 9, in_use), Ok(()));
+        // It is not known where this record was while the disk was in use.
+        let changed = Err(CHANGED_IMAGE);
+        assert_eq!(check("f/1//a", mark("m", false), 7, stored), changed);
+        assert_eq!(check("f/1//a", mark(&next, false), 9, stored), changed);
+        assert_eq!(check("f/1//a", None, 8, stored), changed);
+        assert_eq!(
+            check("f/1//b", mark(&next, true), 7, stored),
+            Err(OTHER_IMAGE)
+        );
+        assert_eq!(check("f/1//a", mark("begun", true), 9, stored), changed);
+        for (token, is_new) in [
+            ("n", false),
+            (&*next, false),
+            ("n", true),
+            ("m", true),
+            ("begun", false),
+        ] {
+            assert_eq!(check("f/1//a", mark(token, is_new), 7, in_use), changed);
+        }
+        assert_eq!(check("f/1//a", None, 7, in_use), changed);
+        // Without a mark, nothing proves anything.
+        let unmarked = Seen::of_image("f/1//a", [String::new(), String::new()], 7).unwrap();
+        for found in [None, mark("", true), mark("", false)] {
+            assert!(
+                unmarked
+                    .check_image("f/1//a", found.as_ref(), 7, in_use)
+                    .is_err()
+            );
         }
     }
 

@@ -9,19 +9,24 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
 
 use block::{DirtyBitmap, SharedWords, WriteIntent, noted_ranges, region_bits};
-use engine::{DiskFile, MappedWords};
-use image::{BITMAP_BYTES_MAX, UnusableBitmap};
+use engine::MappedWords;
+use image::{BITMAP_BYTES_MAX, Chain, Generations, Qcow2, UnusableBitmap};
 
-use super::intent::{self, Checkpoints, IntentLog, Notes, Regions};
+use super::intent::{self, Checkpoints, IntentLog, Note, Notes, Regions, Tag};
+use super::medium::Medium;
 use super::record::{self, BitmapRecord, IntentRecord, Record, State, read_bits};
-use super::seen::{self, Seen};
+use super::seen::{self, LOCK_LOST, Seen};
 use crate::inherited::Inherited;
+use crate::node::context::OpenContext;
+use crate::token::{random, token};
 
 const FOREIGN: &str = "another program has written to the disk meanwhile, or has changed or replaced the disk's file, or the host's clock was set";
 
 /// Where the bitmaps of a disk are stored.
 pub struct Place {
-    pub file: Arc<DiskFile>,
+    pub medium: Medium,
+    /// The disk's image, which has the bitmaps while it is not in use.
+    pub chain: Option<Arc<Chain>>,
     /// In the state directory.
     pub record: PathBuf,
     /// The disk's file, as the operator named it.
@@ -48,6 +53,10 @@ pub struct Inner {
     pub intent: Option<Intent>,
     /// Why no changes can be noted any more.
     pub failure: Option<String>,
+    /// The disk's file was cut off while other bitmaps were prepared.
+    pub is_cut: bool,
+    /// The record of an earlier process, if bitmaps cannot be stored.
+    pub leftover: Option<PathBuf>,
 }
 
 /// The notes of a disk in use.
@@ -85,13 +94,39 @@ pub enum Usable {
 }
 
 impl Place {
+    /// Where the bitmaps of a disk are stored. `state` is the state directory, and `path` the absolute one of the disk's file, or the full
+    /// name of its image in a cluster.
+    pub fn new(
+        state: &Path,
+        context: &OpenContext,
+        path: &Path,
+        medium: Medium,
+        chain: Option<Arc<Chain>>,
+    ) -> Self {
+        let journals = &context.journals;
+        Self {
+            medium,
+            chain,
+            record: record_path(state, path),
+            path: path.to_string_lossy().into_owned(),
+            bits: (journals.directory.clone(), format!("{}-", key(path))),
+            inherited: context.inherited.clone(),
+            owner: journals.owner(),
+        }
+    }
+
     /// What can be done with the bitmaps of a record.
     ///
     /// # Errors
     /// Why nothing can.
     pub fn usable(&self, record: &Record, size: u64) -> Result<Usable, String> {
-        let now = Seen::found(&self.file);
+        let now = self.medium.found();
         let now = now.map_err(|e| format!("the disk's file cannot be examined: {e}"))?;
+        let (then, is_stored) = match &record.state {
+            State::InUse(then) => (then, false),
+            State::Stored(then) => (then, true),
+        };
+        self.medium.check(then, is_stored)?;
         match &record.state {
             State::InUse(then) if !then.is_same_boot(&now) => {
                 self.after_crash(record, then, &now, size)
@@ -100,11 +135,43 @@ impl Place {
                 Err("it is that of another disk, which had this path".into())
             }
             State::InUse(_) if size < record.size => Err(SMALLER.into()),
+            State::InUse(_) => {
+                let checked = self.image().map(|image| {
+                    let note = self.note_of(record).map_err(|e| e.to_string())?;
+                    check_continued(image, &note.tag, true)
+                });
+                checked.unwrap_or(Ok(()))?;
+                Ok(Usable::AsTheyAre)
+            }
             State::Stored(then) if size < record.size || !then.is_unchanged(&now) => {
                 Err(FOREIGN.into())
             }
-            _ => Ok(Usable::AsTheyAre),
+            State::Stored(_) => Ok(Usable::AsTheyAre),
         }
+    }
+
+    /// The disk's image, which has the bitmaps while it is not in use.
+    pub fn image(&self) -> Option<&Qcow2> {
+        self.chain.as_ref()?.image()
+    }
+
+    /// What is noted with the regions now.
+    pub fn tag(&self) -> Tag {
+        let generations = self.image().and_then(Qcow2::generations);
+        generations.map_or_else(Tag::default, Generations::to_bytes)
+    }
+
+    /// What is noted in the file that a record names.
+    fn note_of(&self, record: &Record) -> io::Result<Note> {
+        let of = record.intent.as_ref();
+        let name = of.map(|of| &*of.file).unwrap_or_default();
+        let read = || match of {
+            Some(of) => intent::read(&self.open_intent(of)?),
+            None => Err(io::ErrorKind::NotFound.into()),
+        };
+        read().map_err(|e| {
+            io::Error::new(e.kind(), format!("the notes '{name}' cannot be read: {e}"))
+        })
     }
 
     fn after_crash(
@@ -115,28 +182,35 @@ impl Place {
         size: u64,
     ) -> Result<Usable, String> {
         const LACKS: &str = "it was in use when the host crashed, and lacks changes since";
-        let Some(of) = &record.intent else {
+        if record.intent.is_none() {
             return Err(LACKS.into());
-        };
-        let file = self.open_intent(&of.file);
-        let (regions, time) = (file.and_then(|file| intent::read(&file)))
-            .map_err(|e| format!("{LACKS}: {} cannot be read: {e}", of.file))?;
+        }
+        let note = self.note_of(record).map_err(|e| format!("{LACKS}: {e}"))?;
         if size < record.size {
             return Err(SMALLER.into());
         }
-        if !then.is_same_after_crash(now, time + intent::TIME_SLACK, seen::boot_time()) {
+        let last = note.time.saturating_add(intent::TIME_SLACK);
+        if !then.is_same_after_crash(now, last, seen::boot_time()) {
             return Err(FOREIGN.into());
         }
-        Ok(Usable::With(Box::new(regions)))
+        if let Some(image) = self.image() {
+            check_continued(image, &note.tag, false)?;
+        }
+        Ok(Usable::With(Box::new(note.regions)))
     }
 
-    fn open_intent(&self, name: &str) -> io::Result<File> {
-        if !self.intent_names().iter().any(|known| known == name) {
+    /// The file with the notes of a record.
+    fn open_intent(&self, of: &IntentRecord) -> io::Result<File> {
+        if !self.intent_names().contains(&of.file) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        (OpenOptions::new().read(true).write(true))
+        let file = (OpenOptions::new().read(true).write(true))
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(self.record.with_file_name(name))
+            .open(self.record.with_file_name(&of.file))?;
+        if intent::id_of(&file)? != of.id {
+            return Err(io::Error::other("they are of another time"));
+        }
+        Ok(file)
     }
 
     /// Two, so that there is another one for a new file.
@@ -153,7 +227,7 @@ impl Place {
         of: &IntentRecord,
         owner: Weak<dyn Checkpoints>,
     ) -> io::Result<Intent> {
-        let file = self.open_intent(&of.file)?;
+        let file = self.open_intent(of)?;
         Ok(Intent::new(of.clone(), file, owner))
     }
 
@@ -182,11 +256,13 @@ impl Place {
             .custom_flags(libc::O_NOFOLLOW)
             .open(&path)?;
         self.give(&file)?;
-        file.write_all(&intent::empty())?;
+        let id = random();
+        file.write_all(&intent::fresh(self.tag(), id))?;
         file.sync_all()?;
         File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()?;
         let record = IntentRecord {
             file: name,
+            id,
             region_bits: region_bits(size),
         };
         Ok(Intent::new(record, file, owner))
@@ -201,7 +277,7 @@ impl Place {
 
     /// Empties the notes: after a crash, the bitmaps are inconsistent.
     pub fn invalidate(&self, of: &IntentRecord) -> io::Result<()> {
-        let file = self.open_intent(&of.file)?;
+        let file = self.open_intent(of)?;
         file.set_len(0)?;
         file.sync_all()
     }
@@ -222,7 +298,10 @@ impl Place {
             .filter(|bitmap| bitmap.is_persistent())
         {
             let name = bitmap.name().to_owned();
-            grow_copy(bitmap, inner.size)?;
+            // An image lets them grow itself.
+            if self.chain.is_none() {
+                grow_copy(bitmap, inner.size)?;
+            }
             // One that has not changed is where it was.
             let name_of_file = match inner.files.get(&name).filter(|_| bitmap.is_shared()) {
                 Some(file) => file.clone(),
@@ -233,6 +312,9 @@ impl Place {
                 }
             };
             new.files.insert(name, name_of_file);
+        }
+        if !new.files.is_empty() && !self.medium.is_owned() {
+            return Err(io::Error::other(LOCK_LOST));
         }
         if new.is_same(inner) {
             return Ok(());
@@ -251,6 +333,7 @@ impl Place {
             is_preparing: true,
             intent: new.intent.clone().or_else(|| inner.intent.clone()),
             failure: inner.failure.clone(),
+            ..Inner::default()
         };
         self.write_in_use(&next, &new.bitmaps)
     }
@@ -279,10 +362,14 @@ impl Place {
             State::InUse(_) => inner.intent.as_ref().map(|intent| intent.record.clone()),
             State::Stored(_) => None,
         };
+        // An image may have grown a moment ago, with its bitmaps.
+        let size = self.image().map_or(inner.size, Qcow2::size);
+        let is_image = self.chain.is_some();
         Record {
-            version: record::version(intent.is_some()),
+            version: record::version(intent.is_some(), is_image),
             path: self.path.clone(),
-            size: inner.size,
+            is_image,
+            size,
             intent,
             state,
             bitmaps: lost.chain(usable).collect(),
@@ -294,11 +381,29 @@ impl Place {
     /// # Errors
     /// Either record is in place.
     pub fn write_in_use(&self, inner: &Inner, bitmaps: &[Arc<DirtyBitmap>]) -> io::Result<()> {
-        let record = self.record_of(State::InUse(Seen::found(&self.file)?), inner, bitmaps);
+        let record = self.record_of(State::InUse(self.medium.found()?), inner, bitmaps);
         if record.bitmaps.is_empty() {
             return record::remove(&self.record);
         }
         self.write(&record, bitmaps)
+    }
+
+    /// Writes a record of bitmaps that the next process cannot use, durably. It removes the files with their bits.
+    ///
+    /// # Errors
+    /// Either record is in place.
+    pub fn write_lost(
+        &self,
+        inner: &Inner,
+        bitmaps: &[Arc<DirtyBitmap>],
+        why: &str,
+    ) -> io::Result<()> {
+        let state = State::InUse(self.medium.found()?);
+        let mut record = self.record_of(state, inner, bitmaps);
+        for bitmap in &mut record.bitmaps {
+            bitmap.lost.get_or_insert_with(|| why.into());
+        }
+        self.write(&record, &[])
     }
 
     /// Replaces the record, durably.
@@ -309,7 +414,8 @@ impl Place {
         record::write(&self.record, record, bitmaps, |file| self.give(file))
     }
 
-    /// A bitmap of a record, and the name of the file with its bits, which is empty if there is no space for one.
+    /// A bitmap of a record, and the name of the file with its bits, which is empty if there is no space for one. `size` are
+    /// the bytes of the disk now.
     ///
     /// # Errors
     /// It cannot be used.
@@ -319,6 +425,7 @@ impl Place {
         bitmap: &BitmapRecord,
         bits_at: u64,
         usable: &Usable,
+        size: u64,
     ) -> io::Result<(DirtyBitmap, String)> {
         let BitmapRecord {
             name,
@@ -346,8 +453,12 @@ impl Place {
                 }
                 let words = self.open_bits(name, false).map_err(lacks)?;
                 let offset = words.label().load(Relaxed);
-                let found = Seen::found(&self.file)?;
-                if *recording && found.is_changed_after(words.noted_time(), offset) {
+                let found = self.medium.found()?;
+                // Of an image, the generation is known, and a flush changes it long after the last write.
+                if self.chain.is_none()
+                    && *recording
+                    && found.is_changed_after(words.noted_time(), offset)
+                {
                     return Err(io::Error::other(FOREIGN));
                 }
                 note_time(&words);
@@ -362,10 +473,18 @@ impl Place {
                 let grown = empty.grow(record.size);
                 grown.map_err(|_| io::Error::other("it is too large"))?;
                 read_bits(&self.record, bits_at, &empty)?;
+                // What a raw disk has grown by counts as dirty anyway.
+                let covered = if self.chain.is_some() {
+                    size
+                } else {
+                    record.size
+                };
+                let grown = empty.grow(covered);
+                grown.map_err(|_| io::Error::other("it is too large"))?;
                 if let (Usable::With(regions), Some(of), true) =
                     (usable, &record.intent, *recording)
                 {
-                    for (at, len) in noted_ranges(regions, of.region_bits, record.size) {
+                    for (at, len) in noted_ranges(regions, of.region_bits, covered) {
                         empty.mark(at, len);
                     }
                 }
@@ -375,8 +494,11 @@ impl Place {
     }
 
     /// A copy of a bitmap with its bits in a new file, and the name of that.
-    fn share(&self, bitmap: &DirtyBitmap) -> io::Result<(DirtyBitmap, String)> {
-        let name = format!("{}{:016x}.bits", self.bits.1, record::random());
+    ///
+    /// # Errors
+    /// There is no space for it.
+    pub fn share(&self, bitmap: &DirtyBitmap) -> io::Result<(DirtyBitmap, String)> {
+        let name = format!("{}{}.bits", self.bits.1, token());
         let full = |e: io::Error| {
             let _ = fs::remove_file(self.bits.0.join(&name));
             let text = format!("{} has no space for its bits: {e}", self.bits.0.display());
@@ -438,6 +560,19 @@ impl Intent {
     }
 }
 
+/// Checks that nothing has written to an image since a process noted this.
+fn check_continued(image: &Qcow2, tag: &Tag, was_killed: bool) -> Result<(), String> {
+    if image.is_continued(&Generations::from_bytes(tag), was_killed) {
+        return Ok(());
+    }
+    let why = if was_killed {
+        "another program has opened the image for writing since, or the image was replaced, or its journal is not there"
+    } else {
+        "another program has opened the image for writing since, or the image was replaced"
+    };
+    Err(why.into())
+}
+
 /// Lets a bitmap cover the disk, which may have grown since it was copied. What is new counts as dirty.
 fn grow_copy(bitmap: &DirtyBitmap, size: u64) -> io::Result<()> {
     let old = bitmap.size();
@@ -458,8 +593,13 @@ fn note_time(words: &MappedWords) {
     words.note_time();
 }
 
+/// The record of a disk, in the state directory.
+pub fn record_path(state: &Path, path: &Path) -> PathBuf {
+    state.join(format!("{}.bitmaps", key(path)))
+}
+
 /// Begins the names of a disk's files: a hash of its path (FNV-1a, 64 bits). The record has the whole path.
-pub fn key(path: &Path) -> String {
+fn key(path: &Path) -> String {
     let hash = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     let path = path.as_os_str().as_encoded_bytes();
     format!("{:016x}", path.iter().fold(0xcbf2_9ce4_8422_2325, hash))
