@@ -20,6 +20,7 @@ mod persist;
 mod prepare;
 mod replace;
 mod resize;
+mod share;
 mod shutdown;
 mod start;
 mod tls;
@@ -437,13 +438,12 @@ impl Server {
         if removal == Removal::Safe && export.connected() {
             return Err(ServerError::Connected(id.into()));
         }
-        if removal == Removal::Safe
-            && let Some(export) = self.nbd_export_of(id)
-        {
-            return Err(NbdError::InUse(export.id.clone()).into());
-        }
         if removal == Removal::Safe {
+            // It has exports of its own, which are not to be removed first.
             self.backups.check_none(id)?;
+            if let Some(export) = self.nbd_export_of(id) {
+                return Err(NbdError::InUse(export.name.clone()).into());
+            }
         }
         if state.is_moving(export.node.name()) {
             return Err(ServerError::Moving(export.node.name().into()));

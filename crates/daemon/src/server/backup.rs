@@ -13,6 +13,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -20,16 +21,22 @@ use std::time::Instant;
 
 use block::DirtyBitmap;
 use datapath::{CutDisk, Disk, Fleece, FleeceLimits, Held, cut, end_cut};
-use tracing::{error, info};
+use harness::text::is_printable;
+use tracing::{error, info, warn};
 
-use super::bitmap_plan::{BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName};
+use super::bitmap_plan::{
+    BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName, ReservedBitmap, check_name,
+};
 use super::bitmaps::sync;
 use super::clients::END_TIMEOUT;
+use super::connection_info::quote;
+use super::deadline::{ANSWER_TIMEOUT, with_deadline};
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BackupError, SETTLE};
 use super::nbd::export::{Moment, locked};
 use super::{Server, ServerError};
 use crate::node::Node;
+use crate::token::token;
 
 /// Bytes of old data that are kept in memory for each disk, if no limit is given.
 pub const MEMORY_DEFAULT: u64 = 256 << 20;
@@ -39,10 +46,22 @@ pub const MEMORY_DEFAULT: u64 = 256 << 20;
 pub enum BitmapMode {
     /// The backup is full, and the bitmap is created, or begins again.
     New,
-    /// The backup is incremental, with this bitmap.
+    /// The backup is incremental, with this bitmap, if that can be used; otherwise as [`New`](Self::New).
     Use,
-    /// As [`Use`](Self::Use), if that is possible, and otherwise as [`New`](Self::New).
+    /// The same, and the bitmap is new if it cannot be used, whatever the reason.
     Auto,
+}
+
+/// Where the bitmap of a backup comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapOrigin {
+    /// The backup is incremental. All others are full.
+    Used,
+    New,
+    /// It was to be used, and there was none.
+    Missing,
+    /// It was to be used, and is inconsistent or disabled.
+    Unusable,
 }
 
 /// A disk to be backed up.
@@ -51,9 +70,19 @@ pub struct BackupTarget {
     pub bitmap: Option<(String, BitmapMode)>,
 }
 
+#[derive(Default)]
+pub struct BackupOptions {
+    /// Bytes of old data of each disk in memory, at most.
+    pub memory: Option<u64>,
+    /// For [`Backup::token`].
+    pub token: Option<String>,
+}
+
 /// An open backup.
 pub struct Backup {
     pub id: String,
+    /// No other backup has it.
+    pub token: String,
     pub disks: Vec<BackupDisk>,
     pub held: Held,
 }
@@ -71,10 +100,12 @@ pub struct BackupDisk {
 /// The bitmap of a disk that is backed up.
 pub struct BackupBitmap {
     pub name: String,
-    /// The backup is incremental.
-    pub is_used: bool,
+    pub origin: BitmapOrigin,
     /// Records changes since the moment.
     background: Arc<DirtyBitmap>,
+    /// The [mark](Node::own_image) of the lock of the disk's image in a cluster. If it has changed at the end, another client
+    /// may have written to the image.
+    mark: Option<String>,
 }
 
 /// Fleeces of a backup that has not begun. They end with this, and their threads.
@@ -159,6 +190,28 @@ impl OpenBackups {
         }
     }
 
+    /// What the end of an open backup needs, if that creates a bitmap of this node. A backup that ends needs nothing any more:
+    /// its disks are kept from changes by others.
+    pub fn reserved_bitmap(&self, node: &Node) -> Option<ReservedBitmap> {
+        let open = self.all();
+        let mut found = open.iter().filter_map(|backup| {
+            let mut all = with_bitmaps(backup);
+            let (_, bitmap) = all.find(|(disk, _)| disk.node.name() == node.name())?;
+            Some((&backup.id, bitmap))
+        });
+        let (id, bitmap) = found.next()?;
+        if node.bitmaps().iter().any(|b| b.name() == bitmap.name) {
+            return None;
+        }
+        // One that cannot be used is removed first, and its bits are not in memory.
+        let is_unusable = (node.unusable_bitmaps().iter()).any(|b| b.name == bitmap.name);
+        Some(ReservedBitmap {
+            backup: id.clone(),
+            count: usize::from(!is_unusable),
+            bytes: bitmap.background.bytes(),
+        })
+    }
+
     /// A fleece for a disk, with a file if there is a directory for it.
     fn fleece(&self, disk: &Disk, id: &str, memory: u64) -> Result<Arc<Fleece>, BackupError> {
         let file = self.file()?;
@@ -167,7 +220,8 @@ impl OpenBackups {
         let (name, id) = (disk.name.clone(), id.to_owned());
         fleece.on_failure(move |why| {
             error!(
-                "disk {name}: backup '{id}' has failed: {why}; 'ringdisk backup end --id {id} --failed' ends it"
+                "disk {name}: backup '{id}' has failed: {why}; to end it: ringdisk backup end --id={} --failed",
+                quote(&id)
             );
         });
         Ok(fleece)
@@ -177,12 +231,15 @@ impl OpenBackups {
         let Some(directory) = self.directory.get() else {
             return Ok(None);
         };
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_TMPFILE)
-            .mode(0o600)
-            .open(directory);
+        let path = directory.clone();
+        let create = move || {
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).mode(0o600);
+            Ok(options.custom_flags(libc::O_TMPFILE).open(path))
+        };
+        let name = directory.to_string_lossy();
+        let created = with_deadline(&name, Instant::now() + ANSWER_TIMEOUT, create);
+        let file = created.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
         file.map(Some)
             .map_err(|e| BackupError::Fleece(directory.clone(), e))
     }
@@ -200,7 +257,7 @@ impl Backup {
 }
 
 impl Server {
-    /// Begins a backup of some disks, at one moment. `memory` limits the bytes of old data of each disk in memory.
+    /// Begins a backup of some disks, at one moment.
     ///
     /// # Errors
     /// Nothing has changed.
@@ -208,7 +265,7 @@ impl Server {
         &self,
         id: &str,
         targets: &[BackupTarget],
-        memory: Option<u64>,
+        options: BackupOptions,
     ) -> Result<Arc<Backup>, ServerError> {
         let served = self.targets(id, targets)?;
         let names: Vec<_> = served.iter().map(|(_, n)| n.name().to_owned()).collect();
@@ -220,7 +277,7 @@ impl Server {
             // Nobody moves, removes or resizes them meanwhile.
             state.moving.extend(names.iter().cloned());
         }
-        let begun = self.begin(id, targets, &served, memory);
+        let begun = self.begin(id, targets, &served, options);
         self.state().moving.retain(|moving| !names.contains(moving));
         let backup = begun?;
         info!(
@@ -236,6 +293,11 @@ impl Server {
         if id.is_empty() || id.len() > 128 || targets.is_empty() || targets.len() > BACKUP_DISKS_MAX
         {
             return Err(BackupError::Disks.into());
+        }
+        // QEMU asks for another export then, whatever is encoded in the URI (RFC 3986, 5.2.4).
+        let has_dot_segments = || id.split('/').any(|part| matches!(part, "." | ".."));
+        if !id.chars().all(is_printable) || has_dot_segments() {
+            return Err(BackupError::Id(id.into()).into());
         }
         let open = self.backups.lock();
         if open.contains_key(id) {
@@ -272,14 +334,14 @@ impl Server {
         id: &str,
         targets: &[BackupTarget],
         served: &[ServedNode],
-        memory: Option<u64>,
+        options: BackupOptions,
     ) -> Result<Arc<Backup>, BackupError> {
         // None of them is released meanwhile.
         let kept: Vec<_> = served.iter().map(|(device, _)| device.node()).collect();
         if let Some(node) = kept.iter().find(|node| !node.is_acquired()) {
             return Err(BackupError::Released(node.name().into()));
         }
-        let memory = memory.unwrap_or(MEMORY_DEFAULT);
+        let memory = options.memory.unwrap_or(MEMORY_DEFAULT);
         let bitmaps = served.iter().zip(targets).map(|((device, node), target)| {
             prepared(id, node, target.bitmap.as_ref(), device.disk.size())
         });
@@ -288,8 +350,8 @@ impl Server {
             if let Some((bitmap, _)) = &target.bitmap
                 && self.exported_bitmaps(node).contains_key(bitmap)
             {
-                let (disk, why) = (node.name().into(), "an NBD export has it");
-                return Err(BackupError::NoBitmap(disk, bitmap.clone(), why));
+                let disk = node.name().into();
+                return Err(BackupError::BitmapExported(disk, bitmap.clone()));
             }
         }
         let mut fleeces = NewFleeces(Vec::new());
@@ -315,9 +377,9 @@ impl Server {
         let held = cut(&disks, record).map_err(BackupError::Cut)?;
         let fleeces = std::mem::take(&mut fleeces.0);
         let disks = served.iter().zip(fleeces).zip(bitmaps);
-        let disks = disks.map(|(((device, node), fleece), (bitmap, used))| {
+        let disks = disks.map(|(((device, node), fleece), (bitmap, wanted))| {
             // A copy that is made later has more bits, and never fewer.
-            let frozen = used.map(|used| Arc::new(used.recording(false)));
+            let frozen = wanted.map(|wanted| Arc::new(wanted.recording(false)));
             let moment = Moment {
                 fleece,
                 bitmaps: frozen.into_iter().collect(),
@@ -332,6 +394,7 @@ impl Server {
         });
         let backup = Arc::new(Backup {
             id: id.into(),
+            token: options.token.unwrap_or_else(token),
             disks: disks.collect(),
             held,
         });
@@ -356,19 +419,26 @@ impl Server {
         Ok(backup)
     }
 
-    /// Ends a backup, and disconnects its clients. If it was a success, its bitmaps have only what has changed since its
-    /// moment; otherwise they have all that they had.
+    /// Ends a backup, if it has this token, and disconnects its clients. If it was a success, its bitmaps have only what has
+    /// changed since its moment; otherwise they have all that they had.
     ///
     /// # Errors
     /// There is no such backup, or one of its disks is being changed: it is still open. Or it was not a success after all,
     /// and is ended.
-    pub fn end_backup(&self, id: &str, is_success: bool) -> Result<(), ServerError> {
+    pub fn end_backup(
+        &self,
+        id: &str,
+        token: Option<&str>,
+        is_success: bool,
+    ) -> Result<(), ServerError> {
         let (backup, names) = {
             // While it is held, nobody exports a disk of the backup.
             let mut state = self.state();
             let mut open = self.backups.lock();
             let missing = || BackupError::Missing(id.into());
-            let backup = open.get(id).cloned().ok_or_else(missing)?;
+            let backup = (open.get(id).cloned())
+                .filter(|backup| token.is_none_or(|token| backup.token == token))
+                .ok_or_else(missing)?;
             let names = backup.disks.iter().map(|d| d.node.name().to_owned());
             let names: Vec<_> = names.collect();
             if is_success && let Some(name) = names.iter().find(|name| state.is_moving(name)) {
@@ -438,8 +508,12 @@ impl Server {
     /// The bitmaps become what was recorded since the moment, all of them or none.
     fn advance_bitmaps(&self, backup: &Backup) -> Result<(), ServerError> {
         // A power cut must not undo what the backup has and the bitmaps will not have.
-        let mut disks = with_bitmaps(backup).map(|(disk, _)| disk);
-        disks.try_for_each(|disk| sync(&disk.device))?;
+        for (disk, bitmap) in with_bitmaps(backup) {
+            sync(&disk.device)?;
+            if own_image(&disk.node)? != bitmap.mark {
+                bitmap.background.set_inconsistent();
+            }
+        }
         let mut stale = Vec::new();
         let mut actions = Vec::new();
         for (disk, bitmap) in with_bitmaps(backup) {
@@ -498,11 +572,17 @@ fn with_bitmaps(backup: &Backup) -> impl Iterator<Item = (&BackupDisk, &BackupBi
     disks.filter_map(|disk| Some((disk, disk.bitmap.as_ref()?)))
 }
 
+/// See [`Node::own_image`].
+fn own_image(node: &Node) -> Result<Option<String>, BackupError> {
+    let owned = node.own_image();
+    owned.map_err(|e| BackupError::Lock(node.name().into(), e))
+}
+
 fn access_of(device: &ServedDisk, id: &str) -> String {
     format!("{}-{id}", device.disk.name)
 }
 
-/// The bitmap of a backup of a disk, and the one that it uses, if it is incremental.
+/// The bitmap of a backup of a disk, and the one that says what to copy: the one that it uses, or one with all bits set.
 fn prepared(
     id: &str,
     node: &Node,
@@ -513,43 +593,74 @@ fn prepared(
         return Ok((None, None));
     };
     let disk = node.name();
+    check_name(name)?;
     if !node.has_bitmaps() {
         return Err(BackupError::NoBitmaps(disk.into()));
     }
+    let mark = own_image(node)?;
     let all = node.bitmaps();
     let found = all.iter().find(|bitmap| bitmap.name() == name);
+    let stored = node.unusable_bitmaps();
     let unusable = match found {
-        None => Some("it does not exist, or is inconsistent"),
-        Some(bitmap) if bitmap.is_inconsistent() => Some("it is inconsistent"),
-        Some(bitmap) if !bitmap.is_recording() => Some("it is disabled, and lacks changes"),
+        None if stored.iter().any(|other| other.name == *name) => Some(BitmapOrigin::Unusable),
+        None => Some(BitmapOrigin::Missing),
+        // Disabled, it lacks changes.
+        Some(bitmap) if bitmap.is_inconsistent() || !bitmap.is_recording() => {
+            Some(BitmapOrigin::Unusable)
+        }
         Some(_) => None,
     };
-    let used = match (mode, unusable) {
-        (BitmapMode::New, _) | (BitmapMode::Auto, Some(_)) => None,
-        (BitmapMode::Use, Some(why)) => {
-            return Err(BackupError::NoBitmap(disk.into(), name.clone(), why));
-        }
-        (_, None) => found.cloned(),
+    let origin = match (mode, unusable) {
+        (BitmapMode::New, _) | (BitmapMode::Auto, Some(_)) => BitmapOrigin::New,
+        (BitmapMode::Use, Some(why)) => why,
+        (_, None) => BitmapOrigin::Used,
     };
+    let is_stored = match found {
+        Some(found) => found.is_persistent(),
+        None => node.check_new_bitmap().is_ok(),
+    };
+    if !is_stored {
+        warn!(
+            "backup '{id}': bitmap '{name}' of disk {disk} is not persistent: after the end of ringdisk, the next backup is full"
+        );
+    }
+    let used = found.filter(|_| origin == BitmapOrigin::Used).cloned();
     let bits = found.map_or_else(
         || node.cluster_bytes().clamp(4096, 65536).ilog2(),
         |bitmap| bitmap.granularity_bits(),
     );
-    let bytes: u64 = all.iter().map(|bitmap| bitmap.bytes()).sum();
+    let background = format!("backup-{id}-{name}");
+    check_name(&background)?;
+    if all.iter().any(|bitmap| bitmap.name() == background) {
+        return Err(BackupError::BitmapName(disk.into(), background));
+    }
+    // At the end, there are two: this bitmap and the one in the background. An inconsistent one is removed before that.
+    let found = found.filter(|bitmap| !bitmap.is_inconsistent());
+    let others = || all.iter().filter(|bitmap| bitmap.name() != name);
+    let unusable = stored.iter().filter(|other| other.name != *name).count();
     let own = size.div_ceil(1 << bits).div_ceil(8);
-    if all.len() >= BITMAPS_MAX || bytes + own > image::BITMAP_BYTES_MAX {
+    let kept = found.map_or(own, |found| found.bytes());
+    let bytes = others().map(|bitmap| bitmap.bytes()).sum::<u64>() + kept + own;
+    if others().count() + unusable + 2 > BITMAPS_MAX || bytes > image::BITMAP_BYTES_MAX {
         return Err(BackupError::TooManyBitmaps(disk.into()));
     }
-    let background = format!("backup-{id}-{name}");
-    if background.len() > 1023 || all.iter().any(|bitmap| bitmap.name() == background) {
-        return Err(BackupError::Name(background));
-    }
-    let background = DirtyBitmap::new(background, bits, size, true, false);
-    let background = background.map_err(|_| BackupError::TooManyBitmaps(disk.into()))?;
+    let new = |name, is_recording| {
+        let bitmap = DirtyBitmap::new(name, bits, size, is_recording, false);
+        bitmap.map_err(|_| BackupError::TooManyBitmaps(disk.into()))
+    };
+    let wanted = match used {
+        Some(used) => used,
+        None => {
+            let all = new(name.clone(), false)?;
+            all.mark(0, size);
+            Arc::new(all)
+        }
+    };
     let bitmap = BackupBitmap {
         name: name.clone(),
-        is_used: used.is_some(),
-        background: Arc::new(background),
+        origin,
+        background: Arc::new(new(background, true)?),
+        mark,
     };
-    Ok((Some(bitmap), used))
+    Ok((Some(bitmap), Some(wanted)))
 }

@@ -92,9 +92,14 @@ pub enum BitmapError {
     #[error("Granularity must be power of 2 and at least 512 (and at most 2147483648)")]
     Granularity,
     #[error(
-        "disk '{0}' has 256 bitmaps, which is the limit, or its bits would take more than 128 MiB of memory"
+        "disk '{0}' has 256 bitmaps, which is the limit, or its bits would take more than 128 MiB of memory; inconsistent ones count until they are removed"
     )]
     TooMany(String),
+    #[error(
+        "disk '{0}' cannot have another bitmap while backup '{1}' is open: its bitmap is created when it succeeds, and a disk \
+         has at most 256 bitmaps with 128 MiB of bits"
+    )]
+    Reserved(String, String),
     #[error(
         "Bitmaps are of different sizes (destination size is {0}, source size is {1}) and can't be merged"
     )]
@@ -137,11 +142,41 @@ pub enum ExportedBitmapError {
     OtherNode(String, String, String),
 }
 
+/// Checks the name of a new bitmap.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_name(name: &str) -> Result<(), BitmapError> {
+    match name {
+        "" => Err(BitmapError::NoName),
+        name if name.contains('\0') => Err(BitmapError::Nul),
+        name if name.len() > NAME_MAX => Err(BitmapError::LongName(name.into())),
+        _ => Ok(()),
+    }
+}
+
+/// What an open backup needs for the bitmap that it creates when it succeeds.
+pub struct ReservedBitmap {
+    /// The id of the backup.
+    pub backup: String,
+    /// Number of bitmaps.
+    pub count: usize,
+    /// Bytes of bits.
+    pub bytes: u64,
+}
+
 /// The bitmaps as they will be.
 pub struct Plan {
     disks: Vec<PlannedDisk>,
     /// The disk of each name that the actions use.
     places: BTreeMap<String, usize>,
+}
+
+/// What else uses the bitmaps of a node.
+pub struct BitmapUsers {
+    /// Bitmaps that NBD clients may query, each with an export that has it.
+    pub exported: BTreeMap<String, String>,
+    pub reserved: Option<ReservedBitmap>,
 }
 
 struct PlannedDisk {
@@ -153,12 +188,14 @@ struct PlannedDisk {
     removed: BTreeSet<String>,
     /// Bitmaps that NBD clients may query, which stay as they are, each with an export that has it.
     exported: BTreeMap<String, String>,
+    reserved: Option<ReservedBitmap>,
 }
 
 impl PlannedDisk {
-    fn new((node, exported): (&Arc<Node>, BTreeMap<String, String>)) -> Self {
+    fn new((node, users): (&Arc<Node>, BitmapUsers)) -> Self {
         Self {
-            exported,
+            exported: users.exported,
+            reserved: users.reserved,
             has_bitmaps: node.has_bitmaps(),
             bitmaps: node.bitmaps(),
             unusable: node.unusable_bitmaps(),
@@ -205,15 +242,14 @@ impl PlannedDisk {
 }
 
 impl Plan {
-    /// `exported` are the bitmaps of each node that NBD clients may query, and `places` has the place among the nodes of
-    /// each name that the actions use.
+    /// `users` are those of each node, and `places` has the place among the nodes of each name that the actions use.
     pub fn new(
         nodes: &[Arc<Node>],
-        exported: Vec<BTreeMap<String, String>>,
+        users: Vec<BitmapUsers>,
         places: BTreeMap<String, usize>,
     ) -> Self {
         Self {
-            disks: nodes.iter().zip(exported).map(PlannedDisk::new).collect(),
+            disks: nodes.iter().zip(users).map(PlannedDisk::new).collect(),
             places,
         }
     }
@@ -323,12 +359,7 @@ impl Plan {
         is_persistent: bool,
     ) -> Result<(), BitmapError> {
         let BitmapName { disk: given, name } = target.clone();
-        if name.is_empty() {
-            return Err(BitmapError::NoName);
-        }
-        if name.contains('\0') {
-            return Err(BitmapError::Nul);
-        }
+        check_name(&name)?;
         let place = self.disk(&given).ok_or(BitmapError::NoDevice(given))?;
         let disk = &mut self.disks[place];
         let node = disk.node.name().to_owned();
@@ -344,9 +375,6 @@ impl Plan {
         if disk.check_exists(&name).is_ok() {
             return Err(BitmapError::Exists(node, name));
         }
-        if name.len() > NAME_MAX {
-            return Err(BitmapError::LongName(name));
-        }
         if is_persistent {
             let checked = disk.node.check_new_bitmap();
             checked.map_err(|why| BitmapError::Unstorable(node.clone(), name.clone(), why))?;
@@ -354,10 +382,15 @@ impl Plan {
         let size = disk.node.known_size();
         let bytes = disk.bitmaps.iter().map(|b| b.bytes()).sum::<u64>()
             + size.div_ceil(granularity.into()).div_ceil(8);
-        if disk.bitmaps.len() + disk.unusable.len() >= BITMAPS_MAX
-            || bytes > image::BITMAP_BYTES_MAX
-        {
+        let count = disk.bitmaps.len() + disk.unusable.len() + 1;
+        if count > BITMAPS_MAX || bytes > image::BITMAP_BYTES_MAX {
             return Err(BitmapError::TooMany(node));
+        }
+        if let Some(reserved) = &disk.reserved
+            && (count + reserved.count > BITMAPS_MAX
+                || bytes + reserved.bytes > image::BITMAP_BYTES_MAX)
+        {
+            return Err(BitmapError::Reserved(node, reserved.backup.clone()));
         }
         let bits = granularity.trailing_zeros();
         let new = DirtyBitmap::new(name, bits, size, is_recording, is_persistent);

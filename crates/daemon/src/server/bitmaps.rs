@@ -22,7 +22,7 @@ use std::time::Instant;
 
 use block::DirtyBitmap;
 
-use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, Plan};
+use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, BitmapUsers, Plan};
 use super::deadline::{SHUTDOWN_TIMEOUT, with_deadline};
 use super::device::ServedDisk;
 use super::{Server, ServerError};
@@ -150,8 +150,11 @@ impl Server {
         let served = self.served_by(nodes);
         // None of them is released meanwhile: that would store its bitmaps.
         let _kept: Vec<_> = served.iter().map(|device| device.node()).collect();
-        let exported = nodes.iter().map(|node| self.exported_bitmaps(node));
-        let mut plan = Plan::new(nodes, exported.collect(), places);
+        let users = nodes.iter().map(|node| BitmapUsers {
+            exported: self.exported_bitmaps(node),
+            reserved: self.backups.reserved_bitmap(node),
+        });
+        let mut plan = Plan::new(nodes, users.collect(), places);
         plan.begin(actions)?;
         let disks: Vec<_> = (served.iter())
             .map(|device| (device.disk.clone(), device.io_threads()))

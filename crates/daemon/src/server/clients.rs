@@ -23,6 +23,8 @@ pub struct Clients {
     running: Mutex<Vec<Arc<Client>>>,
     ended: Condvar,
     next: AtomicUsize,
+    /// Queues that the disk's guest has in service.
+    guest_queues: AtomicUsize,
 }
 
 impl Clients {
@@ -35,6 +37,21 @@ impl Clients {
     /// Numbers clients, so that they take turns with the disk's threads.
     pub fn number(&self) -> usize {
         self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The guest has a queue in service.
+    pub fn guest_queue_started(&self) {
+        self.guest_queues.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The guest has one queue less in service.
+    pub fn guest_queue_stopped(&self) {
+        self.guest_queues.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether a guest uses the disk, too.
+    pub fn have_guest(&self) -> bool {
+        self.guest_queues.load(Ordering::Relaxed) > 0
     }
 
     pub fn add(&self, client: Arc<Client>) {

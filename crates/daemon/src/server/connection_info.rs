@@ -128,9 +128,9 @@ pub fn text(disks: &[ConnectionInfo]) -> String {
 }
 
 /// Quotes an argument for a shell if it needs that.
-fn quote(argument: &str) -> String {
+pub fn quote(argument: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=,./:".contains(c);
-    if argument.chars().all(plain) {
+    if !argument.is_empty() && argument.chars().all(plain) {
         argument.to_owned()
     } else {
         format!("'{}'", argument.replace('\'', r"'\''"))

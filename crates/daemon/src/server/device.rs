@@ -320,6 +320,7 @@ impl Device for BlockDevice<'_> {
         let arrived = thread.arrive(&queue.virtqueue);
         let queue = thread.thread.start(self.served.disk.clone(), queue);
         let queue = queue.inspect_err(|_| thread.leave(arrived))?;
+        self.served.clients.guest_queue_started();
         self.running[usize::from(ring)] = Some(Running {
             queue,
             stopping: None,
@@ -356,6 +357,7 @@ impl Device for BlockDevice<'_> {
         let stopped = stopping.wait();
         self.draining += began.elapsed();
         self.thread(ring).leave(arrived);
+        self.served.clients.guest_queue_stopped();
         stopped.unwrap_or_else(|e| {
             error!(
                 "disk {}: queue {ring} cannot be stopped: {e}",

@@ -14,6 +14,7 @@ use crate::config::spec::Problem;
 use crate::node::NodeError;
 use crate::sandbox::OutsideSandbox;
 use crate::server::bitmap_plan::{BitmapError, ExportedBitmapError};
+use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
 use crate::server::tls::TlsError;
 use crate::socket::SocketError;
@@ -61,7 +62,9 @@ pub enum ServerError {
     },
     #[error("disk '{0}' was changed by another command at the same time; check it and try again")]
     ChangedMeanwhile(String),
-    #[error("disk '{0}' is being moved to another file; try again in a moment")]
+    #[error(
+        "disk '{0}' is being moved to another file, or another command begins a backup or changes its bitmaps; try again in a moment"
+    )]
     Moving(String),
     #[error(
         "a VM is connected to disk '{0}', which was not removed; shut the VM down first, or force the removal: the VM's disk \
@@ -129,17 +132,22 @@ pub const SETTLE: Duration = Duration::from_secs(10);
 pub enum BackupError {
     #[error("there is no backup '{0}'; 'ringdisk backup list' shows those that are open")]
     Missing(String),
-    #[error("there is a backup '{0}' already; 'ringdisk backup end --id {0}' ends it")]
+    #[error("there is a backup '{0}' already; to end it: ringdisk backup end --id={id}", id = quote(.0))]
     Exists(String),
     #[error(
         "a backup needs an id and at least one disk, each named once (at most {BACKUP_DISKS_MAX})"
     )]
     Disks,
     #[error(
+        "{0:?} cannot be the id of a backup: it has control characters or others that do not show, or '.' or '..' \
+         as a part of a path"
+    )]
+    Id(String),
+    #[error(
         "disk '{0}' is not served to a VM; only those that are can be backed up while they are in use"
     )]
     NotServed(String),
-    #[error("disk '{0}' has an open backup, '{1}'; 'ringdisk backup end --id {1}' ends it")]
+    #[error("disk '{0}' has an open backup, '{1}'; to end it: ringdisk backup end --id={id}", id = quote(.1))]
     Open(String, String),
     #[error(
         "Bitmap '{0}' is currently in use by another operation and cannot be used: backup '{1}' is open"
@@ -150,13 +158,22 @@ pub enum BackupError {
     #[error("the name '{0}' is taken by a disk; choose another id")]
     Name(String),
     #[error(
-        "disk '{0}' has no bitmap '{1}' that can be used ({2}); with bitmap-mode 'new', a full backup creates it"
+        "Bitmap '{1}' of disk '{0}' is currently in use by another operation and cannot be used: an NBD export has it"
     )]
-    NoBitmap(String, String, &'static str),
-    #[error("disk '{0}' cannot have another bitmap: it has too many, or they take too much memory")]
+    BitmapExported(String, String),
+    #[error("disk '{0}' has a bitmap '{1}'; choose another id")]
+    BitmapName(String, String),
+    #[error(transparent)]
+    InvalidName(#[from] BitmapError),
+    #[error(
+        "disk '{0}' cannot have another bitmap, and one that records changes during the backup: it has too many, or they take \
+         too much memory"
+    )]
     TooManyBitmaps(String),
     #[error("disk '{0}' cannot have bitmaps: it is read-only or stores nothing")]
     NoBitmaps(String),
+    #[error("disk '{0}': its bitmaps cannot be used: {1}")]
+    Lock(String, io::Error),
     #[error("{path}: no file for old data can be created there: {1}", path = .0.display())]
     Fleece(PathBuf, io::Error),
     #[error("the backup could not begin: {0}")]
@@ -164,7 +181,7 @@ pub enum BackupError {
     #[error("disk '{name}': writes in flight have not ended within {} s; its storage does not answer", SETTLE.as_secs(), name = .0)]
     Slow(String),
     #[error(
-        "backup '{0}' has failed and is ended; its bitmaps have all changes, as before it began: {1}"
+        "backup '{0}' has failed and is ended; its bitmaps have all changes, as before it began, or are inconsistent: {1}"
     )]
     Failed(String, String),
 }
@@ -235,7 +252,9 @@ pub enum NbdError {
     SameName(String),
     #[error("'{0}' is {1} bytes long; names of NBD exports have at most {max}", max = nbd::NAME_BYTES_MAX)]
     LongName(String, usize),
-    #[error("disk {0} is read-only; export it without writable")]
+    #[error("NBD export '{0}': its description has {1} bytes, and clients take at most {max}", max = nbd::NAME_BYTES_MAX)]
+    LongDescription(String, usize),
+    #[error("disk {0} is read-only; export it without writable (--writable)")]
     ReadOnly(String),
     #[error(
         "node '{0}' is not served to a VM; NBD exports are of served disks (add a vhost-user-blk export first)"
@@ -245,7 +264,7 @@ pub enum NbdError {
         "NBD clients are connected to export '{0}'; disconnect them, or remove it with mode=hard (--force)"
     )]
     Connected(String),
-    #[error("NBD export '{0}' uses the disk; remove that first")]
+    #[error("NBD export '{0}' uses the disk; remove that first (ringdisk export {name} --remove)", name = quote(.0))]
     InUse(String),
     #[error(transparent)]
     Bitmap(#[from] ExportedBitmapError),

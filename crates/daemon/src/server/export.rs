@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::{io, mem};
 
@@ -129,7 +129,13 @@ impl Export {
         let stop = Arc::new(stop);
         let front_end = Arc::new(FrontEnd::default());
         let (export_id, node_name) = (id.clone(), node.name().to_owned());
-        disk.on_event(move |event| events.emit(&qmp_event(&export_id, &node_name, event)));
+        let on_node = Arc::downgrade(&node);
+        disk.on_event(move |event| {
+            if matches!(event, IoEvent::Failed(failure) if failure.errno == 0) {
+                tell_cut_off(on_node.clone());
+            }
+            events.emit(&qmp_event(&export_id, &node_name, event));
+        });
         let disk = Arc::new(disk);
         let device = Arc::new(ServedDisk::new(
             disk.clone(),
@@ -275,6 +281,15 @@ pub fn tell_changes(node: &Arc<Node>, disk: &Arc<Disk>, device: &Arc<ServedDisk>
                 device.tell_size();
             }
         })));
+    }
+}
+
+/// The file ended before the disk did. An I/O thread must not wait for what follows.
+fn tell_cut_off(node: Weak<Node>) {
+    let cut_off = move || node.upgrade().inspect(|node| node.cut_off());
+    let started = thread::Builder::new().name("cut-off".into()).spawn(cut_off);
+    if let Err(e) = started {
+        warn!("bitmaps of a disk whose file was cut off may lack that: {e}");
     }
 }
 

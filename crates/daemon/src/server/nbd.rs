@@ -25,7 +25,7 @@ use tracing::{info, warn};
 
 use super::clients::END_TIMEOUT;
 use super::device::ServedDisk;
-use super::error::NbdError;
+use super::error::{BackupError, NbdError};
 use super::tls::TlsCredentials;
 use super::{Removal, Server, ServerError, ServerState};
 use crate::config::conflicts::ConflictError;
@@ -272,6 +272,14 @@ impl Server {
             return Err(NbdError::NotRunning.into());
         }
         spec.limits.check()?;
+        if !spec.bitmaps.is_empty() {
+            let node = self.state().top(&spec.node).map(|entry| entry.node.clone());
+            // Others are refused below.
+            if let Ok(node) = node {
+                let checked = node.check_owner();
+                checked.map_err(|e| BackupError::Lock(node.name().into(), e))?;
+            }
+        }
         // While it is held, the disk cannot be removed.
         let state = self.state();
         let (device, moment) = match self.backups.find_access(&spec.node) {
@@ -288,6 +296,9 @@ impl Server {
             let len = spec.name.len();
             let start = spec.name.chars().take(40).collect();
             return Err(NbdError::LongName(start, len).into());
+        }
+        if spec.description.len() > nbd::NAME_BYTES_MAX {
+            return Err(NbdError::LongDescription(spec.id, spec.description.len()).into());
         }
         if spec.writable && device.disk.facts.read_only && moment.is_none() {
             return Err(NbdError::ReadOnly(device.disk.name.clone()).into());

@@ -68,7 +68,14 @@ impl Server {
         bitmap: &BlockDirtyBitmap,
     ) -> Result<(), ServerError> {
         let state = self.state();
-        if !Arc::ptr_eq(&state.top(disk)?.node, &state.top(&bitmap.node)?.node) {
+        let is_same = match self.backups.find_access(disk) {
+            // It has the bitmap of the backup, whatever the disk's is now.
+            Some((device, _)) => {
+                bitmap.node == disk || Arc::ptr_eq(&state.device_of(&bitmap.node)?, &device)
+            }
+            None => Arc::ptr_eq(&state.top(disk)?.node, &state.top(&bitmap.node)?.node),
+        };
+        if !is_same {
             let (name, node) = (bitmap.name.clone(), bitmap.node.clone());
             let other = ExportedBitmapError::OtherNode(disk.into(), name, node);
             return Err(NbdError::from(other).into());
@@ -101,6 +108,7 @@ impl Server {
                 let twice = ExportedBitmapError::Exported(spec.id.clone(), name.clone());
                 return Err(NbdError::from(twice).into());
             }
+            self.backups.check_bitmap(node.name(), name)?;
             match all.iter().find(|bitmap| bitmap.name() == name) {
                 Some(bitmap) if bitmap.is_inconsistent() => {
                     return fail(ExportedBitmapError::Inconsistent);

@@ -20,6 +20,7 @@ use super::queue::ClientQueue;
 use super::stream::{Received, Stream};
 use super::transfer::{Offered, Transfer, TransferError};
 use crate::server::clients::Client;
+use crate::server::share::Unfinished;
 use crate::server::tls::TlsCredentials;
 
 /// How long a handshake may take.
@@ -82,6 +83,10 @@ pub fn serve(
     };
     // Given back when the queue has stopped.
     let mut memory = ConnectionMemory::new(server.memory.clone());
+    let mut unfinished = Unfinished {
+        share: export.share().clone(),
+        operations: Vec::new(),
+    };
     let (queue, new) = LocalQueue::new(CONNECTION_MAX).map_err(failed)?;
     let client = Client {
         export: export.number,
@@ -93,16 +98,18 @@ pub fn serve(
         // It was removed before the client was known.
         return Ok(());
     }
+    // The export's share of the storage depends on the guest's latencies.
+    let _measuring = export.device.disk.measure();
     info!("NBD: {peer} uses export '{name}'");
     greeted.send(&reply)?;
     let Greeted { input, stream, .. } = greeted;
-    let queue = (queue, &mut memory);
+    let queue = (queue, &mut memory, &mut unfinished);
     let offered = Offered {
         export: &export,
         negotiated,
         bitmaps,
     };
-    let transfer = Transfer::new(stream, stop.as_fd(), queue, offered, &input);
+    let transfer = Transfer::new(stream, stop.as_fd(), queue, offered, &input).map_err(failed)?;
     Ok(transfer.run()?)
 }
 
@@ -162,8 +169,10 @@ impl Greeted<'_> {
                     return Ok(Some(Agreed { negotiated, reply }));
                 }
                 Step::End => {
-                    self.send(&out)?;
-                    self.stream.close();
+                    // It may have closed the socket already, as the specification lets it.
+                    if self.send(&out).is_ok() {
+                        self.stream.close();
+                    }
                     return Ok(None);
                 }
                 Step::StartTls => {

@@ -5,13 +5,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use block::DirtyBitmap;
 use block::ThrottleError;
-use datapath::{Admission, AllocatedExtent, Fleece, LogLimiter};
+use datapath::{Admission, AllocatedExtent, Fleece, Histogram, LogLimiter};
 use nbd::{BlockSizes, ExportInfo, PAYLOAD_BYTES_MAX, flags};
 
 use crate::config::nbd::NbdExportSpec;
 use crate::server::bitmap_plan::ExportedBitmapError;
 use crate::server::device::ServedDisk;
 use crate::server::error::NbdError;
+use crate::server::share::Share;
 
 /// An export.
 pub struct NbdExport {
@@ -25,6 +26,8 @@ pub struct NbdExport {
     /// Names of the disk's bitmaps that clients may query.
     pub bitmaps: Vec<String>,
     pub limits: Arc<Admission>,
+    /// What its clients may ask of the storage. Those of other exports may have other limits.
+    share: Arc<Share>,
     pub device: Arc<ServedDisk>,
     /// What it shows, if it is not what the disk is now.
     pub moment: Option<Arc<Moment>>,
@@ -41,6 +44,12 @@ impl NbdExport {
     ) -> Result<Self, ThrottleError> {
         let limits = Arc::new(Admission::default());
         limits.set_limits(&spec.limits)?;
+        // Connections that end late keep no disk.
+        let disk = Arc::downgrade(&device.disk);
+        let latencies = move || {
+            disk.upgrade()
+                .map_or_else(Histogram::default, |d| d.guest_latencies())
+        };
         Ok(Self {
             number,
             id: spec.id,
@@ -53,6 +62,7 @@ impl NbdExport {
                 None => spec.bitmaps,
             },
             limits,
+            share: Arc::new(Share::new(latencies)),
             device,
             moment,
             lines: LogLimiter::default(),
@@ -70,6 +80,16 @@ impl NbdExport {
             bitmaps: self.bitmaps.clone(),
             limits: self.limits.limits(),
         }
+    }
+
+    /// What its clients share. It counts only where [others](Self::leaves_to_others) use the storage.
+    pub fn share(&self) -> &Arc<Share> {
+        &self.share
+    }
+
+    /// Whether its clients must leave something of the storage to others.
+    pub fn leaves_to_others(&self) -> bool {
+        self.moment.is_some() || self.device.clients.have_guest()
     }
 
     /// Whether WRITE_ZEROES that may deallocate is faster than a write.

@@ -7,7 +7,7 @@ mod input;
 mod jobs;
 
 use std::io::{self, ErrorKind, IoSlice};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,6 +22,7 @@ use super::export::NbdExport;
 use super::memory::ConnectionMemory;
 use super::output::{Output, Part};
 use super::stream::Stream;
+use crate::server::share::{Entered, Share, Unfinished};
 use input::Input;
 use jobs::Job;
 
@@ -83,6 +84,10 @@ pub struct Transfer<'a> {
     reading: Reading,
     /// The socket may have something to be read.
     is_readable: bool,
+    /// Wakes this thread when it may ask the storage for more.
+    waiter: Arc<OwnedFd>,
+    /// Operations in flight at the end.
+    unfinished: &'a mut Unfinished,
 }
 
 /// What the client of a connection uses.
@@ -108,16 +113,18 @@ impl<'a> Transfer<'a> {
     pub fn new(
         stream: Stream<'a>,
         stop: BorrowedFd<'a>,
-        (queue, memory): (LocalQueue, &'a mut ConnectionMemory),
+        (queue, memory, unfinished): (LocalQueue, &'a mut ConnectionMemory, &'a mut Unfinished),
         offered: Offered<'a>,
         early: &[u8],
-    ) -> Self {
+    ) -> io::Result<Self> {
         let Offered {
             export,
             negotiated,
             bitmaps,
         } = offered;
-        Self {
+        // Whatever wakes it, the thread looks at everything.
+        let waiter = Arc::new(queue.call().try_clone_to_owned()?);
+        Ok(Self {
             stream,
             stop,
             queue,
@@ -134,6 +141,21 @@ impl<'a> Transfer<'a> {
             output: Output::default(),
             reading: Reading::Yes,
             is_readable: true,
+            waiter,
+            unfinished,
+        })
+    }
+
+    /// What the clients of the export share, where others use the storage.
+    fn share(&self) -> Option<&'a Share> {
+        let export = self.export;
+        export.leaves_to_others().then_some(export.share())
+    }
+
+    /// The storage has done what was counted.
+    fn leave(&self, entered: Option<Entered>) {
+        if let Some(entered) = entered {
+            self.export.share().leave(entered);
         }
     }
 
@@ -167,7 +189,7 @@ impl<'a> Transfer<'a> {
         let is_idle = self.free.len() == JOBS && !self.has_output();
         match self.reading {
             Reading::Yes => false,
-            Reading::Ended => is_idle,
+            Reading::Ended => is_idle && !self.input.is_waiting(),
             Reading::Stopped(until) => is_idle || Instant::now() >= until,
         }
     }
@@ -177,14 +199,15 @@ impl<'a> Transfer<'a> {
         !self.output.parts.is_empty() || self.stream.is_unsent()
     }
 
-    /// Whether the next request may be read.
+    /// Whether the next request that has arrived may be started.
     fn has_room(&self) -> bool {
-        self.reading == Reading::Yes && !self.free.is_empty() && self.output.bytes < REPLY_BYTES_MAX
+        let is_stopped = matches!(self.reading, Reading::Stopped(_));
+        !is_stopped && !self.free.is_empty() && self.output.bytes < REPLY_BYTES_MAX
     }
 
     /// Whether the socket may be read. The input is full if a request in it waits for a buffer.
     fn can_read(&self) -> bool {
-        self.has_room() && !self.input.is_full()
+        self.reading == Reading::Yes && self.has_room() && !self.input.is_full()
     }
 
     /// Sends replies, as far as the client takes them. Returns whether it took any.
@@ -220,6 +243,13 @@ impl<'a> Transfer<'a> {
         Ok(any)
     }
 
+    /// What was counted has not begun.
+    fn forget(&self, entered: Option<Entered>) {
+        if let Some(entered) = entered {
+            self.export.share().forget(entered);
+        }
+    }
+
     /// Looks for events; sleeps until there is one if `sleeps`.
     fn wait(&mut self, sleeps: bool) -> Result<(), TransferError> {
         let mut wanted = PollFlags::empty();
@@ -232,6 +262,13 @@ impl<'a> Transfer<'a> {
             _ if is_idle && self.queue.can_shrink() => Some(IDLE),
             _ => None,
         };
+        // Otherwise nothing asks again in this turn, and the time may be past.
+        let share = self
+            .share()
+            .filter(|_| self.has_room() && self.input.is_ready());
+        let ask_again = share.and_then(Share::ask_again_at);
+        let ask_again = ask_again.map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = ask_again.min(timeout).or(ask_again).or(timeout);
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let is_stopped = matches!(self.reading, Reading::Stopped(_));
         let stop = if is_stopped {
@@ -272,5 +309,15 @@ impl<'a> Transfer<'a> {
             self.memory.shrink(&mut self.queue);
         }
         Ok(())
+    }
+}
+
+impl Drop for Transfer<'_> {
+    fn drop(&mut self) {
+        self.export.share().leave_queue(&self.waiter);
+        let left = self.jobs.iter().flatten();
+        self.unfinished
+            .operations
+            .extend(left.filter_map(|job| job.entered));
     }
 }

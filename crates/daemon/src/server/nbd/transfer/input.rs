@@ -9,6 +9,7 @@ use super::jobs::{Job, Work};
 use super::{Reading, Transfer, TransferError};
 use crate::server::nbd::memory::{NoMemory, RESERVED};
 use crate::server::nbd::stream::Received;
+use crate::server::share::Entered;
 
 /// Bytes of headers, and of payload that arrives with them, that are read at once.
 const INPUT: usize = 32 << 10;
@@ -29,6 +30,9 @@ const NOT_IN_ONE_PIECE: Refusal = Refusal {
     message: "other clients use the memory for a reply of this length in one piece",
 };
 
+/// Others use the storage.
+struct MustWait;
+
 /// Bytes that have arrived and were not used yet, and what comes next.
 pub(super) struct Input {
     bytes: Box<[u8]>,
@@ -44,6 +48,11 @@ enum NextInput {
         job: Job,
         buffer: Buffer,
         arrived: usize,
+    },
+    /// A read or write, or a piece of it, that has all it needs but its share of the storage.
+    Ready {
+        job: Job,
+        buffer: Buffer,
     },
     /// The payload of a request that is answered with an error.
     Skip {
@@ -132,7 +141,14 @@ impl Transfer<'_> {
                         };
                         return Ok(());
                     }
-                    self.submit_payload(job, buffer);
+                    self.input.next = NextInput::Ready { job, buffer };
+                }
+                NextInput::Ready { job, buffer } => {
+                    let Ok(entered) = self.enter(buffer.len() as u64) else {
+                        self.input.next = NextInput::Ready { job, buffer };
+                        return Ok(());
+                    };
+                    self.submit_payload(Job { entered, ..job }, buffer);
                 }
                 NextInput::Skip {
                     left,
@@ -155,14 +171,15 @@ impl Transfer<'_> {
                     self.refuse(cookie, offset, refusal);
                 }
                 NextInput::Piece(job) => {
-                    let len = job.left.min(PIECE) as usize;
+                    let len = job.left.min(PIECE);
+                    let len = self.share().map_or(len, |share| share.piece(len)) as usize;
                     match (self.memory.alloc(&mut self.queue, len), job.work) {
                         (Err(_), _) => {
                             self.input.next = NextInput::Piece(job);
                             return Ok(());
                         }
                         (Ok(buffer), Work::Write) => self.expect_payload(job, buffer),
-                        (Ok(buffer), _) => self.submit_payload(job, buffer),
+                        (Ok(buffer), _) => self.input.next = NextInput::Ready { job, buffer },
                     }
                 }
                 NextInput::InPieces => {
@@ -180,6 +197,15 @@ impl Transfer<'_> {
             buffer,
             arrived: 0,
         };
+    }
+
+    /// Counts the next operation of a request. Otherwise this thread is woken when it may begin.
+    fn enter(&self, len: u64) -> Result<Option<Entered>, MustWait> {
+        let Some(share) = self.share() else {
+            return Ok(None);
+        };
+        let entered = share.enter(len, &self.waiter);
+        entered.map(Some).ok_or(MustWait)
     }
 
     /// Submits all of a read or write, or a piece of it.
@@ -229,7 +255,17 @@ impl Transfer<'_> {
             }
             command => Ok(command),
         });
+        let in_pieces = |len: u32| {
+            let share = self.share();
+            share.is_some_and(|share| share.piece(len.into()) < len.into())
+        };
         let (command, buffer) = match command {
+            Ok(
+                Command::Read {
+                    len, whole: false, ..
+                }
+                | Command::Write { len, .. },
+            ) if in_pieces(len) => (command, None),
             Ok(Command::Read { len, .. } | Command::Write { len, .. }) => {
                 let len = len as usize;
                 match (self.memory.alloc(&mut self.queue, len), command) {
@@ -268,6 +304,7 @@ impl Transfer<'_> {
             left: 0,
             fua: false,
             is_replied: false,
+            entered: None,
         };
         (job.work, job.at, job.left, job.fua) = match command {
             Command::Read { at, len, .. } => (Work::Read, at, len.into(), false),
@@ -284,6 +321,7 @@ impl Transfer<'_> {
             Command::Cache { at, len } => (Work::Cache, at, len, false),
             Command::Disconnect => {
                 self.reading = Reading::Ended;
+                self.input.start = self.input.end;
                 return;
             }
             Command::BlockStatus { at, len, one } => {
@@ -296,6 +334,7 @@ impl Transfer<'_> {
         }
         match (job.work, buffer) {
             (Work::Write, Some(buffer)) => self.expect_payload(job, buffer),
+            (Work::Read, Some(buffer)) => self.input.next = NextInput::Ready { job, buffer },
             (Work::Read | Work::Write, None) => self.continue_in_pieces(job),
             (Work::Trim, _) if self.export.device.disk.facts.discard_granularity == 0 => {
                 // It is a hint, and the space is not to be given back.
@@ -306,7 +345,7 @@ impl Transfer<'_> {
                     self.done(&job);
                 }
             }
-            (_, buffer) => self.submit(job, buffer),
+            _ => self.submit(job, None),
         }
     }
 }
@@ -327,6 +366,20 @@ impl Input {
     /// Whether nothing more can be read before something has been used.
     pub fn is_full(&self) -> bool {
         self.end - self.start == self.bytes.len()
+    }
+
+    /// Whether a request in it waits for others, and needs nothing more from the client.
+    pub fn is_waiting(&self) -> bool {
+        match &self.next {
+            NextInput::Ready { .. } => true,
+            NextInput::Piece(job) => job.work == Work::Read,
+            _ => false,
+        }
+    }
+
+    /// Whether the next request waits for nothing but its share of the storage.
+    pub fn is_ready(&self) -> bool {
+        matches!(self.next, NextInput::Ready { .. })
     }
 
     /// Moves what is there to the beginning, if the space after it is short.

@@ -1,8 +1,10 @@
 //! The requests of a client, from the queue to the reply.
 
+use std::cell::RefCell;
 use std::io;
 use std::time::Instant;
 
+use datapath::AllocationCache;
 use guest::blk::Status;
 use guest::{Buffer, Finished, LOCAL_ZEROES_MAX, LocalOp};
 use nbd::{BASE_ALLOCATION, Context, ErrorCode, Mode, Negotiated, Refusal, RequestHeader};
@@ -11,6 +13,7 @@ use tracing::{debug, warn};
 use super::{Reading, STOPPED, Transfer, TransferError};
 use crate::server::nbd::output::Part;
 use crate::server::nbd::status::{self, BitmapLost, Source};
+use crate::server::share::Entered;
 
 /// Bytes that are read ahead at once for NBD_CMD_CACHE.
 const CACHE_BYTES: u64 = 1 << 20;
@@ -40,6 +43,8 @@ pub(super) struct Job {
     pub fua: bool,
     /// Data that was read has been put into the reply.
     pub is_replied: bool,
+    /// The operation that the disk works on, where it is counted.
+    pub entered: Option<Entered>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -72,10 +77,20 @@ impl Transfer<'_> {
             }
             Work::Cache => {
                 let len = piece(CACHE_BYTES);
+                if let Some(share) = self.share() {
+                    job.entered = share.enter(len, &self.waiter);
+                    // It is a hint: nobody waits for its turn.
+                    if job.entered.is_none() {
+                        share.leave_queue(&self.waiter);
+                        return self.done(&job);
+                    }
+                }
                 match self.memory.alloc(&mut self.queue, len as usize) {
                     Ok(buffer) => (LocalOp::Read { at }, Some(buffer), len),
-                    // It is a hint.
-                    Err(_) => return self.done(&job),
+                    Err(_) => {
+                        self.forget(job.entered.take());
+                        return self.done(&job);
+                    }
                 }
             }
         };
@@ -100,6 +115,7 @@ impl Transfer<'_> {
         {
             any = true;
             let mut job = self.jobs[tag as usize].take().expect("it was submitted");
+            self.leave(job.entered.take());
             self.free.push(tag);
             let refusal = match status {
                 Status::Ok => None,
@@ -178,7 +194,7 @@ impl Transfer<'_> {
         let (at, is_last) = (job.at - u64::from(len), job.left == 0);
         if replies.mode != Mode::Simple || !job.is_replied {
             self.output
-                .add(|out| replies.data_header(job.cookie, at, len, is_last, out));
+                .add(|out| replies.data_header(job.cookie, (job.offset, at), len, is_last, out));
         }
         self.output.parts.push_back(Part::Data(data));
         job.is_replied = true;
@@ -192,7 +208,7 @@ impl Transfer<'_> {
         let has_more = job.left > 0;
         match job.work {
             // The client sends the payload of the rest.
-            Work::Write if has_more && self.reading == Reading::Yes => {
+            Work::Write if has_more && !matches!(self.reading, Reading::Stopped(_)) => {
                 self.skip_payload(job, refusal);
                 return Ok(());
             }
@@ -225,8 +241,9 @@ impl Transfer<'_> {
             _ => len.min(u64::from(u32::MAX) / block * block),
         };
         let deadline = Instant::now() + status::TIME_MAX;
+        let cache = RefCell::<AllocationCache>::default();
         let look_up = |at, len| {
-            let now = disk.allocated(at, len)?;
+            let now = disk.allocated(at, len, &mut cache.borrow_mut())?;
             Ok(match moment {
                 Some(moment) => moment.allocated(at, now),
                 None => now,
