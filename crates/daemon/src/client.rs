@@ -3,6 +3,8 @@
 mod backup;
 mod bitmap;
 mod export;
+mod guest_agent;
+mod interrupt;
 mod rates;
 mod stats;
 mod top;
@@ -19,7 +21,7 @@ use std::time::Duration;
 
 use block::{ThrottleLimits, format_size, parse_size};
 use control::{Client, ClientError};
-use harness::text::{printable_json, printable_lines};
+use harness::text::{printable, printable_json, printable_lines};
 use image::Format;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -193,8 +195,33 @@ pub enum CommandLineError {
         "ringdisk does not listen for NBD clients: start it with --nbd, or export a disk with --listen"
     )]
     NoNbd,
-    #[error("guest agent {path}: {1}; does the guest run it?", path = .0.display())]
+    #[error("there is no NBD export '{0}'; 'ringdisk export' lists them")]
+    NoExport(String),
+    #[error("guest agent {path}: {1}", path = .0.display())]
     Agent(PathBuf, io::Error),
+    #[error("guest agent {path}: the guest has thawed before the moment of the backup; try again", path = .0.display())]
+    ThawedBefore(PathBuf),
+    #[error("interrupted")]
+    Interrupted,
+    #[error("the result could not be printed: {0}")]
+    Output(io::Error),
+    #[error(
+        "ringdisk has not answered for {} s (its log may tell why), and the guests have thawed",
+        .0.as_secs()
+    )]
+    NoAnswer(Duration),
+    #[error("a guest has not confirmed that it has thawed")]
+    Frozen,
+    #[error("{0}; no backup is open")]
+    NotOpen(Box<Self>),
+    #[error(
+        "{error}; the backup may be open, and could not be ended ({why}); to end it, run: {command}"
+    )]
+    MayBeOpen {
+        error: Box<Self>,
+        why: ClientError,
+        command: String,
+    },
 }
 
 impl From<ClientError> for CommandLineError {
@@ -238,9 +265,18 @@ impl Connection {
 
     /// Prints a reply, as JSON if the user asked for that.
     pub fn say(&self, reply: &Value, text: &str) {
-        let mut out = io::stdout().lock();
         // The reader may have closed the pipe.
-        let _ = writeln!(out, "{}", self.shown(reply, text));
+        let _ = self.try_to_say(reply, text);
+    }
+
+    /// As [`say`](Self::say).
+    ///
+    /// # Errors
+    /// It could not be printed.
+    pub fn try_to_say(&self, reply: &Value, text: &str) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        writeln!(out, "{}", self.shown(reply, text))?;
+        out.flush()
     }
 
     /// Names of disks, threads and files in it, which others choose, do not control the terminal.
@@ -457,8 +493,10 @@ fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(str::to_owned).to_vec()
 }
 
-/// Rows with their columns aligned.
+/// Rows with their columns aligned. Names of others stay in their cells.
 fn table(rows: &[Vec<String>]) -> String {
+    let printable_row = |row: &Vec<String>| row.iter().map(|cell| printable(cell)).collect();
+    let rows: Vec<Vec<_>> = rows.iter().map(printable_row).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));
@@ -466,7 +504,7 @@ fn table(rows: &[Vec<String>]) -> String {
     };
     let widths: Vec<_> = (0..columns).map(width).collect();
     let mut text = String::new();
-    for row in rows {
+    for row in &rows {
         let cells = row.iter().zip(&widths);
         let line: String = cells
             .map(|(cell, width)| format!("{cell:<width$}  "))
@@ -492,6 +530,8 @@ mod tests {
             connection.shown(&reply, "a\u{202e}b\u{9b}\nc\n")
         };
         assert_eq!(shown(false), "a?b?\nc");
+        let rows = [row(["a\nb", "c"]), row(["d\te", ""])];
+        assert_eq!(table(&rows), "a?b  c\nd?e\n");
         assert_eq!(shown(true), r#"{"thread":"a\u202eb\u009b"}"#);
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::config::spec::DiskSpec;
+use crate::node;
 use crate::state::Overrides;
 use crate::upgrade::launch_record::LaunchRecord;
 use crate::upgrade::protocol;
@@ -26,6 +27,11 @@ pub fn config(text: &str) {
 /// A state file.
 pub fn state(bytes: &[u8]) {
     Overrides::check(bytes);
+}
+
+/// The record of a disk's bitmaps in a state directory.
+pub fn bitmap_record(bytes: &[u8]) {
+    node::check_record(bytes);
 }
 
 /// A message of the handover protocol, and the description of how a process was launched.

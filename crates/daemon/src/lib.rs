@@ -19,6 +19,7 @@ mod serve;
 mod server;
 mod socket;
 mod state;
+mod token;
 mod upgrade;
 
 #[cfg(any(test, fuzzing))]

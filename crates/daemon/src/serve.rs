@@ -115,8 +115,17 @@ pub enum ServeError {
     Spec(#[from] SpecError),
     #[error(transparent)]
     Config(#[from] ConfigError),
+    #[error(
+        "nbd-tls protects the address of 'nbd', which is not set: name it (--nbd ADDRESS, or 'nbd' in the configuration)"
+    )]
+    TlsAlone,
     #[error(transparent)]
     State(#[from] StateError),
+    #[error(
+        "{0}: cannot be used for the old data of backups: {cause}",
+        cause = block::explain(.1, "--fleece, or 'fleece' in the configuration, names a directory of this user's own")
+    )]
+    Fleece(PathBuf, io::Error),
     #[error(transparent)]
     Conflict(#[from] ConflictError),
     #[error(transparent)]

@@ -1,25 +1,27 @@
 //! `ringdisk backup`: disks as they were at one moment.
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use block::{format_size, parse_size};
-use control::Client;
+use control::{Client, ClientError};
 use serde_json::{Value, json};
 
 use super::export::uri;
+use super::guest_agent::Frozen;
+use super::interrupt::Interrupt;
 use super::{CommandLineError, CommandResult, Connection, row, table};
 use crate::config::nbd::id_of;
+use crate::server::connection_info::quote;
+use crate::token::token;
 
-/// How long a guest agent may take for a reply; a freeze waits for the guest's writes.
-const AGENT: Duration = Duration::from_secs(60);
+/// How long the server may take to accept the command that ends a backup which may have begun, and again to answer.
+const UNDO: Duration = Duration::from_secs(10);
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   ringdisk backup begin vm1 vm2                     both disks at one moment; prints a URI for each
-  ringdisk backup begin vm1 --bitmap nightly        incremental, if 'nightly' was part of a backup before
+  ringdisk backup begin vm1 --bitmap nightly        incremental, if there is a bitmap 'nightly'; full otherwise
   nbdcopy --connections=4 'nbd+unix:///vm1-backup?socket=/run/ringdisk/nbd.sock' vm1-copy.raw
   ringdisk backup end                               it was a success
   ringdisk backup end --failed                      it was not: the next one copies the same again
@@ -53,7 +55,7 @@ Old data that the VM overwrites meanwhile is kept in memory, and then in a file 
         /// Copy everything, and let the bitmap begin again
         #[arg(long, requires = "bitmap")]
         full: bool,
-        /// Limit of old data of each disk in memory, as in 256M
+        /// Limit of old data of each disk in memory, as in 256M; at least 4M are used
         #[arg(long, value_name = "SIZE")]
         memory: Option<String>,
         /// Limit of bytes per second, of all clients of a disk together, as in 100M
@@ -141,7 +143,7 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
 fn begin(
     connection: &Connection,
     id: &str,
-    arguments: Value,
+    mut arguments: Value,
     bps: Option<u64>,
     agents: &[PathBuf],
 ) -> CommandResult {
@@ -150,21 +152,66 @@ fn begin(
     if server["address"].is_null() {
         return Err(CommandLineError::NoNbd);
     }
-    let frozen = Frozen::freeze(agents)?;
-    let begun = client.call("backup-access-setup", arguments);
-    drop(frozen);
-    let begun = begun?;
-    let exported = export(&mut client, &begun, bps, &server);
-    let (reply, text) = match exported {
-        Ok(exported) => exported,
-        Err(e) => {
-            let arguments = json!({ "target-id": id, "success": false });
-            let _ = client.call("backup-access-teardown", arguments);
-            return Err(e);
+    let token = token();
+    arguments["x-ringdisk-token"] = token.as_str().into();
+    let caller = client.hang_up_handle()?;
+    let interrupt = Interrupt::register();
+    let frozen = Frozen::freeze(agents, &interrupt)?;
+    let setup = || client.call("backup-access-setup", arguments);
+    let (begun, watched) = frozen.during(setup, || caller.hang_up());
+    let begun = begun.map_err(CommandLineError::from);
+    if let Err(CommandLineError::Refused(why)) = begun {
+        return Err(CommandLineError::Refused(why));
+    }
+    let exported = watched.and(begun).and_then(|begun| {
+        let work = || export(&mut client, &begun, bps, &server);
+        let (exported, watched) = interrupt.watch(None, work, || caller.hang_up());
+        watched.and(exported)
+    });
+    match exported {
+        Ok((reply, text)) => {
+            // From now on, signals end the process.
+            interrupt.release();
+            let said = connection.try_to_say(&reply, &text);
+            // Nobody knows where to read the backup.
+            said.map_err(|e| undo(connection, id, &token, CommandLineError::Output(e)))
         }
-    };
-    connection.say(&reply, &text);
-    Ok(())
+        Err(e) => {
+            caller.hang_up();
+            Err(undo(connection, id, &token, e))
+        }
+    }
+}
+
+/// Ends a backup that may have begun, after the client has hung up. If it is about to begin, the server ends it, because the
+/// client has left. Returns the error for the user.
+fn undo(
+    connection: &Connection,
+    id: &str,
+    token: &str,
+    error: CommandLineError,
+) -> CommandLineError {
+    let arguments = json!({ "target-id": id, "success": false, "x-ringdisk-token": token });
+    let ended = Client::connect(connection.path(), UNDO)
+        .and_then(|mut client| client.call("backup-access-teardown", arguments));
+    let error = Box::new(error);
+    match ended {
+        // It had not begun; or its process has ended, and the backup with it.
+        Ok(_) | Err(ClientError::Refused { .. } | ClientError::NobodyListens(_)) => {
+            CommandLineError::NotOpen(error)
+        }
+        Err(why) => {
+            let mut command = format!("ringdisk backup end --id={} --failed", quote(id));
+            if let Some(path) = &connection.control {
+                command += &format!(" --control={}", quote(&path.to_string_lossy()));
+            }
+            CommandLineError::MayBeOpen {
+                error,
+                why,
+                command,
+            }
+        }
+    }
 }
 
 /// Exports what has begun. Returns what is printed, as JSON and as text.
@@ -195,8 +242,10 @@ fn export(
             disk["device"].as_str().unwrap_or_default().into(),
             format_size(disk["size"].as_u64().unwrap_or(0)),
             match disk["bitmap-name"].as_str() {
-                Some(bitmap) => format!("incremental ({bitmap})"),
-                None => "full".into(),
+                Some(bitmap) if disk["bitmap-action"] == "used" => {
+                    format!("incremental ({bitmap})")
+                }
+                _ => "full".into(),
             },
             uri.clone(),
         ]);
@@ -230,75 +279,4 @@ fn list(connection: &Connection) -> CommandResult {
     };
     connection.say(&open, &text);
     Ok(())
-}
-
-/// Guests whose file systems are frozen. They thaw when this is dropped.
-struct Frozen<'a>(Vec<(&'a Path, Agent)>);
-
-impl<'a> Frozen<'a> {
-    fn freeze(agents: &'a [PathBuf]) -> Result<Self, CommandLineError> {
-        let mut frozen = Self(Vec::new());
-        for path in agents {
-            let failed = |e| CommandLineError::Agent(path.clone(), e);
-            let mut agent = Agent::connect(path).map_err(failed)?;
-            // It thaws even if the reply is lost.
-            let reply = agent.call("guest-fsfreeze-freeze");
-            frozen.0.push((path, agent));
-            reply.map_err(failed)?;
-        }
-        Ok(frozen)
-    }
-}
-
-impl Drop for Frozen<'_> {
-    fn drop(&mut self) {
-        for (path, agent) in &mut self.0 {
-            if let Err(e) = agent.call("guest-fsfreeze-thaw") {
-                let path = path.display();
-                eprintln!(
-                    "ringdisk: guest agent {path}: the file systems may still be frozen: {e}; run guest-fsfreeze-thaw"
-                );
-            }
-        }
-    }
-}
-
-/// A connection to QEMU's guest agent.
-struct Agent(BufReader<UnixStream>);
-
-impl Agent {
-    fn connect(path: &Path) -> std::io::Result<Self> {
-        let socket = UnixStream::connect(path)?;
-        socket.set_read_timeout(Some(AGENT))?;
-        socket.set_write_timeout(Some(AGENT))?;
-        let mut agent = Self(BufReader::new(socket));
-        // What an earlier client has left behind comes first.
-        let id = std::process::id();
-        agent.send(&json!({ "execute": "guest-sync", "arguments": { "id": id } }))?;
-        while agent.receive()?["return"] != id {}
-        Ok(agent)
-    }
-
-    fn call(&mut self, command: &str) -> std::io::Result<Value> {
-        self.send(&json!({ "execute": command }))?;
-        let reply = self.receive()?;
-        match reply["error"]["desc"].as_str() {
-            Some(problem) => Err(std::io::Error::other(problem.to_owned())),
-            None => Ok(reply["return"].clone()),
-        }
-    }
-
-    fn send(&mut self, command: &Value) -> std::io::Result<()> {
-        writeln!(self.0.get_mut(), "{command}")
-    }
-
-    fn receive(&mut self) -> std::io::Result<Value> {
-        let mut line = String::new();
-        // A reply is short; an agent belongs to the guest, and may send anything.
-        let mut limited = std::io::Read::take(&mut self.0, 1 << 20);
-        if limited.read_line(&mut line)? == 0 {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
-        }
-        Ok(serde_json::from_str(line.trim_start_matches('\u{ff}')).unwrap_or_default())
-    }
 }

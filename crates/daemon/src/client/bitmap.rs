@@ -112,7 +112,10 @@ pub fn bitmap(args: &BitmapArgs) -> CommandResult {
         }
         Action::Remove(one) => one.order("remove", "no longer exists"),
         Action::Clear(one) => one.order("clear", "has no dirty bits"),
-        Action::Enable(one) => one.order("enable", "records changes"),
+        Action::Enable(one) => one.order(
+            "enable",
+            "records changes; it lacks those made while it did not",
+        ),
         Action::Disable(one) => one.order("disable", "records no changes"),
         Action::Merge { one, from } => {
             let One { disk, name, .. } = one;
@@ -187,7 +190,12 @@ fn list(names: &[String], connection: &Connection) -> CommandResult {
     let text = if rows.len() > 1 {
         table(&rows)
     } else {
-        "no disk has dirty bitmaps; 'ringdisk bitmap add DISK NAME' adds one".into()
+        let disks = match names {
+            [] => "no disk has".into(),
+            [disk] => format!("disk {disk} has no"),
+            disks => format!("disks {} have no", disks.join(", ")),
+        };
+        format!("{disks} dirty bitmaps; 'ringdisk bitmap add DISK NAME' adds one")
     };
     connection.say(&listed.into(), &text);
     Ok(())

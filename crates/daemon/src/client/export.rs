@@ -1,5 +1,7 @@
 //! `ringdisk export`: what NBD clients find.
 
+use std::fmt::Write as _;
+
 use block::{format_size, parse_size};
 use control::Client;
 use serde_json::{Value, json};
@@ -20,7 +22,7 @@ use crate::config::nbd::{NbdAddress, id_of};
 
 Clients see what the VM writes while they read. For a copy of one moment, use 'ringdisk backup'.")]
 pub struct ExportArgs {
-    /// Name of the disk
+    /// Name of the disk; with --remove, of the export
     disk: Option<String>,
     /// Name that clients use; default: that of the disk
     #[arg(long, value_name = "NAME", requires = "disk")]
@@ -58,7 +60,17 @@ pub fn export(args: &ExportArgs) -> CommandResult {
     let name = args.name.as_ref().unwrap_or(disk);
     if args.remove {
         let mode = if args.force { "hard" } else { "safe" };
-        let arguments = json!({ "id": id_of(name), "mode": mode });
+        let server = client.call("x-ringdisk-nbd", json!({}))?;
+        let exports = server["exports"].as_array();
+        let mut named = exports
+            .into_iter()
+            .flatten()
+            .filter(|e| e["name"] == **name);
+        // Other programs give exports other ids.
+        let Some(export) = named.next() else {
+            return Err(CommandLineError::NoExport(name.clone()));
+        };
+        let arguments = json!({ "id": export["id"], "mode": mode });
         let reply = client.call("block-export-del", arguments)?;
         args.connection
             .say(&reply, &format!("'{name}' is no longer exported"));
@@ -141,12 +153,54 @@ fn list(client: &mut Client, connection: &Connection) -> CommandResult {
     Ok(())
 }
 
-/// What clients are given.
+/// The URI of an export, for clients ("The NBD Uniform Resource Indicator (URI) specification").
 pub(super) fn uri(server: &Value, name: &str) -> String {
     let address = server["address"].as_str().unwrap_or_default();
     let scheme = if server["tls"] == true { "nbds" } else { "nbd" };
+    let name = percent_encoded(name);
     match address.parse() {
         Ok(NbdAddress::Tcp(address)) => format!("{scheme}://{address}/{name}"),
-        _ => format!("{scheme}+unix:///{name}?socket={address}"),
+        _ => {
+            let socket = percent_encoded(address);
+            format!("{scheme}+unix:///{name}?socket={socket}")
+        }
+    }
+}
+
+/// All but unreserved characters and slashes are percent-encoded (RFC 3986, sections 2.1 and 2.3). Slashes may stand in paths
+/// and queries.
+fn percent_encoded(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
+            encoded.push(byte.into());
+        } else {
+            let _ = write!(encoded, "%{byte:02X}");
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uris_are_percent_encoded() {
+        let uri_at = |address: &str, tls: bool, name: &str| {
+            uri(&json!({ "address": address, "tls": tls }), name)
+        };
+        assert_eq!(
+            uri_at("/run/ringdisk/nbd.sock", false, "vm1-backup"),
+            "nbd+unix:///vm1-backup?socket=/run/ringdisk/nbd.sock"
+        );
+        assert_eq!(
+            uri_at("/run/a b&c/n.sock", true, "50% ?#\u{e4}\n"),
+            "nbds+unix:///50%25%20%3F%23%C3%A4%0A?socket=/run/a%20b%26c/n.sock"
+        );
+        assert_eq!(
+            uri_at("[::1]:10809", false, "a b"),
+            "nbd://[::1]:10809/a%20b"
+        );
     }
 }

@@ -78,14 +78,49 @@ impl NbdExportSpec {
     }
 }
 
-/// The id of an export with this name, unless it was given another.
+/// The id of an export with this name, unless it was given another. Names may have more characters than ids, and others.
 pub fn id_of(name: &str) -> String {
-    format!("nbd-{name}")
+    let id = format!("nbd-{name}");
+    if super::spec::name(&id).is_ok() {
+        return id;
+    }
+    let allowed = |c: char| {
+        if c.is_ascii_alphanumeric() || "-._".contains(c) {
+            c
+        } else {
+            '_'
+        }
+    };
+    let start: String = id.chars().map(allowed).take(47).collect();
+    // FNV-1a tells apart those that begin alike.
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    });
+    format!("{start}-{hash:016x}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_name_has_an_id_of_its_own() {
+        assert_eq!(id_of("vm1-backup"), "nbd-vm1-backup");
+        let long = "vm-6f1c2b1e-0f0e-4a53-9a39-1f0f5c2d7e11-disk-0-nightly-2026-11-25";
+        let ids = [
+            long,
+            &format!("{long}b"),
+            "a b",
+            "a_b",
+            "\u{e4}",
+            &"x".repeat(4096),
+        ]
+        .map(id_of);
+        for (i, id) in ids.iter().enumerate() {
+            assert_eq!(super::super::spec::name(id).as_ref(), Ok(id));
+            assert!(!ids[..i].contains(id), "{id}");
+        }
+    }
 
     #[test]
     fn addresses_are_paths_or_sockets() {

@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tracing::{debug, error, warn};
 
 use crate::config::sockets;
-use crate::monitor::qmp::Qmp;
+use crate::monitor::qmp::{Qmp, QmpClient};
 use crate::server::Server;
 use crate::server::handover::locked;
 use crate::socket::Socket;
@@ -147,7 +147,11 @@ fn start_client(stream: &Arc<UnixStream>, qmp: &Arc<Qmp>) -> Result<JoinHandle<(
     let events = qmp.server.events.subscribe().map_err(|e| e.to_string())?;
     let (stream, qmp) = (stream.clone(), qmp.clone());
     let serve = move || {
-        if let Err(e) = control::serve_socket(&stream, &events, &*qmp) {
+        let client = QmpClient {
+            qmp: &qmp,
+            stream: &stream,
+        };
+        if let Err(e) = control::serve_socket(&stream, &events, &client) {
             debug!("control socket: a client was cut off: {e}");
         }
     };

@@ -5,6 +5,7 @@ mod bitmaps;
 mod objects;
 mod queries;
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use control::{
@@ -12,6 +13,7 @@ use control::{
     Qapi, RingdiskAttach, RingdiskReplace, RingdiskResized,
 };
 use image::Format;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
 use tracing::debug;
@@ -30,31 +32,47 @@ pub struct Qmp {
     pub config: Option<Arc<Reloader>>,
 }
 
+/// A client of the control socket.
+pub struct QmpClient<'a> {
+    pub qmp: &'a Qmp,
+    pub stream: &'a UnixStream,
+}
+
 type Reply = Result<Value, CommandError>;
 
-impl Handler for Qmp {
+impl Handler for QmpClient<'_> {
     fn execute(&self, command: Command) -> Reply {
         debug!("control socket: {}", command.name());
+        let server = &self.qmp.server;
         let asks = command.name().starts_with("query-");
         let _inhibitor = if asks {
             None
         } else {
-            Some(self.server.handover.inhibit()?)
+            Some(server.handover.inhibit()?)
         };
-        let answer = self.execute_now(command);
+        let answer = self.qmp.execute_now(command, self);
         if !asks {
             // Also if it failed: it may have failed half way.
-            self.server.persist();
+            server.persist();
         }
         answer
     }
 }
 
+impl QmpClient<'_> {
+    /// Whether the client has closed its socket, and will not read a reply.
+    fn has_left(&self) -> bool {
+        let mut sockets = [PollFd::new(self.stream, PollFlags::empty())];
+        let _ = poll(&mut sockets, Some(&Timespec::default()));
+        sockets[0].revents().contains(PollFlags::HUP)
+    }
+}
+
 impl Qmp {
-    fn execute_now(&self, command: Command) -> Reply {
+    fn execute_now(&self, command: Command, client: &QmpClient<'_>) -> Reply {
         let server = &self.server;
         match command {
-            Command::BackupAccessSetup(wanted) => backups::begin(server, wanted),
+            Command::BackupAccessSetup(wanted) => backups::begin(server, wanted, client),
             Command::BackupAccessTeardown(which) => backups::end(server, &which),
             Command::RingdiskBackups(_) => backups::list(server),
             Command::BlockdevAdd(options) => done(objects::add_node(server, &options)),
@@ -99,6 +117,8 @@ impl Qmp {
                 server.each_disk(|disk| nodes.push(queries::node_info(server, &disk)));
                 Ok(nodes.to_json())
             }
+            Command::QueryPbsBitmapInfo(_) => backups::bitmaps(server),
+            Command::QueryProxmoxSupport(_) => Ok(backups::proxmox_support().to_json()),
             Command::Quit(_) => {
                 // As if the service manager had asked.
                 let killed = kill_process(getpid(), Signal::TERM);

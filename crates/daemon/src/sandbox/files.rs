@@ -33,7 +33,7 @@ impl AllowedPaths {
         // Paths of devices are often links.
         let Ok(path) = fs::canonicalize(path) else {
             // An inherited file may have been renamed. Never the directory of a device, which contains other devices.
-            let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
+            let directory = directory_of(path);
             self.storage
                 .extend(directory.filter(|d| !d.starts_with("/dev")));
             return;
@@ -171,8 +171,7 @@ impl Files {
 
     /// Checks that a socket may be at this path.
     pub fn check_socket(&self, path: &Path) -> Result<(), OutsideSandbox> {
-        let directory = path.parent().and_then(|d| fs::canonicalize(d).ok());
-        match directory {
+        match directory_of(path) {
             Some(real) => self.is_in(&self.paths.sockets, path, &real.join("any")),
             // The directory would have to be created.
             None => self.is_in(&self.paths.sockets, path, path),
@@ -189,6 +188,12 @@ impl Files {
             allowed: names(list),
         })
     }
+}
+
+/// The directory of a path, which may be that of this process. `None` if it does not exist.
+fn directory_of(path: &Path) -> Option<PathBuf> {
+    let path = std::path::absolute(path).ok()?;
+    fs::canonicalize(path.parent()?).ok()
 }
 
 impl fmt::Display for Files {

@@ -169,7 +169,12 @@ impl Settings {
         let state = args.state.clone().or(config.state.clone());
         let user = args.user.as_deref().or(config.user.as_deref());
         let user = user.map(UserAccount::find).transpose();
+        let nbd = args.nbd.clone().or(config.nbd.clone());
         let tls = args.nbd_tls.clone().or(config.nbd_tls.clone());
+        if tls.is_some() && nbd.is_none() {
+            // Clients of an address that a command names would not need TLS.
+            return Err(ServeError::TlsAlone);
+        }
         let backing = match &args.allow_backing[..] {
             [] => &config.allow_backing,
             given => given,
@@ -185,7 +190,7 @@ impl Settings {
             control_path: control.clone().unwrap_or_else(control_socket::default_path),
             control,
             metrics: args.metrics.or(config.metrics),
-            nbd: args.nbd.clone().or(config.nbd.clone()),
+            nbd,
             tls: tls.map(|dir| TlsSpec {
                 dir,
                 verify_peer: !config.nbd_tls_any_peer,
@@ -235,7 +240,7 @@ impl Settings {
     }
 }
 
-/// The directories in which this process keeps files. Creates that of the state.
+/// The directories in which this process keeps files. Creates those of the state and of old data.
 fn persistent_directories(
     settings: &Settings,
     journals: &Journals,
@@ -248,7 +253,7 @@ fn persistent_directories(
     }
     if let Some(fleece) = &settings.fleece {
         credentials::make_directory(fleece, settings.user.as_ref())
-            .map_err(|e| StateError::Directory(fleece.clone(), e))?;
+            .map_err(|e| ServeError::Fleece(fleece.clone(), e))?;
         directories.push(fleece.clone());
     }
     Ok(directories)

@@ -82,8 +82,12 @@ fn take_over(
             CommandLineError::Here("cannot ask for an upgrade", io::Error::other(e))
         })?,
     };
-    let sent = server.send(ask, &[], deadline);
-    sent.map_err(here("cannot ask for an upgrade"))?;
+    let backups = open_backups(connection);
+    match server.send(ask, &[], deadline) {
+        // A server that cannot serve the connection has closed it, and has said why.
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
+        sent => sent.map_err(here("cannot ask for an upgrade"))?,
+    }
     let Some((mut child, pid)) = launch(&server, &control, program, deadline).map_err(here(
         "the running program continues to serve: the new one cannot be started",
     ))?
@@ -119,12 +123,18 @@ fn take_over(
             let ms = outcome.pause_us as f64 / 1000.0;
             let reply = json!({
                 "pid": pid, "disks": outcome.disks, "connected": outcome.connected, "pause-ms": ms,
+                "failed-backups": backups,
             });
             let disks = match outcome.disks {
                 1 => "1 disk".into(),
                 n => format!("{n} disks"),
             };
-            let text = format!("process {pid} serves {disks} from now on; VMs waited {ms:.1} ms");
+            let mut text =
+                format!("process {pid} serves {disks} from now on; VMs waited {ms:.1} ms");
+            if !backups.is_empty() {
+                let ended = backups.join(", ");
+                text += &format!("; open backups have failed, begin them again: {ended}");
+            }
             connection.say(&reply, &text);
             Ok(true)
         }
@@ -135,6 +145,15 @@ fn take_over(
             e,
         )),
     }
+}
+
+/// The ids of backups, which an upgrade ends. None if the server does not say.
+fn open_backups(connection: &Connection) -> Vec<String> {
+    let listed = (connection.open())
+        .and_then(|mut client| Ok(client.call("x-ringdisk-backups", json!({}))?));
+    let listed = listed.unwrap_or_default();
+    let ids = (listed.as_array().into_iter().flatten()).filter_map(|b| b["id"].as_str());
+    ids.map(str::to_owned).collect()
 }
 
 fn connect_to(path: &Path) -> io::Result<Channel> {

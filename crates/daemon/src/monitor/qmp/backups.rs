@@ -1,16 +1,28 @@
 //! Commands about backups.
 
+use std::sync::Arc;
+
+use block::DirtyBitmap;
 use control::{
     BackupAccessInfo, BackupAccessSetup, BackupAccessSetupBitmapMode, BackupAccessTeardown,
-    BackupBitmapAction, Qapi, RingdiskBackup,
+    BackupBitmapAction, CommandError, PbsBitmapInfo, ProxmoxSupportStatus, Qapi, RingdiskBackup,
+};
+use serde_json::json;
+use tracing::warn;
+
+use super::{QmpClient, Reply, done};
+use crate::server::Server;
+use crate::server::backup::{
+    Backup, BackupDisk, BackupOptions, BackupTarget, BitmapMode, BitmapOrigin,
 };
 
-use super::{Reply, done};
-use crate::server::Server;
-use crate::server::backup::{Backup, BackupDisk, BackupTarget, BitmapMode};
-
-pub(super) fn begin(server: &Server, wanted: BackupAccessSetup) -> Reply {
+/// Nobody would know of a backup whose client has left before the reply, so it does not stay open. A client that has waited in
+/// vain can hang up, and then end the backup of its token if there is one: it does not begin later.
+pub(super) fn begin(server: &Server, wanted: BackupAccessSetup, client: &QmpClient<'_>) -> Reply {
     let id = wanted.target_id;
+    if client.has_left() {
+        return Err(left(&id));
+    }
     let target = |device: control::BackupAccessSourceDevice| {
         let mode = match device.bitmap_mode {
             None | Some(BackupAccessSetupBitmapMode::None) => None,
@@ -25,13 +37,32 @@ pub(super) fn begin(server: &Server, wanted: BackupAccessSetup) -> Reply {
         }
     };
     let targets: Vec<_> = wanted.devices.into_iter().map(target).collect();
-    let backup = server.begin_backup(&id, &targets, wanted.memory)?;
+    let options = BackupOptions {
+        memory: wanted.memory,
+        token: wanted.token,
+    };
+    let backup = server.begin_backup(&id, &targets, options)?;
+    if client.has_left() {
+        // It may have been ended already.
+        let _ = server.end_backup(&id, Some(&backup.token), false);
+        return Err(left(&id));
+    }
     let infos: Vec<_> = backup.disks.iter().map(info).collect();
     Ok(infos.to_json())
 }
 
+fn left(id: &str) -> CommandError {
+    warn!("backup '{id}': is not open, because its client has left before the reply");
+    CommandError::generic("the client has left")
+}
+
 pub(super) fn end(server: &Server, which: &BackupAccessTeardown) -> Reply {
-    done(server.end_backup(&which.target_id, which.success))
+    if !which.success && server.backups.all().is_empty() {
+        // As in Proxmox' QEMU, where a client cleans up after a setup that has failed.
+        return Ok(json!({}));
+    }
+    let token = which.token.as_deref();
+    done(server.end_backup(&which.target_id, token, which.success))
 }
 
 pub(super) fn list(server: &Server) -> Reply {
@@ -57,15 +88,55 @@ fn state(backup: &Backup) -> RingdiskBackup {
 
 fn info(disk: &BackupDisk) -> BackupAccessInfo {
     let bitmap = disk.bitmap.as_ref();
+    // Proxmox' client wants a name with each action.
     BackupAccessInfo {
         node_name: disk.access.clone(),
         device: disk.device.disk.name.clone(),
         size: disk.moment.fleece.size(),
-        bitmap_name: bitmap.filter(|b| b.is_used).map(|b| b.name.clone()),
-        bitmap_action: Some(match bitmap {
-            None => BackupBitmapAction::NotUsed,
-            Some(bitmap) if bitmap.is_used => BackupBitmapAction::Used,
-            Some(_) => BackupBitmapAction::New,
-        }),
+        bitmap_node_name: bitmap.map(|_| disk.node.name().to_owned()),
+        bitmap_name: bitmap.map(|bitmap| bitmap.name.clone()),
+        bitmap_action: bitmap.map(|_| action(disk)),
+    }
+}
+
+fn action(disk: &BackupDisk) -> BackupBitmapAction {
+    let origin = disk.bitmap.as_ref().map(|bitmap| bitmap.origin);
+    match origin {
+        None => BackupBitmapAction::NotUsed,
+        Some(BitmapOrigin::Used) => BackupBitmapAction::Used,
+        Some(BitmapOrigin::New) => BackupBitmapAction::New,
+        Some(BitmapOrigin::Missing) => BackupBitmapAction::MissingRecreated,
+        Some(BitmapOrigin::Unusable) => BackupBitmapAction::Invalid,
+    }
+}
+
+pub(super) fn bitmaps(server: &Server) -> Reply {
+    let all = server.backups.all();
+    let disks = all.iter().flat_map(|backup| &backup.disks);
+    let infos: Vec<_> = disks.map(bitmap_info).collect();
+    Ok(infos.to_json())
+}
+
+fn bitmap_info(disk: &BackupDisk) -> PbsBitmapInfo {
+    let size = disk.moment.fleece.size();
+    let dirty = |bitmap: &Arc<DirtyBitmap>| bitmap.dirty_bits() * bitmap.granularity();
+    PbsBitmapInfo {
+        drive: disk.device.disk.name.clone(),
+        action: action(disk),
+        size,
+        dirty: disk.moment.bitmaps.first().map_or(size, dirty).min(size),
+    }
+}
+
+pub(super) fn proxmox_support() -> ProxmoxSupportStatus {
+    ProxmoxSupportStatus {
+        pbs_dirty_bitmap: false,
+        pbs_dirty_bitmap_savevm: false,
+        pbs_dirty_bitmap_migration: false,
+        pbs_masterkey: false,
+        query_bitmap_info: true,
+        backup_max_workers: false,
+        backup_fleecing: false,
+        backup_access_api: true,
     }
 }
