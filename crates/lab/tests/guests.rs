@@ -112,7 +112,13 @@ fn many_disks_of_a_guest_are_found_and_measured() {
         // Under emulation, seconds pass until the last of 42 jobs has begun.
         LOAD.replace("'1s'", "'20s'")
     );
-    let Some(journal) = measured(&plan) else {
+    // QEMU 7.2 fails this assertion of its own under emulation, rarely, when a guest maps so many devices.
+    let is_of_qemu = |error: &String| error.contains("iotlb_to_section");
+    let mut tries = (0..3).filter_map(|_| measured(&plan));
+    let Some(journal) = tries.find(|journal| !errors(journal).iter().any(is_of_qemu)) else {
+        println!(
+            "skipped: many disks of a guest: QEMU is missing, or ended three times in iotlb_to_section"
+        );
         return;
     };
     assert_eq!(errors(&journal), [""; 0]);

@@ -37,6 +37,7 @@ pub enum BlockContent {
 }
 
 /// Requests of one queue. A block has at most one request in flight, so that the load knows what a read must return.
+#[derive(Clone)]
 pub struct Load {
     held: Vec<BlockContent>,
     /// The initial content of all blocks.

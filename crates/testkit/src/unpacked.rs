@@ -12,6 +12,12 @@ use harness::paths::cache_dir;
 /// The file in an unpacked release that contains the program's version and the package's version, in one line.
 pub const VERSIONS: &str = "versions";
 
+/// The product with the NBD clients of a release.
+pub const LIBNBD: &str = "libnbd";
+
+/// The releases whose NBD clients must work.
+pub const LIBNBD_RELEASES: [&str; 2] = ["debian-12", "debian-13"];
+
 /// An unpacked product of a release.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unpacked {

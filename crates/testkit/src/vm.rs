@@ -20,7 +20,7 @@ pub use harness::qmp::Qmp;
 pub use host::{accel, missing};
 pub use migration::{MigrationTimes, run_migrating};
 pub use scripts::{disk_lifecycle, verifying_writers};
-pub use system::install;
+pub use system::{HOST_OF_NETWORK, install};
 
 use crate::qemu::Release;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -31,6 +31,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
+use system::Software;
 
 /// The kernel's command line. no_timer_check: on a busy host without KVM, timers fire later than the kernel's check
 /// allows.
@@ -47,7 +48,7 @@ pub struct Vm {
     memory_mib: u32,
     cpus: u32,
     disks: Vec<Disk>,
-    fio: bool,
+    software: Software,
     root: Option<String>,
     loader: bool,
     may_reboot: bool,
@@ -93,7 +94,7 @@ impl Vm {
             memory_mib: 512,
             cpus: 1,
             disks: Vec::new(),
-            fio: false,
+            software: Software::NONE,
             root: None,
             loader: false,
             may_reboot: false,
@@ -129,8 +130,16 @@ impl Vm {
 
     /// Adds `fio` to the guest. Its libraries have 80 MB, so it is optional.
     #[must_use]
-    pub fn fio(self) -> Vm {
-        Vm { fio: true, ..self }
+    pub fn fio(mut self) -> Vm {
+        self.software.fio = true;
+        self
+    }
+
+    /// Adds the kernel's NBD client with `nbd-client`, and a network on which the host is [`HOST_OF_NETWORK`].
+    #[must_use]
+    pub fn nbd_client(mut self) -> Vm {
+        self.software.nbd_client = true;
+        self
     }
 
     /// Lets the guest boot from the disk with this serial, on which [`install`] has put a system. Everything but the
@@ -307,7 +316,7 @@ impl Vm {
             Some(serial) => system::Start::Disk(serial),
             None => system::Start::Script(script),
         };
-        system::write(&initrd, &kernel, self.fio, start)?;
+        system::write(&initrd, &kernel, self.software, start)?;
         Ok(BootFiles {
             kernel: kernel.image,
             initrd,
@@ -396,6 +405,9 @@ impl Vm {
         }
         if !self.may_reboot {
             qemu.arg("-no-reboot");
+        }
+        if self.software.nbd_client {
+            qemu.args(system::NETWORK);
         }
         if let Some(socket) = &self.qmp {
             let listen = format!("unix:{},server=on,wait=off", socket.display());

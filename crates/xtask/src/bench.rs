@@ -8,6 +8,7 @@ mod ceph;
 mod frame;
 mod instructions;
 mod machine;
+mod nbd;
 mod open_loop;
 mod picture;
 mod plan;
@@ -134,6 +135,10 @@ pub struct Args {
     )]
     disks: Vec<u16>,
 
+    /// Measure NBD exports beside those of qemu-nbd and qemu-storage-daemon, with --rounds, --runtime and --size
+    #[arg(long)]
+    nbd: bool,
+
     /// Wait up to this long before each sample until nothing else runs on the machine
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     patience: f64,
@@ -187,6 +192,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let bench = Bench::prepare(args)?;
     if bench.args.ceph.ceph {
         return ceph::run(&bench);
+    }
+    if bench.args.nbd {
+        return nbd::run(&bench);
     }
     if !bench.args.plan.is_empty() {
         return plans::by_name(&bench);

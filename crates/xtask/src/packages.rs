@@ -7,9 +7,11 @@ pub mod browser;
 pub mod ceph;
 pub mod deb;
 pub mod debian;
+pub mod guestfish;
+pub mod libnbd;
 pub mod libvirt;
+pub mod python;
 pub mod qemu;
-pub mod qmp;
 pub mod tcmalloc;
 mod unpacked;
 
@@ -27,6 +29,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("fio", "fio"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdcopy", "libnbd-bin"),
+    ("nbd-client", "nbd-client"),
     ("openssl", "openssl"),
     ("busybox", "busybox-static"),
     ("mkfs.ext4", "e2fsprogs"),
@@ -56,9 +59,21 @@ const QEMU_MAJOR_MIN: u32 = 8;
 type Ensure = fn() -> Result<()>;
 
 /// Everything that the tests need, and the consequence if it is missing.
-pub const ALL: [(Ensure, &str); 10] = [
+pub const ALL: [(Ensure, &str); 13] = [
     (ensure, "tests that need a guest are skipped"),
-    (qmp::ensure, "tests with QEMU's QMP client are skipped"),
+    (
+        python::ensure_qmp,
+        "tests with QEMU's QMP client are skipped",
+    ),
+    (
+        python::ensure_imageio,
+        "the test with oVirt's NBD client is skipped",
+    ),
+    (
+        libnbd::ensure,
+        "tests with the NBD clients of other releases are skipped",
+    ),
+    (guestfish::ensure, "the test with guestfish is skipped"),
     (deb::ensure, "the test of the Debian package is skipped"),
     (
         debian::ensure,

@@ -6,11 +6,12 @@
 mod limit;
 
 use crate::{cargo, compatibility, packages, root};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use limit::End;
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// The tests to run
@@ -33,10 +34,12 @@ struct Group {
     tests: &'static [&'static str],
     /// The number of concurrent tests on two CPUs.
     threads: &'static str,
+    /// Another group, which leaves the CPUs idle at times: this one runs at the same time, and is printed after it.
+    beside: Option<&'static str>,
 }
 
 /// Run from the last to the first: quick tests reveal errors early.
-const GROUPS: [Group; 8] = [
+const GROUPS: [Group; 9] = [
     Group {
         name: "guests",
         tests: &[
@@ -45,6 +48,8 @@ const GROUPS: [Group; 8] = [
             "ringdisk inflight::guest",
             "ringdisk libvirt::",
             "ringdisk migration::",
+            "ringdisk nbd::guestfish::",
+            "ringdisk nbd::kernel::",
             "ringdisk packed::",
             "ringdisk upgrade::guests_",
             "ringdisk vm::",
@@ -52,44 +57,59 @@ const GROUPS: [Group; 8] = [
             "xtask deb::",
         ],
         threads: "2",
+        beside: None,
     },
     Group {
         name: "matrix",
         tests: &["ringdisk matrix::"],
         threads: "2",
+        beside: None,
     },
     Group {
         name: "ceph",
         tests: &["ringdisk rbd::"],
         // For each of two clusters, a test that uses it and one that waits for it.
         threads: "4",
+        beside: None,
     },
     Group {
         name: "soak",
         tests: &["ringdisk model::", "ringdisk soak::"],
         threads: "1",
+        beside: Some("ceph"),
+    },
+    // These wait for storage that does not answer.
+    Group {
+        name: "hung",
+        tests: &["ringdisk storage_errors::hung::"],
+        threads: "4",
+        beside: Some("images"),
     },
     // These keep the CPUs busy.
     Group {
         name: "images",
         tests: &["image "],
         threads: "2",
+        beside: None,
     },
     Group {
         name: "lab",
-        tests: &["lab ", "ringdisk lab::"],
+        tests: &["lab "],
         threads: "2",
+        beside: None,
     },
     // These mostly wait for each other, for timers and for the disk.
     Group {
         name: "server",
         tests: &["ringdisk "],
-        threads: "4",
+        threads: "6",
+        beside: None,
     },
     Group {
         name: "parts",
         tests: &[""],
         threads: "3",
+        beside: None,
     },
 ];
 
@@ -107,16 +127,53 @@ pub fn run(args: &Args) -> Result<()> {
     let programs = build()?;
     let mut times = vec![("build", started.elapsed())];
     let mut totals = Totals::default();
-    for (at, group) in GROUPS.iter().enumerate().rev() {
-        if !args.group.is_empty() && !args.group.iter().any(|name| name == group.name) {
+    let is_selected =
+        |group: &Group| args.group.is_empty() || args.group.iter().any(|name| name == group.name);
+    let selected = || {
+        GROUPS
+            .iter()
+            .enumerate()
+            .rev()
+            .filter(|(_, group)| is_selected(group))
+    };
+    let is_beside = |group: &Group, name| group.beside == Some(name);
+    for (at, group) in selected() {
+        // It runs with the other one.
+        if selected().any(|(_, other)| is_beside(group, other.name)) {
             continue;
         }
+        let run = |at, threads, print: &mut dyn FnMut(&str)| {
+            programs
+                .iter()
+                .try_for_each(|program: &Program| program.run(at, threads, print))
+        };
         println!("\ngroup: {}", group.name);
         let started = Instant::now();
-        for program in &programs {
-            program.run(at, group.threads, &mut totals)?;
-        }
-        times.push((group.name, started.elapsed()));
+        thread::scope(|scope| {
+            let at_the_same_time: Vec<_> = selected()
+                .filter(|(_, other)| is_beside(other, group.name))
+                .map(|(at, other)| {
+                    let running = scope.spawn(move || {
+                        let mut lines = Vec::new();
+                        let ran = run(at, other.threads, &mut |line| lines.push(line.to_owned()));
+                        ran.map(|()| (lines, started.elapsed()))
+                    });
+                    (other.name, running)
+                })
+                .collect();
+            run(at, group.threads, &mut |line| totals.read(line))?;
+            times.push((group.name, started.elapsed()));
+            for (name, running) in at_the_same_time {
+                println!("\ngroup: {name}, at the same time");
+                let ran = running
+                    .join()
+                    .map_err(|_| anyhow!("group {name} panicked"))?;
+                let (lines, time) = ran?;
+                lines.iter().for_each(|line| totals.read(line));
+                times.push((name, time));
+            }
+            anyhow::Ok(())
+        })?;
     }
     totals.print(&times);
     ensure!(totals.failed.is_empty(), "tests failed");
@@ -214,8 +271,8 @@ impl Program {
         })
     }
 
-    /// Runs the tests of a group.
-    fn run(&self, group: usize, threads: &str, totals: &mut Totals) -> Result<()> {
+    /// Runs the tests of a group. Each line of output is passed to `print`.
+    fn run(&self, group: usize, threads: &str, print: &mut dyn FnMut(&str)) -> Result<()> {
         let tests: Vec<&String> = self
             .tests
             .iter()
@@ -225,7 +282,7 @@ impl Program {
             return Ok(());
         }
         let path = self.path.display();
-        println!("{path} ({} tests)", tests.len());
+        print(&format!("{path} ({} tests)", tests.len()));
         let child = Command::new(&self.path)
             // A test that cannot run here prints the reason and passes; without --show-output, that is hidden.
             .args(["--exact", "--show-output", "--test-threads", threads])
@@ -237,21 +294,18 @@ impl Program {
             .stdout(Stdio::piped())
             .spawn()
             .with_context(|| format!("starting {path}"))?;
-        totals.in_successes = false;
-        let end = limit::follow(child, &tests, PROGRAM_LIMIT, |line| totals.read(line));
+        let end = limit::follow(child, &tests, PROGRAM_LIMIT, &mut *print);
         let failure = match end.with_context(|| format!("running {path}"))? {
             End::Exited(status) if status.success() => return Ok(()),
             End::Exited(status) => status.to_string(),
             End::Killed(tests) => format!(
-                "killed after {} min, before the end of:\n    {}",
+                "killed after {} min, before the end of:    {}",
                 PROGRAM_LIMIT.as_secs() / 60,
-                tests.join("\n    ")
+                tests.join("    ")
             ),
         };
         let path = self.path.strip_prefix(root()).unwrap_or(&self.path);
-        totals
-            .failed
-            .push(format!("{} ({failure})", path.display()));
+        print(&format!("{FAILED}{} ({failure})", path.display()));
         Ok(())
     }
 }
@@ -273,11 +327,27 @@ struct Totals {
     failed_tests: usize,
     /// Whether the lines that are read are the output of passed tests.
     in_successes: bool,
+    /// For each failed test, its name and what it said when it failed.
+    reasons: Vec<String>,
+    /// The test whose output follows, until it says why it failed.
+    speaker: Option<String>,
+    /// How many of the next lines belong to the last reason.
+    more_of_reason: usize,
 }
+
+/// Begins the line about a program that failed.
+const FAILED: &str = "failed: ";
+
+/// Lines of a panic that are repeated at the end.
+const REASON_LINES: usize = 8;
 
 impl Totals {
     /// Prints and counts a line of a test program's output. The output of passed tests is not printed.
     fn read(&mut self, line: &str) {
+        if let Some(program) = line.strip_prefix(FAILED) {
+            self.in_successes = false;
+            self.failed.push(program.to_owned());
+        }
         if line == "failures:" || line.starts_with("test result: ") {
             self.in_successes = false;
         } else if line == "successes:" {
@@ -287,7 +357,32 @@ impl Totals {
         if !self.in_successes || line.starts_with("time: ") {
             println!("{line}");
         }
+        self.note_reason(line);
         self.count(line);
+    }
+
+    /// Keeps the first lines of each panic of a failed test: they are repeated at the end, where a reader looks first, and
+    /// which is kept if the middle of a long output is cut out.
+    fn note_reason(&mut self, line: &str) {
+        let test = line
+            .strip_prefix("---- ")
+            .and_then(|line| line.strip_suffix(" stdout ----"));
+        if self.in_successes {
+            self.more_of_reason = 0;
+        } else if let Some(test) = test {
+            self.speaker = Some(test.to_owned());
+            self.more_of_reason = 0;
+        } else {
+            if line.starts_with("thread '") && line.contains("panicked at") {
+                self.reasons.extend(self.speaker.take());
+                self.more_of_reason = REASON_LINES;
+            }
+            if self.more_of_reason > 0 && !line.is_empty() {
+                self.more_of_reason -= 1;
+                let line: String = line.chars().take(500).collect();
+                self.reasons.push(format!("    {line}"));
+            }
+        }
     }
 
     fn count(&mut self, line: &str) {
@@ -324,8 +419,11 @@ impl Totals {
                 self.skipped.join("\n    ")
             ),
         }
+        if !self.reasons.is_empty() {
+            println!("Why tests failed:\n    {}", self.reasons.join("\n    "));
+        }
         for program in &self.failed {
-            println!("failed: {program}");
+            println!("{FAILED}{program}");
         }
         println!(
             "{} passed, {} failed, {} skipped",

@@ -81,6 +81,11 @@ impl Kernel {
         )
     }
 
+    /// The folder of its modules, with the name of its version.
+    pub fn modules_folder(&self) -> &Path {
+        self.modules.parent().unwrap_or(&self.modules)
+    }
+
     /// The modules `names` and their dependencies, decompressed, in the order in which to load them. A module without a
     /// file is skipped: it is built in, or the kernel lacks it.
     ///

@@ -25,6 +25,8 @@ const CLEAR: f64 = 0.65;
 const DEVICE_IDLE: f64 = 0.3;
 /// The share of a limit from which the limit is reached.
 const LIMIT_REACHED: f64 = 0.9;
+/// The share from which not even faster storage would bring more requests.
+const LIMIT_USED_UP: f64 = 0.97;
 /// Threads on the path of the requests to the storage.
 const PATH: [Role; 8] = [
     Role::Client,
@@ -225,14 +227,15 @@ fn causes(part: Part, share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
         Part::Engine => return engine(share, measured),
         Part::Back => return back(share, measured),
         Part::Qemu => return in_qemu(share, measured),
-        Part::Device => Cause::new(
-            Stage::Storage,
-            format!(
+        Part::Device => {
+            let inside = format!(
                 "requests spend {} of the time in the block device{}",
                 percent(share),
                 device_words(measured)
-            ),
-        ),
+            );
+            limit_used(LIMIT_USED_UP, &inside, measured)
+                .unwrap_or_else(|| Cause::new(Stage::Storage, inside))
+        }
     };
     vec![(share, cause)]
 }
@@ -424,16 +427,21 @@ fn back(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     divided(share, lacking, &way, other)
 }
 
+/// The limit of the disk, if at least this share of it is used.
+fn limit_used(at_least: f64, what: &str, measured: &Measurement) -> Option<Cause> {
+    let limit = measured.limit.as_ref()?;
+    let used = limit.used.filter(|used| *used >= at_least)?;
+    let evidence = format!("{} of {} is used, and {what}", percent(used), limit.text);
+    Some(Cause::new(Stage::Limit, evidence))
+}
+
 fn in_qemu(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
     let inside = format!(
         "requests spend {} of the time between the guest and the block device",
         percent(share)
     );
-    if let Some(limit) = &measured.limit
-        && let Some(used) = limit.used.filter(|used| *used >= LIMIT_REACHED)
-    {
-        let evidence = format!("{} of {} is used, and {inside}", percent(used), limit.text);
-        return vec![(share, Cause::new(Stage::Limit, evidence))];
+    if let Some(cause) = limit_used(LIMIT_REACHED, &inside, measured) {
+        return vec![(share, cause)];
     }
     if let Some(cause) = busy_thread(&inside, measured, &PATH) {
         return vec![(share, cause)];

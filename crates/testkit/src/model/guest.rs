@@ -9,7 +9,7 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
 
 use super::config::Serve;
 use super::failure::{Failure, Outcome, hang};
-use super::oracle::{Oracle, SECTOR, content, digest};
+use super::oracle::{Ending, Oracle, SECTOR, content, digest};
 use super::steps::{Kind, Request};
 use crate::driver::{DISK_FEATURES, Device, DeviceConfig, DiskConfig, Op};
 
@@ -318,13 +318,14 @@ impl Guest {
                     .saw(range, &bytes)
                     .map_err(|e| Failure::new("content", format!("a read: {e}")))?;
             }
-            // A failed request may have been done in part; discarded data is unchanged or zero.
-            _ => oracle.answered(
-                range,
-                request.mark,
-                sent,
-                status == OK && kind != Kind::Discard,
-            ),
+            _ => {
+                let ending = match kind {
+                    _ if status != OK => Ending::Failed,
+                    Kind::Discard => Ending::Discarded,
+                    _ => Ending::Replaced,
+                };
+                oracle.answered(range, request.mark, sent, ending);
+            }
         }
         Ok(())
     }

@@ -2,7 +2,8 @@
 //!
 //! A content is identified by its digest. Several contents are allowed if requests overlap in time, if one has failed,
 //! if one was in flight at a kill, and after a discard. The oracle also remembers what a power cut may bring back: each
-//! content that was superseded after the last flush was sent.
+//! content that was superseded after the last flush was sent. A kill may bring back only what was there before the content
+//! of a request that has failed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,6 +21,19 @@ struct Allowed {
     since: u64,
     /// The request that wrote it.
     request: u64,
+    /// That has failed, and nothing has replaced its content since: it may be there only until a kill.
+    has_failed: bool,
+}
+
+/// How a request that changes a range has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// Nothing is left of what was there when it was sent.
+    Replaced,
+    /// What was there stays, or not.
+    Discarded,
+    /// It may have been done in part.
+    Failed,
 }
 
 /// A range of the disk that is used; the rest stays as it was created.
@@ -42,6 +56,9 @@ pub struct Oracle {
     sectors: Vec<Vec<Allowed>>,
     /// For each sector, the contents that a power cut may bring back, and the events that superseded them.
     past: BTreeMap<usize, Vec<(u64, u64)>>,
+    /// For each sector whose content is that of a failed request, the contents that a kill may bring back, and the events at
+    /// which that was seen.
+    under_failed: BTreeMap<usize, Vec<(u64, u64)>>,
     event: u64,
     /// There is no write cache: a write is durable when it has been answered.
     pub write_through: bool,
@@ -100,6 +117,7 @@ impl Oracle {
             windows: Vec::new(),
             sectors: Vec::new(),
             past: BTreeMap::new(),
+            under_failed: BTreeMap::new(),
             event: 1,
             write_through: false,
         };
@@ -119,6 +137,7 @@ impl Oracle {
             digest: 0,
             since: 0,
             request: 0,
+            has_failed: false,
         };
         let end = self.sectors.len() + sectors;
         self.sectors.resize(end, vec![zeroes]);
@@ -149,23 +168,26 @@ impl Oracle {
                 digest,
                 since: UNDER_WAY,
                 request,
+                has_failed: false,
             });
         }
         self.next()
     }
 
-    /// Records the answer to a request. If the request has `replaced` everything that was there when it was sent, no
-    /// older content is allowed any more.
-    pub fn answered(&mut self, range: Range<usize>, request: u64, sent: u64, replaced: bool) {
+    /// Records the answer to a request. If it has replaced everything that was there when it was sent, no older content is
+    /// allowed any more.
+    pub fn answered(&mut self, range: Range<usize>, request: u64, sent: u64, ending: Ending) {
         let now = self.next();
         for index in range {
             let allowed = &mut self.sectors[index];
             for one in allowed.iter_mut().filter(|a| a.request == request) {
+                one.has_failed = ending == Ending::Failed;
                 if one.since == UNDER_WAY {
                     one.since = now;
                 }
             }
-            if replaced {
+            if ending == Ending::Replaced {
+                self.under_failed.remove(&index);
                 let older = allowed.extract_if(.., |a| a.since < sent);
                 let older: Vec<u64> = older.map(|a| a.digest).collect();
                 if !self.write_through && !older.is_empty() {
@@ -179,21 +201,35 @@ impl Oracle {
 
     /// Records the successful answer to a flush.
     pub fn flushed(&mut self, sent: u64) {
-        self.past.retain(|_, past| {
-            past.retain(|(_, superseded)| *superseded > sent);
-            !past.is_empty()
-        });
+        for before in [&mut self.past, &mut self.under_failed] {
+            before.retain(|_, contents| {
+                contents.retain(|(_, superseded)| *superseded > sent);
+                !contents.is_empty()
+            });
+        }
     }
 
     /// Records that the current content is durable.
     pub fn durable(&mut self) {
         self.past.clear();
+        self.under_failed.clear();
     }
 
-    /// Records a kill: in each sector, a request in flight is done or not.
+    /// Records a kill: in each sector, a request in flight is done or not, and so is one that has failed.
     pub fn killed(&mut self) {
         let now = self.next();
+        for (index, before) in std::mem::take(&mut self.under_failed) {
+            let before = before.into_iter().map(|(digest, _)| Allowed {
+                digest,
+                since: now,
+                request: 0,
+                has_failed: false,
+            });
+            self.sectors[index].extend(before);
+        }
         for allowed in &mut self.sectors {
+            // What is seen from now on is in the file.
+            allowed.iter_mut().for_each(|one| one.has_failed = false);
             for one in allowed.iter_mut().filter(|a| a.since == UNDER_WAY) {
                 one.since = now;
             }
@@ -211,6 +247,7 @@ impl Oracle {
                 digest,
                 since: now,
                 request: 0,
+                has_failed: false,
             }));
             unite(allowed);
         }
@@ -232,10 +269,12 @@ impl Oracle {
         let now = self.next();
         for (index, &digest) in range.zip(digests) {
             self.past.remove(&index);
+            self.under_failed.remove(&index);
             self.sectors[index] = vec![Allowed {
                 digest,
                 since: now,
                 request: 0,
+                has_failed: false,
             }];
         }
     }
@@ -256,10 +295,16 @@ impl Oracle {
                 continue;
             }
             let others = allowed.extract_if(.., |a| a.digest != is);
-            let others: Vec<u64> = others.map(|a| a.digest).collect();
-            if !others.is_empty() && !self.write_through {
-                let past = self.past.entry(index).or_default();
-                past.extend(others.into_iter().map(|digest| (digest, now)));
+            let others: Vec<_> = others.map(|a| (a.digest, now)).collect();
+            if others.is_empty() {
+                continue;
+            }
+            if allowed.iter().all(|a| a.has_failed) {
+                let before = self.under_failed.entry(index).or_default();
+                before.extend(&others);
+            }
+            if !self.write_through {
+                self.past.entry(index).or_default().extend(others);
             }
         }
         let Some(&(index, found)) = wrong.first() else {
@@ -305,11 +350,41 @@ mod tests {
     fn write(oracle: &mut Oracle, mark: u64) {
         let digests = [digest(&content(mark, 0))];
         let sent = oracle.sent(0..1, mark, &digests);
-        oracle.answered(0..1, mark, sent, true);
+        oracle.answered(0..1, mark, sent, Ending::Replaced);
     }
 
     fn may_be(oracle: &Oracle, mark: u64) -> bool {
         oracle.clone().saw(0..1, &content(mark, 0)).is_ok()
+    }
+
+    #[test]
+    fn what_a_failed_request_has_left_is_there_until_a_kill() {
+        let failed = || {
+            let mut oracle = oracle();
+            write(&mut oracle, 1);
+            let sent = oracle.sent(0..1, 2, &[digest(&content(2, 0))]);
+            oracle.answered(0..1, 2, sent, Ending::Failed);
+            oracle.saw(0..1, &content(2, 0)).unwrap();
+            oracle
+        };
+        let mut oracle = failed();
+        assert!(may_be(&oracle, 2) && !may_be(&oracle, 1));
+        oracle.killed();
+        assert!(may_be(&oracle, 2) && may_be(&oracle, 1));
+        // What is seen then stays.
+        oracle.saw(0..1, &content(1, 0)).unwrap();
+        oracle.killed();
+        assert!(may_be(&oracle, 1) && !may_be(&oracle, 2));
+        // A flush keeps it, and so does the answer to a later request.
+        let mut oracle = failed();
+        let sent = oracle.now();
+        oracle.flushed(sent);
+        oracle.killed();
+        assert!(may_be(&oracle, 2) && !may_be(&oracle, 1));
+        let mut oracle = failed();
+        write(&mut oracle, 3);
+        oracle.killed();
+        assert!(may_be(&oracle, 3) && !may_be(&oracle, 1) && !may_be(&oracle, 2));
     }
 
     #[test]
@@ -331,8 +406,8 @@ mod tests {
     fn concurrent_writes_leave_either() {
         let mut oracle = oracle();
         let sent = [1, 2].map(|mark| oracle.sent(0..1, mark, &[digest(&content(mark, 0))]));
-        oracle.answered(0..1, 1, sent[0], true);
-        oracle.answered(0..1, 2, sent[1], true);
+        oracle.answered(0..1, 1, sent[0], Ending::Replaced);
+        oracle.answered(0..1, 2, sent[1], Ending::Replaced);
         assert!(may_be(&oracle, 1) && may_be(&oracle, 2));
         assert!(oracle.saw(0..1, &content(1, 0)).is_ok());
         assert!(!may_be(&oracle, 2));

@@ -383,10 +383,15 @@ impl World {
         (serve.queues, serve.packed, serve.without_flush) = (2, false, false);
         let oracle = &mut self.state.oracle;
         oracle.write_through = false;
-        // QEMU frees a cluster even while a write to it is in flight; the write then hits the cluster's next user.
-        let frees =
-            |r: &&Request| matches!(r.kind, Kind::Discard | Kind::WriteZeroes { unmap: true });
-        let requests: Vec<Request> = requests.iter().filter(|r| !frees(r)).copied().collect();
+        // QEMU frees a cluster even while a write to it is in flight; the write then hits the cluster's next user. And
+        // it forgets zeroes of a subcluster if a write to the same cluster is in flight that copies it.
+        let qcow2 = self.files.qcow2;
+        let refused = |r: &&Request| match r.kind {
+            Kind::Discard | Kind::WriteZeroes { unmap: true } => true,
+            Kind::WriteZeroes { unmap: false } => qcow2,
+            _ => false,
+        };
+        let requests: Vec<Request> = requests.iter().filter(|r| !refused(r)).copied().collect();
         let guest = Guest::connect(&socket, &serve)
             .and_then(|mut guest| guest.run(oracle, &requests, kill).map(|()| guest));
         let guest = match guest {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::COMMAND_LINE;
-use super::system::{self, Start};
+use super::system::{self, Software, Start};
 
 /// GRUB's first sector; it loads the code that begins in the next sector.
 const BOOT_IMAGE: &str = "/usr/lib/grub/i386-pc/boot.img";
@@ -44,7 +44,7 @@ pub fn missing_loader() -> Option<String> {
 pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> Result<()> {
     let efi_at = bytes - EFI_BYTES;
     let kernel = Kernel::cached()?;
-    let mut files = system::system(true)?;
+    let mut files = system::system(Software::FIO)?;
     files.file("/script", script.as_bytes(), false);
     let tree = tempfile::tempdir().context("making a folder for the system")?;
     files.unpack(tree.path())?;
@@ -52,7 +52,7 @@ pub fn install_loader(target: &Path, bytes: u64, serial: &str, script: &str) -> 
     fs::create_dir(&boot)?;
     fs::copy(&kernel.image, boot.join("vmlinuz")).context("copying the kernel")?;
     let initrd = boot.join("initrd");
-    system::write(&initrd, &kernel, false, Start::Disk(serial))?;
+    system::write(&initrd, &kernel, Software::NONE, Start::Disk(serial))?;
 
     let disk = File::create(target).with_context(|| format!("making {}", target.display()))?;
     disk.set_len(bytes)?;

@@ -11,15 +11,47 @@ use std::process::Command;
 ///
 /// # Errors
 /// A program or module is missing; `cargo xtask install` installs them.
-pub fn write(target: &Path, kernel: &Kernel, fio: bool, start: Start<'_>) -> Result<()> {
-    let mut files = system(fio)?;
-    files.modules(kernel, &["virtio_pci", "virtio_blk"])?;
+pub fn write(target: &Path, kernel: &Kernel, software: Software, start: Start<'_>) -> Result<()> {
+    let mut files = system(software)?;
+    let modules = ["virtio_pci", "virtio_blk", "virtio_net", "nbd"];
+    files.modules(kernel, &modules[..if software.nbd_client { 4 } else { 2 }])?;
     match start {
         Start::Script(script) => files.file("/script", script.as_bytes(), false),
         Start::Disk(serial) => files.file("/root-serial", serial.as_bytes(), false),
     }
     files.write(target)
 }
+
+/// What a guest has in addition to what all have.
+#[derive(Clone, Copy, Debug)]
+pub struct Software {
+    pub fio: bool,
+    /// `nbd-client`, and the modules for NBD and the network.
+    pub nbd_client: bool,
+}
+
+impl Software {
+    pub const NONE: Self = Self {
+        fio: false,
+        nbd_client: false,
+    };
+
+    pub const FIO: Self = Self {
+        fio: true,
+        ..Self::NONE
+    };
+}
+
+/// QEMU's arguments for a network that reaches this host.
+pub const NETWORK: [&str; 4] = [
+    "-netdev",
+    "user,id=network",
+    "-device",
+    "virtio-net-pci,netdev=network",
+];
+
+/// The host's own loopback interface, as seen from a guest with a network.
+pub const HOST_OF_NETWORK: &str = "10.0.2.2";
 
 /// What the initramfs starts.
 #[derive(Clone, Copy)]
@@ -35,7 +67,7 @@ pub enum Start<'a> {
 /// # Errors
 /// A program is missing, or there is not enough space.
 pub fn install(target: &Path, bytes: u64, script: &str) -> Result<()> {
-    let mut files = system(true)?;
+    let mut files = system(Software::FIO)?;
     files.file("/script", script.as_bytes(), false);
     let tree = tempfile::tempdir().context("making a folder for the system")?;
     files.unpack(tree.path())?;
@@ -57,11 +89,13 @@ pub fn install(target: &Path, bytes: u64, script: &str) -> Result<()> {
 }
 
 /// The files that do not depend on how the guest boots.
-pub(super) fn system(fio: bool) -> Result<Tree> {
+pub(super) fn system(software: Software) -> Result<Tree> {
     let mut files = Tree::new(INIT);
-    let programs = ["busybox", "mkfs.ext4", "e2fsck", "sfdisk", "fio"];
+    let mut programs = vec!["busybox", "mkfs.ext4", "e2fsck", "sfdisk"];
+    programs.extend(software.fio.then_some("fio"));
+    programs.extend(software.nbd_client.then_some("nbd-client"));
     files
-        .programs(&programs[..if fio { 5 } else { 4 }])
+        .programs(&programs)
         .context("`cargo xtask install` installs what guests need")?;
     Ok(files)
 }

@@ -1,13 +1,12 @@
 //! The QEMU of several Debian releases (see [`testkit::qemu`]).
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use testkit::qemu::{PRODUCT, RELEASES, Release};
 
-use super::unpacked::{Product, Source, ensure_unpacked};
+use super::unpacked::{Product, Source, ensure_unpacked, write_program};
 use super::{codename, output};
 
 /// The packages of every release.
@@ -33,7 +32,7 @@ const PROGRAMS: [&str; 5] = [
 ];
 
 /// The last entry of a release is its newest QEMU.
-const SOURCES: [Source; 5] = [
+static SOURCES: [Source; 5] = [
     Source {
         name: "debian-12",
         codename: "bookworm",
@@ -89,16 +88,22 @@ pub fn newest_of_system() -> Result<Release> {
 
 /// Fetches a release if it is missing or, once a day, if the archives have a newer one.
 fn ensure_release(name: &str) -> Result<Release> {
-    let source = SOURCES.iter().find(|source| source.name == name);
-    let source = source.with_context(|| format!("{name} is not a known release"))?;
-    ensure_unpacked(&QEMU, source)?;
+    ensure_unpacked(&QEMU, source(name)?)?;
     Release::find(name)
+}
+
+/// Where the packages of a release are.
+///
+/// # Errors
+/// It is not in [`SOURCES`].
+pub(super) fn source(name: &str) -> Result<&'static Source> {
+    let source = SOURCES.iter().find(|source| source.name == name);
+    source.with_context(|| format!("{name} is not a known release"))
 }
 
 /// Writes a script for every program, runs them, and returns QEMU's version.
 fn write_programs(folder: &Path) -> Result<String> {
-    let programs = folder.join("bin");
-    fs::create_dir(&programs).context("making the folder of programs")?;
+    fs::create_dir(folder.join("bin")).context("making the folder of programs")?;
     let mut printed = String::new();
     for name in PROGRAMS {
         // QEMU would look for firmware next to the running program, which is the loader here.
@@ -106,20 +111,8 @@ fn write_programs(folder: &Path) -> Result<String> {
             "qemu-system-x86_64" => "-L \"$root/usr/share/qemu\" -L \"$root/usr/share/seabios\"",
             _ => "",
         };
-        let script = format!(
-            "#!/bin/sh\n\
-             root=${{0%/*}}/../root\n\
-             for libraries in \"$root/usr/lib/x86_64-linux-gnu\" \"$root/lib/x86_64-linux-gnu\"; do\n\
-             \x20   [ ! -e \"$libraries/ld-linux-x86-64.so.2\" ] || loader=$libraries/ld-linux-x86-64.so.2\n\
-             done\n\
-             export QEMU_MODULE_DIR=\"$root/usr/lib/x86_64-linux-gnu/qemu\"\n\
-             exec \"$loader\" --argv0 {name} --library-path \\\n\
-             \x20   \"$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu\" \\\n\
-             \x20   \"$root/usr/bin/{name}\" {firmware} \"$@\"\n"
-        );
-        let program = programs.join(name);
-        fs::write(&program, script)?;
-        fs::set_permissions(&program, Permissions::from_mode(0o755))?;
+        let modules = "export QEMU_MODULE_DIR=\"$root/usr/lib/x86_64-linux-gnu/qemu\"\n";
+        let program = write_program(folder, name, modules, firmware)?;
         printed = output(&program.to_string_lossy(), &["--version"])?;
     }
     let version = printed.split_once("version ").map(|(_, rest)| rest);

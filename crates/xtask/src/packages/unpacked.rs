@@ -67,6 +67,26 @@ pub fn ensure_unpacked(product: &Product, source: &Source) -> Result<()> {
     }
 }
 
+/// Writes a script that starts an unpacked program with the libraries of its release, and returns the script's path.
+/// `prepare` are lines of the script before that, where `$root` has the unpacked packages, and `arguments` come first.
+pub fn write_program(folder: &Path, name: &str, prepare: &str, arguments: &str) -> Result<PathBuf> {
+    let script = format!(
+        "#!/bin/sh\n\
+         root=${{0%/*}}/../root\n\
+         for libraries in \"$root/usr/lib/x86_64-linux-gnu\" \"$root/lib/x86_64-linux-gnu\"; do\n\
+         \x20   [ ! -e \"$libraries/ld-linux-x86-64.so.2\" ] || loader=$libraries/ld-linux-x86-64.so.2\n\
+         done\n\
+         {prepare}\
+         exec \"$loader\" --argv0 {name} --library-path \\\n\
+         \x20   \"$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu\" \\\n\
+         \x20   \"$root/usr/bin/{name}\" {arguments} \"$@\"\n"
+    );
+    let program = folder.join("bin").join(name);
+    fs::write(&program, script)?;
+    fs::set_permissions(&program, Permissions::from_mode(0o755))?;
+    Ok(program)
+}
+
 /// The folder for apt's lists of the archives.
 fn apt_folder() -> PathBuf {
     cache_dir().join("apt")

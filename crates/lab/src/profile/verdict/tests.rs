@@ -110,6 +110,28 @@ fn waiting_without_a_limit_is_undecided() {
 }
 
 #[test]
+fn limit_above_slow_storage() {
+    let at = |used| Measurement {
+        seconds: 10.0,
+        roles: calm(),
+        limit: Some(Limit {
+            text: "iops=50".into(),
+            used: Some(used),
+        }),
+        devices: vec![device(0.75, 15_000.0, 50.0)],
+        requests: Some(Requests {
+            disks: 1,
+            per_s: 50.0,
+            mean_ns: 20e6,
+            stages: None,
+        }),
+        ..Measurement::default()
+    };
+    expect(&at(1.0), Stage::Limit, &["100 % of iops=50"]);
+    expect(&at(0.92), Stage::Storage, &["vda"]);
+}
+
+#[test]
 fn slow_storage() {
     let measured = Measurement {
         devices: vec![device(0.99, 900.0, 8_000.0)],
