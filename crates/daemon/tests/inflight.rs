@@ -108,7 +108,9 @@ fn acknowledged_qcow2_writes_survive_kills() {
     let on = (8192, BlockContent::Zeroes);
     let log = kill_repeatedly_on(&config(false), &image.disk, argument, on, 60);
     assert!(log.contains("are done again"), "{log}");
-    assert!(!log.contains("is not used"), "{log}");
+    // At first, there may be a journal of an earlier file that had the same number.
+    let (_, after) = log.split_once("front-end connected").unwrap();
+    assert!(!after.contains("is not used"), "{log}");
 }
 
 /// Starting again as another user reports the journal and loses nothing.

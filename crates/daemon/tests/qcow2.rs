@@ -11,7 +11,7 @@ use testkit::server::Server;
 use testkit::vm::{self, Vm};
 use virtio_bindings::virtio_blk::*;
 
-use crate::support::{content, seed, serve_all};
+use crate::support::{content, seed, serve_all, successor};
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const MIB: u64 = 1 << 20;
@@ -61,7 +61,7 @@ impl Images {
             socket.display()
         );
         let control = format!("--control={}", self.path("control.qmp").display());
-        let server = serve_all(&[argument, control]);
+        let server = successor(env!("CARGO_BIN_EXE_ringdisk"), &[argument, control]);
         let device = connect(&socket);
         (server, device)
     }

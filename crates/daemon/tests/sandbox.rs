@@ -241,3 +241,16 @@ fn root_files_are_served_by_an_unprivileged_user() {
     );
     assert!(root.err().unwrap().to_string().contains("is root"));
 }
+
+/// A path without a directory is one in the working directory.
+#[test]
+fn relative_paths_are_in_the_working_directory() {
+    let setup = Setup::new();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    fs::copy(&setup.disk.file, setup.dir.path().join("a.raw")).unwrap();
+    command.current_dir(setup.dir.path());
+    command.args(["serve", "--json", "file=a.raw,name=a,socket=a.sock"]);
+    let mut server = Server::ringdisk_command(command).unwrap();
+    assert!(setup.dir.path().join("a.sock").exists());
+    assert!(server.terminate().unwrap().success());
+}

@@ -192,30 +192,71 @@ fn proxmox_commands_have_bitmap_modes() {
     };
     let teardown = |success: bool| {
         let arguments = json!({ "target-id": "pbs", "success": success });
-        client().call("backup-access-teardown", arguments).unwrap();
+        client().call("backup-access-teardown", arguments)
     };
-    assert!(setup("use").unwrap_err().to_string().contains("no bitmap"));
-    let info = setup("new").unwrap();
+    let copied = || client().call("query-pbs-bitmap-info", json!({})).unwrap();
+    let support = client().call("query-proxmox-support", json!({})).unwrap();
+    assert_eq!(support["backup-access-api"], true);
+    assert_eq!(support["query-bitmap-info"], true);
+    assert_eq!(copied(), json!([]));
+
+    // There is no bitmap: all is copied, and the bitmap says so.
+    let info = setup("use").unwrap();
+    let expected = json!([{
+        "node-name": "a-pbs", "device": "a", "size": DISK_BYTES,
+        "bitmap-node-name": "a", "bitmap-name": "pve", "bitmap-action": "missing-recreated",
+    }]);
+    assert_eq!(info, expected);
+    assert_eq!(
+        copied(),
+        json!([{ "drive": "a", "action": "missing-recreated", "size": DISK_BYTES, "dirty": DISK_BYTES }])
+    );
+    let export = |info: &Value| {
+        let bitmap = json!({ "node": info[0]["bitmap-node-name"], "name": info[0]["bitmap-name"] });
+        let export = json!({
+            "type": "nbd", "id": "e", "node-name": info[0]["node-name"], "name": "drive", "writable": true,
+            "bitmaps": [bitmap],
+        });
+        client().call("block-export-add", export).unwrap();
+    };
+    export(&info);
+    assert_eq!(dirty(&served, "drive", "pve"), [(0, DISK_BYTES)]);
+    teardown(false).unwrap();
+    assert_eq!(served.done(&["bitmap", "list", "a"])["a"], json!([]));
+    // A client cleans up after a setup that has failed.
+    teardown(false).unwrap();
+    assert!(teardown(true).is_err(), "it was no success");
+
+    let info = setup("none").unwrap();
     assert_eq!(
         info,
-        json!([{ "node-name": "a-pbs", "device": "a", "size": DISK_BYTES, "bitmap-action": "new" }])
+        json!([{ "node-name": "a-pbs", "device": "a", "size": DISK_BYTES }])
     );
+    assert_eq!(copied()[0]["action"], "not-used");
+    teardown(true).unwrap();
+
+    let info = setup("new").unwrap();
+    assert_eq!(info[0]["bitmap-action"], "new");
     assert!(setup("new").is_err(), "an id names one backup");
     write(&mut device, 0, 5, 1);
-    let export = json!({
-        "type": "nbd", "id": "e", "node-name": "a-pbs", "name": "drive", "writable": true
-    });
-    client().call("block-export-add", export).unwrap();
+    export(&info);
     assert_eq!(served.copy("drive")[5 * BLOCK as usize], 0);
-    teardown(true);
+    teardown(true).unwrap();
     // It records what has changed since the moment.
     let info = setup("use").unwrap();
     assert_eq!(info[0]["bitmap-name"], "pve");
     assert_eq!(info[0]["bitmap-action"], "used");
-    teardown(false);
+    assert_eq!(copied()[0]["dirty"], 65536);
+    teardown(false).unwrap();
     let listed = served.done(&["bitmap", "list", "a"]);
     assert_eq!(listed["a"].as_array().unwrap().len(), 1, "{listed}");
     assert_eq!(listed["a"][0]["name"], "pve");
     assert_eq!(listed["a"][0]["count"], 65536);
     assert_eq!(listed["a"][0]["persistent"], true);
+    // It lacks changes.
+    served.done(&["bitmap", "disable", "a", "pve"]);
+    let info = setup("use").unwrap();
+    assert_eq!(info[0]["bitmap-action"], "invalid");
+    assert_eq!(copied()[0]["dirty"], DISK_BYTES);
+    teardown(false).unwrap();
 }

@@ -2,14 +2,21 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
+use std::time::Duration;
 
-use rustix::process::Signal;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use testkit::driver::HANG;
 use testkit::server::wait_for_exit;
 
-use super::{BLOCK, DISK_BYTES, Served, numbers, write};
+use super::{BINARY, BLOCK, DISK_BYTES, Served, numbers, write};
+use crate::support::small_fs::FreezableFs;
 
 fn bits(served: &Served, disk: &str, bitmap: &str) -> u64 {
     let listed = served.done(&["bitmap", "list", disk]);
@@ -83,6 +90,28 @@ fn a_directory_takes_old_data() {
     served.done(&["backup", "end"]);
 }
 
+/// A directory for old data that does not answer refuses a backup. Nothing else waits for it.
+#[test]
+fn a_frozen_fleece_directory_refuses_backups() {
+    let test = "a_frozen_fleece_directory_refuses_backups";
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let Some(fleece) = FreezableFs::mount(&dir.path().join("fleece")) else {
+        return;
+    };
+    let option = format!("--fleece={}", fleece.0.display());
+    let Some(served) = Served::start(test, &[&option]) else {
+        return;
+    };
+    fleece.freeze(true);
+    let begin = ["backup", "begin", "a"];
+    served.refused(&begin, "no file for old data can be created there");
+    write(&mut served.connect("a"), 0, 0, 1);
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+    fleece.freeze(false);
+    served.done(&begin);
+    served.done(&["backup", "end"]);
+}
+
 #[test]
 fn disks_with_backups_are_not_moved_or_detached() {
     let Some(served) = Served::start("disks_with_backups_are_not_moved_or_detached", &[]) else {
@@ -104,7 +133,7 @@ fn disks_with_backups_are_not_moved_or_detached() {
         "each named once",
     );
     served.refused(&["backup", "end", "--id=other"], "no backup 'other'");
-    served.refused(&["detach", "a"], "uses the disk");
+    served.refused(&["detach", "a"], "ringdisk backup end --id=backup");
     let to = served.path("c.raw");
     std::fs::File::create(&to)
         .unwrap()
@@ -162,6 +191,9 @@ fn an_upgrade_ends_backups() {
     served.done(&["backup", "begin", "a", "--bitmap=n"]);
     served.done(&["backup", "end"]);
     assert_eq!(bits(&served, "a", "n"), 0);
+    // The new process is not a child of this one.
+    let mut new = control::Client::connect(served.path("control.qmp"), HANG).unwrap();
+    new.call("quit", json!({})).unwrap();
 }
 
 /// The guest's file systems are frozen at the moment, and thaw whatever happens.
@@ -195,7 +227,10 @@ fn guest_agents_freeze_and_thaw() {
     });
     let option = format!("--guest-agent={}", path.display());
     served.done(&["backup", "begin", "a", &option]);
-    served.refused(&["backup", "begin", "a", &option], "there is a backup");
+    served.refused(
+        &["backup", "begin", "a", "--id=x", &option],
+        "has an open backup",
+    );
     let names = agent.join().unwrap();
     let each = ["guest-sync", "guest-fsfreeze-freeze", "guest-fsfreeze-thaw"];
     assert_eq!(names, [each, each].concat());
@@ -208,4 +243,150 @@ fn guest_agents_freeze_and_thaw() {
         1
     );
     assert_eq!(BLOCK, 4096);
+}
+
+/// What an agent answers to a command.
+pub(super) type Answer = fn(&Value) -> Option<String>;
+
+/// An agent, and what it answers to commands. Returns the names of what it got, each before it answers.
+pub(super) fn fake_agent(
+    path: &Path,
+    answer: Answer,
+    got: SyncSender<String>,
+) -> thread::JoinHandle<()> {
+    let listener = UnixListener::bind(path).unwrap();
+    thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        let mut lines = BufReader::new(socket.try_clone().unwrap()).lines();
+        while let Some(Ok(line)) = lines.next() {
+            let command: Value = serde_json::from_str(&line).unwrap();
+            got.send(command["execute"].as_str().unwrap().to_owned())
+                .unwrap();
+            if let Some(answer) = answer(&command) {
+                // The other end may have gone.
+                let _ = writeln!(socket, "{answer}");
+            }
+        }
+    })
+}
+
+pub(super) fn answer(command: &Value) -> Option<String> {
+    let reply = match command["execute"].as_str() {
+        Some("guest-sync") => command["arguments"]["id"].clone(),
+        _ => json!(2),
+    };
+    Some(json!({ "return": reply }).to_string())
+}
+
+/// As [`answer`], but for a command.
+pub(super) fn answer_without(name: &str, command: &Value) -> Option<String> {
+    answer(command).filter(|_| command["execute"] != name)
+}
+
+fn begin(served: &Served, agents: &[PathBuf]) -> Child {
+    begin_at(&served.path("control.qmp"), agents)
+}
+
+pub(super) fn begin_at(control: &Path, agents: &[PathBuf]) -> Child {
+    let mut command = Command::new(BINARY);
+    command.args(["backup", "begin", "a", "--control"]);
+    command.arg(control);
+    for path in agents {
+        command.arg("--guest-agent").arg(path);
+    }
+    command.stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// No guest is frozen before all agents have answered; a signal during the freeze thaws all of them.
+#[test]
+fn guests_do_not_stay_frozen() {
+    let Some(served) = Served::start("guests_do_not_stay_frozen", &[]) else {
+        return;
+    };
+    let no_sync = |command: &_| answer_without("guest-sync", command);
+    let no_freeze = |command: &_| answer_without("guest-fsfreeze-freeze", command);
+    let rounds: [(&str, Answer, _); 4] = [
+        ("guest-sync", no_sync, Some(Signal::INT)),
+        ("guest-fsfreeze-freeze", no_freeze, Some(Signal::INT)),
+        ("guest-fsfreeze-freeze", no_freeze, Some(Signal::HUP)),
+        // What is no answer does not freeze a guest.
+        (
+            "guest-fsfreeze-freeze",
+            |command| match command["execute"].as_str() {
+                Some("guest-fsfreeze-freeze") => Some("{{".into()),
+                _ => answer(command),
+            },
+            None,
+        ),
+    ];
+    for (round, (last, bad_answer, signal)) in rounds.into_iter().enumerate() {
+        let paths = ["good", "bad"].map(|name| served.path(&format!("{name}{round}.sock")));
+        let (good, good_got) = sync_channel(16);
+        let (bad, bad_got) = sync_channel(16);
+        let agents = [
+            fake_agent(&paths[0], answer, good),
+            fake_agent(&paths[1], bad_answer, bad),
+        ];
+        let child = begin(&served, &paths);
+        while bad_got.recv_timeout(HANG).unwrap() != last {}
+        if let Some(signal) = signal {
+            kill_process(Pid::from_child(&child), signal).unwrap();
+        }
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        agents.into_iter().for_each(|agent| agent.join().unwrap());
+        let good: Vec<_> = good_got.iter().collect();
+        match round {
+            0 => assert_eq!(good, ["guest-sync"]),
+            _ => {
+                assert_eq!(good.last().unwrap(), "guest-fsfreeze-thaw");
+                assert_eq!(bad_got.iter().last().unwrap(), "guest-fsfreeze-thaw");
+            }
+        }
+        assert_eq!(served.done(&["backup", "list"]), json!([]));
+    }
+}
+
+/// Nor while the server does not answer, nor where the agent has too many clients.
+#[test]
+fn guests_do_not_wait_for_the_server() {
+    let Some(served) = Served::start("guests_do_not_wait_for_the_server", &[]) else {
+        return;
+    };
+    let path = served.path("agent.sock");
+    let (sender, got) = sync_channel(0);
+    let agent = fake_agent(&path, answer, sender);
+    let child = begin(&served, std::slice::from_ref(&path));
+    assert_eq!(got.recv_timeout(HANG).unwrap(), "guest-sync");
+    served.server.signal(Signal::STOP);
+    assert_eq!(got.recv_timeout(HANG).unwrap(), "guest-fsfreeze-freeze");
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(got.recv_timeout(HANG).unwrap(), "guest-fsfreeze-thaw");
+    served.server.signal(Signal::CONT);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    agent.join().unwrap();
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+
+    let path = served.path("full.sock");
+    let _listener = UnixListener::bind(&path).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::NONBLOCK,
+            None,
+        )
+        .unwrap();
+        match connect(&socket, &SocketAddrUnix::new(&path).unwrap()) {
+            Ok(()) => waiting.push(socket),
+            Err(e) => break assert_eq!(e, Errno::AGAIN),
+        }
+    }
+    let child = begin(&served, &[path]);
+    thread::sleep(Duration::from_millis(500));
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
 }

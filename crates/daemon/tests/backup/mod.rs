@@ -2,7 +2,9 @@
 
 mod bitmaps;
 mod failures;
+mod interrupted;
 mod moment;
+mod refusals;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

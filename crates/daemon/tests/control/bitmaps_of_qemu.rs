@@ -13,8 +13,7 @@ use testkit::qemu_img as qemu;
 use testkit::random::{Random, seeds};
 use testkit::server::Server;
 
-use super::server::wait_until;
-use crate::support::serve_all;
+use crate::support::{serve_all, wait_until};
 
 const OK: u8 = 0;
 const SIZE: u64 = 16 << 20;
@@ -123,7 +122,8 @@ impl Side {
             }
             Process::Qemu(mut process) => {
                 kill_process(Pid::from_child(&process), Signal::TERM).unwrap();
-                assert!(process.wait().unwrap().success());
+                let status = process.wait().unwrap();
+                assert!(status.success(), "qemu-storage-daemon: {status}");
             }
         }
     }

@@ -3,207 +3,26 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use tempfile::TempDir;
-use testkit::driver::{Device, DeviceConfig, HANG, Op};
+use testkit::driver::Op;
 use testkit::qemu_img;
 use testkit::random::{Random, seeds};
-use testkit::server::{Server, wait_for_exit};
+use testkit::server::wait_for_exit;
 
-use super::server::CommandOutput;
+use crate::support::small_fs::{FreezableFs, SmallFs};
 
-const OK: u8 = 0;
-const BLOCK: u64 = 4096;
-const SIZE: u64 = 64 << 20;
-
-/// A raw disk, and ringdisk with a state directory.
-struct Raw {
-    dir: TempDir,
-    file: PathBuf,
-}
-
-impl Raw {
-    fn new() -> Self {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let file = dir.path().join("disk.raw");
-        File::create(&file).unwrap().set_len(SIZE).unwrap();
-        for name in ["state", "runtime"] {
-            fs::create_dir(dir.path().join(name)).unwrap();
-        }
-        Self { dir, file }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    /// Starts the server, once the kernel has completed the writes of a killed one.
-    fn serve(&self) -> Server {
-        self.serve_with(|| Command::new(env!("CARGO_BIN_EXE_ringdisk")))
-    }
-
-    /// Starts the server as on a host that has started a moment ago.
-    fn serve_after_boot(&self) -> Server {
-        // The time of the start is in whole seconds, and after the last write.
-        thread::sleep(Duration::from_secs(1));
-        self.serve_with(|| {
-            let uptime = fs::read_to_string("/proc/uptime").unwrap();
-            let seconds = uptime.split('.').next().unwrap();
-            let mut command = Command::new("unshare");
-            command.args(["--time", &format!("--boottime=-{seconds}")]);
-            command.arg(env!("CARGO_BIN_EXE_ringdisk"));
-            command
-        })
-    }
-
-    fn serve_with(&self, ringdisk: impl Fn() -> Command) -> Server {
-        let start = Instant::now();
-        loop {
-            let mut command = ringdisk();
-            let (file, socket) = (self.file.display(), self.path("disk.sock"));
-            command
-                .args(["serve", "--json", "--control"])
-                .arg(self.path("control.qmp"))
-                .arg("--state")
-                .arg(self.path("state"))
-                .arg(format!("file={file},name=d,socket={}", socket.display()))
-                .env("RUNTIME_DIRECTORY", self.path("runtime"));
-            match Server::ringdisk_command(command) {
-                Err(e) if e.to_string().contains("in use") && start.elapsed() < HANG => {}
-                server => return server.unwrap(),
-            }
-        }
-    }
-
-    fn device(&self) -> Device {
-        Device::connect(self.path("disk.sock"), &DeviceConfig::default()).unwrap()
-    }
-
-    fn run(&self, arguments: &[&str]) -> CommandOutput {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-        command.args(arguments).arg("--control");
-        let ran = CommandOutput::of(command.arg(self.path("control.qmp")));
-        assert_eq!(ran.code, Some(0), "{arguments:?}: {ran:?}");
-        ran
-    }
-
-    fn add(&self, name: &str) {
-        let granularity = ["--granularity", "4k", "--persistent"];
-        self.run(&[&["bitmap", "add", "d", name], &granularity[..]].concat());
-    }
-
-    /// The bitmaps as a query shows them.
-    fn list(&self) -> Vec<Value> {
-        let list = self.run(&["bitmap", "list", "--json"]).out;
-        let list: Value = serde_json::from_str(&list).unwrap();
-        list["d"].as_array().unwrap().clone()
-    }
-
-    fn bitmap(&self, name: &str) -> Value {
-        let mut all = self.list().into_iter();
-        all.find(|bitmap| bitmap["name"] == name)
-            .unwrap_or_default()
-    }
-
-    fn record_path(&self) -> Option<PathBuf> {
-        let mut files = fs::read_dir(self.path("state"))
-            .unwrap()
-            .flatten()
-            .map(|file| file.path());
-        files.find(|path| path.extension().is_some_and(|end| end == "bitmaps"))
-    }
-
-    /// The record, and the bits after it.
-    fn record(&self) -> (Value, Vec<u8>) {
-        let bytes = fs::read(self.record_path().unwrap()).unwrap();
-        let end = bytes.iter().position(|&byte| byte == b'\n').unwrap();
-        (
-            serde_json::from_slice(&bytes[..end]).unwrap(),
-            bytes[end + 1..].to_vec(),
-        )
-    }
-
-    /// The dirty blocks of the only bitmap, while the disk is in use or after a kill.
-    fn bits_in_use(&self) -> BTreeSet<u64> {
-        let (record, _) = self.record();
-        let name = record["bitmaps"][0]["bits"].as_str().unwrap();
-        // The first page has the time of the last write.
-        blocks(&fs::read(self.path("runtime/journals").join(name)).unwrap()[4096..])
-    }
-
-    /// What is left after a crash of the host, which had another boot id, and whose tmpfs is gone.
-    fn crash(&self, server: Server) {
-        server.signal(Signal::KILL);
-        drop(server);
-        let path = self.record_path().unwrap();
-        let bytes = fs::read(&path).unwrap();
-        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
-        let boot = boot.trim().replace('-', "");
-        let at = bytes
-            .windows(boot.len())
-            .position(|part| part == boot.as_bytes());
-        let at = at.expect("the record has the boot id");
-        let zeroes = "0".repeat(boot.len());
-        let other = [&bytes[..at], zeroes.as_bytes(), &bytes[at + boot.len()..]].concat();
-        fs::write(&path, other).unwrap();
-        for file in fs::read_dir(self.path("runtime/journals")).unwrap() {
-            fs::remove_file(file.unwrap().path()).unwrap();
-        }
-    }
-
-    /// The file with the notes.
-    fn intent_path(&self) -> PathBuf {
-        let (record, _) = self.record();
-        let name = record["intent"]["file"].as_str().unwrap().to_owned();
-        self.path("state").join(name)
-    }
-
-    /// Files with bits that are left.
-    fn bits_files(&self) -> usize {
-        let files = fs::read_dir(self.path("runtime/journals"))
-            .unwrap()
-            .flatten();
-        files
-            .filter(|file| file.path().extension().is_some_and(|end| end == "bits"))
-            .count()
-    }
-
-    fn stop(mut server: Server) {
-        assert!(server.terminate().unwrap().success(), "{}", server.log());
-    }
-
-    fn assert_inconsistent(&self, server: &Server, words: &str) {
-        assert_eq!(self.bitmap("b")["inconsistent"], Value::Bool(true));
-        let log = server.log();
-        assert!(
-            log.contains("bitmap 'b' is not continued") && log.contains(words),
-            "{log}"
-        );
-        assert_eq!(self.bits_files(), 0);
-    }
-}
-
-fn blocks(bits: &[u8]) -> BTreeSet<u64> {
-    let is_set = |bit: &u64| bits[(bit / 8) as usize] >> (bit % 8) & 1 != 0;
-    (0..bits.len() as u64 * 8).filter(is_set).collect()
-}
-
-fn write(device: &mut Device, block: u64) {
-    assert_eq!(
-        device.queues[0].write((block * BLOCK) >> 9, &[1; BLOCK as usize]),
-        OK
-    );
-}
+use super::stored_disk::{
+    BLOCK, Loop, OK, SIZE, StoredDisk, blocks, has_time_namespaces, write, write_load,
+};
 
 #[test]
 fn stops_and_upgrades_keep_every_bit() {
-    let raw = Raw::new();
+    let raw = StoredDisk::raw();
     let server = raw.serve();
     raw.add("b");
     let mut device = raw.device();
@@ -234,7 +53,7 @@ fn stops_and_upgrades_keep_every_bit() {
         write(&mut device, 1000 + round);
         dirty.insert(1000 + round);
         drop(device);
-        Raw::stop(server);
+        StoredDisk::stop(server);
     }
     // What grows is dirty: nobody knows what it contains.
     let server = raw.serve();
@@ -245,13 +64,13 @@ fn stops_and_upgrades_keep_every_bit() {
     assert_eq!((raw.bits_in_use(), raw.bits_files()), (BTreeSet::new(), 1));
     raw.run(&["bitmap", "remove", "d", "b"]);
     assert_eq!((raw.record_path(), raw.bits_files()), (None, 0));
-    Raw::stop(server);
+    StoredDisk::stop(server);
 }
 
 /// A bitmap that becomes too large is lost, and no other.
 #[test]
 fn growth_keeps_small_and_persistent_bitmaps() {
-    let raw = Raw::new();
+    let raw = StoredDisk::raw();
     let server = raw.serve();
     let add = |name, options: &[&str]| {
         raw.run(&[&["bitmap", "add", "d", name], options].concat());
@@ -266,7 +85,7 @@ fn growth_keeps_small_and_persistent_bitmaps() {
         &["--granularity", "4k", "--disabled", "--persistent"],
     );
     raw.run(&["resize", "d", "1T"]);
-    let lost = |of: &Raw| -> Vec<_> {
+    let lost = |of: &StoredDisk| -> Vec<_> {
         let all = of.list().into_iter();
         let lost = all.filter(|bitmap| bitmap["inconsistent"] == true);
         lost.map(|bitmap| bitmap["name"].as_str().unwrap().to_owned())
@@ -278,45 +97,107 @@ fn growth_keeps_small_and_persistent_bitmaps() {
     raw.run(&["resize", "d", "1025G"]);
     assert_eq!(lost(&raw), ["fine", "temporary", "finest"]);
     assert_eq!(server.log().matches("is lost").count(), 3);
-    Raw::stop(server);
+    StoredDisk::stop(server);
     let server = raw.serve();
     assert_eq!(raw.list().len(), 4);
     assert_eq!(raw.bitmap("nightly")["count"], (1025_u64 << 30) - SIZE);
     assert_eq!(raw.bitmap("disabled")["count"], 0);
-    Raw::stop(server);
+    StoredDisk::stop(server);
+}
+
+#[test]
+fn notes_of_an_earlier_process_are_not_used() {
+    let raw = StoredDisk::raw();
+    let mut server = raw.serve();
+    raw.add("b");
+    write(&mut raw.device(), 1);
+    let path = raw.intent_path();
+    let earlier = fs::read(&path).unwrap();
+    StoredDisk::stop(server);
+    server = raw.serve();
+    write(&mut raw.device(), SIZE / BLOCK - 1);
+    assert_eq!(raw.intent_path(), path);
+    raw.crash(server);
+    fs::write(&path, earlier).unwrap();
+    server = raw.serve();
+    raw.assert_inconsistent(&server, "they are of another time");
+    StoredDisk::stop(server);
+}
+
+/// Its data beyond the end is gone, and no write has said so.
+#[test]
+fn files_that_shrink_make_bitmaps_inconsistent() {
+    let raw = StoredDisk::raw();
+    let mut server = raw.serve();
+    raw.add("b");
+    raw.run(&["bitmap", "add", "d", "temporary"]);
+    let file = File::options().write(true).open(&raw.file).unwrap();
+    file.set_len(SIZE / 2).unwrap();
+    server.signal(Signal::HUP);
+    server.wait_for_log(&["the disk's file has become smaller"]);
+    file.set_len(SIZE).unwrap();
+    for name in ["b", "temporary"] {
+        assert_eq!(raw.bitmap(name)["inconsistent"], true, "{name}");
+    }
+    // Not each time that somebody looks.
+    server.signal(Signal::HUP);
+    raw.run(&["resize", "d"]);
+    assert_eq!(
+        server.log().matches("are inconsistent from now on").count(),
+        1
+    );
+    StoredDisk::stop(server);
+    server = raw.serve();
+    raw.assert_inconsistent(&server, "the disk's file has become smaller");
+    // A request that fails shows it, too.
+    raw.run(&["bitmap", "remove", "d", "b"]);
+    raw.add("b");
+    file.set_len(SIZE / 2).unwrap();
+    let mut device = raw.device();
+    let sector = (SIZE - BLOCK) >> 9;
+    assert!(device.queues[0].read(sector, BLOCK as usize).is_err());
+    file.set_len(SIZE).unwrap();
+    server.wait_for_log(&["are inconsistent from now on", "has become smaller"]);
+    assert_eq!(raw.bitmap("b")["inconsistent"], true);
+    drop(device);
+    StoredDisk::stop(server);
+}
+
+/// They are not forgotten silently.
+#[test]
+fn bitmaps_of_disks_that_cannot_have_them_are_shown_and_removed() {
+    let mut raw = StoredDisk::raw();
+    let server = raw.serve();
+    raw.add("b");
+    StoredDisk::stop(server);
+    raw.options.push_str(",lock=running");
+    for _ in 0..2 {
+        let server = raw.serve();
+        let _device = raw.device();
+        raw.assert_inconsistent(&server, "lock=running");
+        StoredDisk::stop(server);
+    }
+    let server = raw.serve();
+    let _device = raw.device();
+    raw.run(&["bitmap", "remove", "d", "b"]);
+    assert!(raw.list().is_empty() && raw.record_path().is_none());
+    StoredDisk::stop(server);
 }
 
 #[test]
 fn kills_lose_no_bit() {
     for seed in seeds(4711, 4) {
-        let raw = Raw::new();
+        let raw = StoredDisk::raw();
         let mut random = Random(seed);
         let mut server = raw.serve();
         raw.add("b");
         let (mut submitted, mut completed) = (BTreeSet::new(), BTreeSet::new());
         for round in 0..5 {
             let mut device = raw.device();
-            let queue = &mut device.queues[0];
-            let slots = queue.slots().min(32);
-            let mut at = vec![0; usize::from(slots)];
-            let mut free: Vec<_> = (0..slots).collect();
-            let until = 50 + random.below(2000);
-            while completed.len() < (round * 1000 + until) as usize / 4 {
-                for slot in free.drain(..) {
-                    let block = random.below(SIZE / BLOCK);
-                    at[usize::from(slot)] = block;
-                    submitted.insert(block);
-                    queue.write_buffer(slot, &[round as u8 + 1; BLOCK as usize]);
-                    queue.prepare(slot, Op::Write, (block * BLOCK) >> 9, BLOCK as u32);
-                    queue.submit(&[slot]);
-                }
-                queue.wait();
-                queue.poll(|slot, status| {
-                    assert_eq!(status, OK);
-                    completed.insert(at[usize::from(slot)]);
-                    free.push(slot);
-                });
-            }
+            let until = (round * 1000 + 50 + random.below(2000)) as usize / 4;
+            let fill = round as u8 + 1;
+            let new = write_load(&mut device, &mut random, fill, &mut completed, until);
+            submitted.extend(new);
             server.signal(Signal::KILL);
             drop((device, server));
             server = raw.serve();
@@ -334,19 +215,9 @@ fn kills_lose_no_bit() {
                 );
             }
         }
-        Raw::stop(server);
+        StoredDisk::stop(server);
         assert_eq!(raw.bits_files(), 0);
     }
-}
-
-/// Whether processes can be shown another time of the host's start.
-fn has_time_namespaces(test: &str) -> bool {
-    let made = Command::new("unshare").args(["--time", "true"]).status();
-    let is_there = made.is_ok_and(|status| status.success());
-    if !is_there {
-        println!("skipped: {test}: no time namespaces");
-    }
-    is_there
 }
 
 const REGION: u64 = (1 << 20) / BLOCK;
@@ -357,7 +228,7 @@ fn crashes_of_the_host_lose_no_bit() {
     if !has_time_namespaces("crashes_of_the_host_lose_no_bit") {
         return;
     }
-    let raw = Raw::new();
+    let raw = StoredDisk::raw();
     let mut random = Random(seeds(99, 1)[0]);
     let mut server = raw.serve();
     raw.add("b");
@@ -395,7 +266,7 @@ fn crashes_of_the_host_lose_no_bit() {
     // A bitmap that is cleared and then stored has nothing of that.
     raw.run(&["bitmap", "clear", "d", "b"]);
     write(&mut raw.device(), 5);
-    Raw::stop(server);
+    StoredDisk::stop(server);
     assert_eq!(blocks(&raw.record().1), BTreeSet::from([5]));
     let left = fs::read_dir(raw.path("state")).unwrap().flatten();
     let is_intent = |path: &PathBuf| path.extension().is_some_and(|end| end == "intent");
@@ -404,24 +275,24 @@ fn crashes_of_the_host_lose_no_bit() {
 }
 
 /// What was written after the host has started was written by another program.
-fn check_writes_after_a_crash(raw: &Raw) {
+fn check_writes_after_a_crash(raw: &StoredDisk) {
     let server = raw.serve();
     raw.add("b");
     write(&mut raw.device(), 3);
     raw.crash(server);
     let server = raw.serve();
     raw.assert_inconsistent(&server, "another program has written to the disk");
-    Raw::stop(server);
+    StoredDisk::stop(server);
 }
 
 #[test]
 fn writes_to_files_after_a_crash_make_bitmaps_inconsistent() {
-    check_writes_after_a_crash(&Raw::new());
+    check_writes_after_a_crash(&StoredDisk::raw());
 }
 
 #[test]
 fn writes_to_devices_after_a_crash_make_bitmaps_inconsistent() {
-    let mut raw = Raw::new();
+    let mut raw = StoredDisk::raw();
     // It is not set up again, so the kernel still counts what was written before.
     let test = "writes_to_devices_after_a_crash_make_bitmaps_inconsistent";
     let Some(device) = Loop::new(test, &raw.file) else {
@@ -434,7 +305,7 @@ fn writes_to_devices_after_a_crash_make_bitmaps_inconsistent() {
 /// The file with the notes cannot be written: the guest continues, and the bitmap does not.
 #[test]
 fn a_failed_note_costs_the_bitmap_and_not_the_write() {
-    let raw = Raw::new();
+    let raw = StoredDisk::raw();
     let server = raw.serve();
     raw.add("b");
     // It is read first.
@@ -449,12 +320,77 @@ fn a_failed_note_costs_the_bitmap_and_not_the_write() {
     drop((device, server));
     let server = raw.serve();
     raw.assert_inconsistent(&server, "changes could not be noted");
-    Raw::stop(server);
+    StoredDisk::stop(server);
+}
+
+/// The state directory is full when the disk is opened: its bitmaps work, and do not vanish.
+#[test]
+fn a_full_state_directory_costs_the_bitmaps_visibly() {
+    let raw = StoredDisk::raw();
+    fs::remove_dir(raw.path("state")).unwrap();
+    let Some(state) = SmallFs::mount(&raw.path("state"), "2m,mode=700") else {
+        return;
+    };
+    let server = raw.serve();
+    raw.add("b");
+    write(&mut raw.device(), 3);
+    StoredDisk::stop(server);
+    let filler = state.0.join("filler");
+    fs::write(&filler, vec![0; 4 << 20]).unwrap_err();
+    let server = raw.serve();
+    server.wait_for_log(&["cannot be written", "inconsistent"]);
+    write(&mut raw.device(), 4);
+    assert_eq!(raw.bitmap("b")["count"], 2 * BLOCK);
+    server.signal(Signal::KILL);
+    drop(server);
+    let server = raw.serve();
+    raw.assert_inconsistent(&server, "could not be written when the disk was opened");
+    assert_eq!(raw.bits_files(), 0);
+    StoredDisk::stop(server);
+    // It is stored if there is space again when the disk is closed.
+    fs::remove_file(&filler).unwrap();
+    let server = raw.serve();
+    raw.run(&["bitmap", "remove", "d", "b"]);
+    raw.add("b");
+    StoredDisk::stop(server);
+    fs::write(&filler, vec![0; 4 << 20]).unwrap_err();
+    let server = raw.serve();
+    write(&mut raw.device(), 5);
+    fs::remove_file(&filler).unwrap();
+    StoredDisk::stop(server);
+    let server = raw.serve();
+    assert_eq!(raw.bitmap("b")["count"], BLOCK);
+    StoredDisk::stop(server);
+}
+
+/// Writes to parts of the disk that are not noted wait for the state directory, and the log says so.
+#[test]
+fn a_state_directory_that_does_not_answer_is_named() {
+    let raw = StoredDisk::raw();
+    let Some(state) = FreezableFs::mount(&raw.path("state")) else {
+        return;
+    };
+    let server = raw.serve();
+    raw.add("b");
+    let mut device = raw.device();
+    write(&mut device, 3);
+    state.freeze(true);
+    write(&mut device, 3);
+    let queue = &mut device.queues[0];
+    queue.prepare(0, Op::Write, 900 * (BLOCK >> 9), 512);
+    queue.submit(&[0]);
+    thread::sleep(Duration::from_secs(3));
+    state.freeze(false);
+    assert_eq!(queue.finish(1), [(0, OK)]);
+    server.wait_for_log(&["writes to new parts of the disk waited for it"]);
+    assert_eq!(raw.bitmap("b")["count"], 2 * BLOCK);
+    drop(device);
+    StoredDisk::stop(server);
 }
 
 #[test]
 fn what_a_crash_leaves_may_be_damaged() {
-    let raw = Raw::new();
+    let raw = StoredDisk::raw();
     let server = raw.serve();
     raw.add("b");
     write(&mut raw.device(), 3);
@@ -462,14 +398,14 @@ fn what_a_crash_leaves_may_be_damaged() {
     raw.crash(server);
     let server = raw.serve();
     raw.assert_inconsistent(&server, "it was in use when the host crashed");
-    Raw::stop(server);
+    StoredDisk::stop(server);
     // It stays so, until it is removed.
     let server = raw.serve();
     assert_eq!(raw.bitmap("b")["inconsistent"], Value::Bool(true));
     raw.run(&["bitmap", "remove", "d", "b"]);
     raw.add("b");
     write(&mut raw.device(), 4);
-    Raw::stop(server);
+    StoredDisk::stop(server);
     let server = raw.serve();
     assert_eq!(raw.bitmap("b")["count"], BLOCK);
     // The bits are lost, and the boot is the same.
@@ -483,35 +419,35 @@ fn what_a_crash_leaves_may_be_damaged() {
     let server = raw.serve();
     raw.assert_inconsistent(&server, "has left no bits of it");
     // A damaged record.
-    Raw::stop(server);
+    StoredDisk::stop(server);
     fs::write(raw.record_path().unwrap(), "{").unwrap();
     let server = raw.serve();
     server.wait_for_log(&["is damaged"]);
     assert_eq!(raw.list().len(), 1);
     raw.run(&["bitmap", "remove", "d", ""]);
     assert_eq!((raw.list().len(), raw.record_path()), (0, None));
-    Raw::stop(server);
+    StoredDisk::stop(server);
 }
 
 #[test]
 fn writes_of_other_programs_make_bitmaps_inconsistent() {
-    let raw = Raw::new();
+    let raw = StoredDisk::raw();
     let server = raw.serve();
     raw.add("b");
     write(&mut raw.device(), 3);
-    Raw::stop(server);
+    StoredDisk::stop(server);
     // Reading it changes nothing.
     fs::read(&raw.file).unwrap();
     let server = raw.serve();
     assert_eq!(raw.bitmap("b")["count"], BLOCK);
-    Raw::stop(server);
+    StoredDisk::stop(server);
     let file = File::options().write(true).open(&raw.file).unwrap();
     file.write_all_at(&[9; 512], 1 << 20).unwrap();
     let server = raw.serve();
     raw.assert_inconsistent(&server, "another program has written to the disk");
     raw.run(&["bitmap", "remove", "d", "b"]);
     raw.add("b");
-    Raw::stop(server);
+    StoredDisk::stop(server);
     // Another file at its place, with the same times of writing.
     let (copy, modified) = (
         raw.path("copy"),
@@ -543,7 +479,7 @@ fn writes_of_other_programs_make_bitmaps_inconsistent() {
     file.set_modified(later).unwrap();
     let server = raw.serve();
     raw.assert_inconsistent(&server, "another program has written to the disk");
-    Raw::stop(server);
+    StoredDisk::stop(server);
 }
 
 #[test]
@@ -551,7 +487,7 @@ fn snapshots_store_the_bitmaps_below() {
     if !qemu_img::is_there("snapshots_store_the_bitmaps_below") {
         return;
     }
-    let raw = Raw::new();
+    let raw = StoredDisk::raw();
     let server = raw.serve();
     raw.add("b");
     let mut device = raw.device();
@@ -568,45 +504,17 @@ fn snapshots_store_the_bitmaps_below() {
     assert!(record["state"]["stored"].is_object(), "{record}");
     assert_eq!((blocks(&bits), raw.bits_files()), (BTreeSet::from([3]), 0));
     drop(device);
-    Raw::stop(server);
+    StoredDisk::stop(server);
     // The disk below, by itself.
     fs::remove_file(raw.path("state/state.json")).unwrap();
     let server = raw.serve();
     assert_eq!(raw.bits_in_use(), BTreeSet::from([3]));
-    Raw::stop(server);
-}
-
-/// A loop device, which is detached at the end.
-struct Loop(String);
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["-d", &self.0]).status();
-    }
-}
-
-impl Loop {
-    fn new(test: &str, file: &Path) -> Option<Self> {
-        let made = Command::new("losetup")
-            .args(["-f", "--show"])
-            .arg(file)
-            .output();
-        match made {
-            Ok(made) if made.status.success() => {
-                let device = String::from_utf8(made.stdout).unwrap();
-                Some(Self(device.trim().to_owned()))
-            }
-            other => {
-                println!("skipped: {test}: no loop device: {other:?}");
-                None
-            }
-        }
-    }
+    StoredDisk::stop(server);
 }
 
 #[test]
 fn bitmaps_of_block_devices() {
-    let mut raw = Raw::new();
+    let mut raw = StoredDisk::raw();
     let Some(device) = Loop::new("bitmaps_of_block_devices", &raw.file) else {
         return;
     };
@@ -618,10 +526,10 @@ fn bitmaps_of_block_devices() {
     drop(server);
     let server = raw.serve();
     write(&mut raw.device(), 4);
-    Raw::stop(server);
+    StoredDisk::stop(server);
     let server = raw.serve();
     assert_eq!(raw.bits_in_use(), BTreeSet::from([3, 4]));
-    Raw::stop(server);
+    StoredDisk::stop(server);
     // The kernel counts the writes of other programs.
     let file = File::options().write(true).open(&raw.file).unwrap();
     file.write_all_at(&[9; 4096], 1 << 20).unwrap();
@@ -629,5 +537,5 @@ fn bitmaps_of_block_devices() {
     drop(file);
     let server = raw.serve();
     raw.assert_inconsistent(&server, "another program has written to the disk");
-    Raw::stop(server);
+    StoredDisk::stop(server);
 }

@@ -2,6 +2,7 @@
 //! configuration.
 
 mod bitmaps;
+mod bitmaps_of_images;
 mod bitmaps_of_qemu;
 mod bitmaps_of_raw;
 mod churn;
@@ -16,3 +17,4 @@ mod rename;
 mod replace;
 mod server;
 mod snapshot;
+pub mod stored_disk;

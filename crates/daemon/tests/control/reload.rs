@@ -11,8 +11,9 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 
-use super::server::{CommandOutput, Controlled, Stop, rewrite, verify, wait_until};
+use super::server::{CommandOutput, Controlled, Stop, rewrite, verify};
 use crate::support::content;
+use crate::support::wait_until;
 
 const MIB: u64 = 1 << 20;
 

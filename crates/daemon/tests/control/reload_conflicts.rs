@@ -7,7 +7,8 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig};
 
-use super::server::{Controlled, rewrite, wait_until};
+use super::server::{Controlled, rewrite};
+use crate::support::wait_until;
 use crate::support::{content, serve_all};
 
 const MIB: u64 = 1 << 20;

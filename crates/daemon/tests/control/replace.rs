@@ -9,7 +9,8 @@ use std::thread;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::qemu_img as qemu;
 
-use super::server::{Controlled, Stop, rewrite, verify, wait_until};
+use super::server::{Controlled, Stop, rewrite, verify};
+use crate::support::wait_until;
 use crate::support::{self, content, serve_all};
 
 const MIB: u64 = 1 << 20;

@@ -4,13 +4,11 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use testkit::driver::{HANG, Op, Queue};
+use testkit::driver::{Op, Queue};
 use testkit::server::Server;
 
 use crate::support::content;
@@ -153,7 +151,7 @@ pub type Refusal = (String, String);
 impl QemuClient {
     /// Returns `None` and prints the reason where the package is not installed.
     pub fn connect(test: &str, socket: &Path) -> Option<Self> {
-        let python = match testkit::qmp::python() {
+        let python = match testkit::python::QMP.python() {
             Ok(python) => python,
             Err(missing) => {
                 println!("skipped: {test}: {missing}");
@@ -237,15 +235,6 @@ impl Drop for QemuClient {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-}
-
-/// Waits until a condition holds for which there is no event; fails after [`HANG`].
-pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < HANG, "{what} does not come");
-        thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -12,7 +12,8 @@ use testkit::load::{BlockContent, Load};
 use testkit::qemu_img as qemu;
 use testkit::random::Random;
 
-use super::server::{Controlled, QemuClient, rewrite, wait_until};
+use super::server::{Controlled, QemuClient, rewrite};
+use crate::support::wait_until;
 use crate::support::{content, seed};
 
 const MIB: u64 = 1 << 20;

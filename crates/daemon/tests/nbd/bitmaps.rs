@@ -6,8 +6,9 @@ use control::{Client as Qmp, ClientError};
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::server::wait_for_exit;
+use testkit::unpacked::{LIBNBD, LIBNBD_RELEASES, Unpacked};
 
-use super::clients::map;
+use super::clients::{map, map_by};
 use super::commands::stop_successor;
 use super::{BINARY, Served, have, run, text, to_qcow2};
 use crate::support::{DISK_BYTES, Disk};
@@ -219,4 +220,75 @@ fn exports_with_bitmaps_are_handed_over() {
     assert_eq!(map(&served, "qemu:dirty-bitmap:enabled"), clean);
     served.done(&["export", "vm", "--remove"]);
     stop_successor(&served);
+}
+
+/// oVirt's client reads and writes, and sees what a bitmap that records has of its own writes.
+#[test]
+fn imageio_sees_what_it_has_written() {
+    let test = "imageio_sees_what_it_has_written";
+    let python = match testkit::python::IMAGEIO.python() {
+        Ok(python) => python,
+        Err(missing) => return println!("skipped: {test}: {missing}"),
+    };
+    let served = Served::start(Disk::new(), "");
+    served.done(&["bitmap", "add", "vm", "b", "--granularity", "4k"]);
+    served.done(&["export", "vm", "--writable", "--bitmap", "b"]);
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nbd/imageio.py");
+    let dirty = run(text(&python), &[script, text(&served.nbd()), "vm"]);
+    let dirty: Value = serde_json::from_str(&dirty).unwrap();
+    assert_eq!(dirty, json!([[MIB, 4 * KIB], [2 * MIB, 64 * KIB]]));
+}
+
+/// The tools of the releases that users have.
+#[test]
+fn clients_of_other_releases_copy_and_see_bitmaps() {
+    let test = "clients_of_other_releases_copy_and_see_bitmaps";
+    if !have(&["qemu-img", "qemu-io"], test) {
+        return;
+    }
+    let served = recorded();
+    served.done(&["export", "vm", "--name", "holes", "--writable"]);
+    let zero = ["-f", "raw", "-c", "write -z -u 12M 1M"];
+    run(
+        "qemu-io",
+        &[&zero[..], &[served.uri("holes").as_str()]].concat(),
+    );
+    served.done(&["export", "vm", "--bitmap", "b"]);
+    let uri = served.uri("vm");
+    let allocated = [
+        (0, 12 * MIB, 0),
+        (12 * MIB, MIB, 3),
+        (13 * MIB, DISK_BYTES - 13 * MIB, 0),
+    ];
+    for release in LIBNBD_RELEASES {
+        let clients = match Unpacked::find(LIBNBD, release) {
+            Ok(clients) => clients,
+            Err(missing) => {
+                println!("skipped: {test}: {missing}");
+                continue;
+            }
+        };
+        let (info, copy) = (clients.program("nbdinfo"), clients.program("nbdcopy"));
+        assert_eq!(map_by(&info, &served, "base:allocation"), allocated);
+        let depth = map_by(&info, &served, "qemu:allocation-depth");
+        assert_eq!(depth, [(0, DISK_BYTES, 1)]);
+        assert_eq!(map_by(&info, &served, "qemu:dirty-bitmap:b"), expected());
+        for yes in ["multi-conn", "flush", "df"] {
+            run(text(&info), &["--can", yes, &uri]);
+        }
+        let can_write = Command::new(&info).args(["--can", "write", &uri]).output();
+        assert_eq!(can_write.unwrap().status.code(), Some(2), "{release}");
+        let to = served.path(&format!("{release}.raw"));
+        // Beside a guest, long requests are done in pieces.
+        let guests = [None, Some(&served.disk.socket)];
+        for guest in guests {
+            let device = guest.map(|at| Device::connect(at, &DeviceConfig::default()).unwrap());
+            for size in ["--request-size=262144", "--request-size=33554432"] {
+                run(text(&copy), &["--connections=4", size, &uri, text(&to)]);
+                let compare = ["compare", "-f", "raw", "-F", "raw", text(&to), &uri];
+                assert!(run("qemu-img", &compare).contains("identical"), "{release}");
+            }
+            drop(device);
+        }
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
 use serde_json::Value;
 use testkit::driver::{Device, DeviceConfig};
@@ -142,8 +143,13 @@ fn exports_are_described() {
 
 /// The extents of a context: offset, length, type.
 pub fn map(served: &Served, context: &str) -> Vec<(u64, u64, u64)> {
+    map_by(Path::new("nbdinfo"), served, context)
+}
+
+/// The same with another `nbdinfo`.
+pub fn map_by(nbdinfo: &Path, served: &Served, context: &str) -> Vec<(u64, u64, u64)> {
     let map = format!("--map={context}");
-    let output = served.client("nbdinfo", &["--json", &map]);
+    let output = served.client(text(nbdinfo), &["--json", &map]);
     let extents: Value = serde_json::from_str(&output).unwrap();
     let number = |extent: &Value, key: &str| extent[key].as_u64().unwrap();
     let extents = extents.as_array().unwrap().iter();

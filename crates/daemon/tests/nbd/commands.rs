@@ -30,7 +30,7 @@ fn exports_are_added_and_removed() {
         &["export", "vm", "--name", "b", "--remove"],
         "clients are connected",
     );
-    served.refused(&["detach", "vm"], "NBD export 'nbd-b' uses the disk");
+    served.refused(&["detach", "vm"], "(ringdisk export b --remove)");
     served.done(&["export", "vm", "--name", "b", "--remove", "--force"]);
     client.expect_end();
     // The disk goes, and its exports with it.

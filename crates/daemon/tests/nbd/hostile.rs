@@ -5,6 +5,7 @@ use std::io::Read;
 use std::net::Shutdown;
 
 use serde_json::json;
+use testkit::driver::{Device, DeviceConfig};
 
 use super::raw::Client;
 use super::{Served, have, run, text};
@@ -229,4 +230,104 @@ fn memory_for_all_clients_is_limited() {
     }
     client.read(4, 0, 32 << 20);
     assert!(payload_kib(pid) - idle < 64 << 10);
+}
+
+/// While a guest uses the disk, clients share a limit of bytes in flight. A client that reads no replies, or disconnects with
+/// requests in flight, does not stop the others; the longest requests are served in pieces.
+#[test]
+fn clients_beside_a_guest_get_their_share() {
+    let disk = Disk::new();
+    let mut bytes: Vec<u8> = (0..64 * MIB).map(|i| (i / 4096 * 7 + i) as u8).collect();
+    fs::write(&disk.file, &bytes).unwrap();
+    let served = Served::start(disk, "cache=writeback");
+    served.done(&["export", "vm", "--writable"]);
+    let mut guest = Device::connect(&served.disk.socket, &DeviceConfig::default()).unwrap();
+    let mut greedy: Vec<_> = (0..4)
+        .map(|_| {
+            let mut client = Client::connect(&served.nbd(), "vm");
+            for cookie in 0..64 {
+                client.send(&Client::header(0, cookie, cookie << 20, 1 << 20));
+            }
+            client
+        })
+        .collect();
+    let mut client = Client::connect(&served.nbd(), "vm");
+    for round in 0..4 {
+        for at in [0, 32 * MIB] {
+            bytes[at..at + 32 * MIB].reverse();
+            bytes[at] = round;
+            let new = &bytes[at..at + 32 * MIB];
+            assert_eq!(client.write(1, at as u64, new), 0);
+            assert!(client.read(2, at as u64, 32 << 20) == *new);
+            let sector = at as u64 / 512 + 8;
+            assert_eq!(guest.queues[0].write(sector, &[round; 512]), 0);
+            bytes[at + 4096..at + 4608].fill(round);
+        }
+        greedy.pop();
+    }
+    if have(&["nbdcopy"], "clients_beside_a_guest_get_their_share") {
+        let copy = served.path("copy.raw");
+        for request in ["--request-size=33554432", "--request-size=4096"] {
+            let uri = served.uri("vm");
+            run("nbdcopy", &[request, "--connections=4", &uri, text(&copy)]);
+            assert!(fs::read(&copy).unwrap() == bytes);
+        }
+    }
+    drop(guest);
+    assert!(client.read(3, 0, 32 << 20) == bytes[..32 * MIB]);
+}
+
+/// A client that shuts down its side of the connection gets replies to all that it has sent.
+#[test]
+fn requests_before_the_end_of_a_connection_are_answered() {
+    let disk = Disk::new();
+    let bytes: Vec<u8> = (0..64 * MIB).map(|i| (i / 4096 * 7 + i) as u8).collect();
+    fs::write(&disk.file, &bytes).unwrap();
+    let served = Served::start(disk, "cache=writeback");
+    served.done(&["export", "vm"]);
+    let _guest = Device::connect(&served.disk.socket, &DeviceConfig::default()).unwrap();
+    let mut clients: Vec<_> = (0..3)
+        .map(|_| Client::connect(&served.nbd(), "vm"))
+        .collect();
+    for client in &mut clients {
+        for cookie in 0..16 {
+            client.send(&Client::header(0, cookie, cookie << 22, 4 << 20));
+        }
+        client.stream().shutdown(Shutdown::Write).unwrap();
+    }
+    for client in &mut clients {
+        let mut left: Vec<u64> = (0..16).collect();
+        while !left.is_empty() {
+            let (error, cookie) = client.reply();
+            assert_eq!(error, 0);
+            left.retain(|&other| other != cookie);
+            let mut data = vec![0; 4 << 20];
+            client.stream().read_exact(&mut data).unwrap();
+            assert!(data == bytes[(cookie as usize) << 22..][..4 << 20]);
+        }
+    }
+    clients.into_iter().for_each(Client::expect_end);
+}
+
+/// A client that waits for the limit of its export holds up no client of another export.
+#[test]
+fn limits_of_an_export_do_not_slow_another() {
+    let disk = Disk::new();
+    let bytes: Vec<u8> = (0..64 * MIB).map(|i| (i / 4096 * 7 + i) as u8).collect();
+    fs::write(&disk.file, &bytes).unwrap();
+    let served = Served::start(disk, "cache=writeback");
+    let _guest = Device::connect(&served.disk.socket, &DeviceConfig::default()).unwrap();
+    served.done(&["export", "vm", "--name=slow", "--bps=4k"]);
+    served.done(&["export", "vm"]);
+    let mut slow = Client::connect(&served.nbd(), "slow");
+    for cookie in 0..64 {
+        slow.send(&Client::header(0, cookie, cookie << 16, 64 << 10));
+    }
+    let mut client = Client::connect(&served.nbd(), "vm");
+    for at in [0, 32 * MIB] {
+        assert!(client.read(1, at as u64, 32 << 20) == bytes[at..at + 32 * MIB]);
+    }
+    // It has not got a tenth of what it asked for.
+    drop(client);
+    served.done(&["export", "vm", "--name=slow", "--remove", "--force"]);
 }

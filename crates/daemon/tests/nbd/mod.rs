@@ -3,7 +3,9 @@
 mod bitmaps;
 mod clients;
 mod commands;
+mod guestfish;
 mod hostile;
+mod kernel;
 mod raw;
 mod tls;
 
@@ -32,10 +34,30 @@ impl Served {
 
     fn start_with(disk: Disk, options: &str, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let socket = dir.path().join("nbd.sock");
+        Self::start_in(
+            dir,
+            disk,
+            options,
+            &[&["--nbd", text(&socket)], arguments].concat(),
+        )
+    }
+
+    /// Listens on a port of the loopback interface, which is returned. The export has the name `vm`.
+    fn start_on_tcp(disk: Disk, options: &str) -> (Self, String) {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let served = Self::start_in(dir, disk, options, &["--nbd", "127.0.0.1:0"]);
+        let exported = served.done(&["export", "vm", "--writable"]);
+        let uri = exported["uri"].as_str().unwrap();
+        let port = uri.strip_prefix("nbd://127.0.0.1:").unwrap();
+        let port = port.strip_suffix("/vm").unwrap().to_owned();
+        (served, port)
+    }
+
+    fn start_in(dir: tempfile::TempDir, disk: Disk, options: &str, arguments: &[&str]) -> Self {
         let mut command = Command::new(BINARY);
         command.args(["serve", "--json", "--control"]);
         command.arg(dir.path().join("control.qmp"));
-        command.arg("--nbd").arg(dir.path().join("nbd.sock"));
         command.args(arguments);
         let comma = if options.is_empty() { "" } else { "," };
         command.arg(disk.argument(&format!("name=vm{comma}{options}")));

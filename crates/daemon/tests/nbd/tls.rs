@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use testkit::driver::HANG;
 use testkit::server::Server;
 
@@ -168,6 +168,82 @@ impl Secured {
             program,
             &[&first, &options[..], rest, &[image.as_str()]].concat(),
         )
+    }
+}
+
+/// The recipes for another host, which has a client's certificate: a full backup, and an increment.
+#[test]
+fn another_host_copies_backups() {
+    if !have(&TOOLS, "another_host_copies_backups") {
+        return;
+    }
+    let secured = Secured::start("");
+    let (served, client) = (&secured.served, secured.client.display());
+    let path = |name: &str| served.dir.path().join(name).display().to_string();
+    let write = |at: u64, byte: u8| {
+        let pattern = format!("write -P {byte} {at} 65536");
+        secured.qemu("qemu-io", &["-c", &pattern]);
+    };
+    let before = fs::read(&served.disk.file).unwrap();
+    write(1 << 20, 1);
+    let uri = |begun: &Value| {
+        let uri = begun[0]["uri"].as_str().unwrap();
+        format!("{uri}?tls-certificates={client}")
+    };
+    let begin = ["backup", "begin", "vm", "--bitmap=nightly"];
+    let full = served.done(&begin);
+    write(1 << 20, 2);
+    run("nbdcopy", &["--connections=4", &uri(&full), &path("full")]);
+    served.done(&["backup", "end"]);
+
+    let second = served.done(&begin);
+    assert_eq!(second[0]["bitmap-action"], "used");
+    write(2 << 20, 3);
+    let map = ["--json", "--map=qemu:dirty-bitmap:nightly", &uri(&second)];
+    let map: Value = serde_json::from_str(&run("nbdinfo", &map)).unwrap();
+    let is_dirty = |extent: &&Value| extent["type"] == 1;
+    let dirty: Vec<_> = map.as_array().unwrap().iter().filter(is_dirty).collect();
+    assert_eq!(dirty.len(), 1, "{map}");
+    assert_eq!(
+        (&dirty[0]["offset"], &dirty[0]["length"]),
+        (&json!(1 << 20), &json!(65536))
+    );
+    let object = format!("tls-creds-x509,id=tls,endpoint=client,dir={client}");
+    let backing = json!({
+        "driver": "nbd",
+        "server": { "type": "inet", "host": "127.0.0.1", "port": secured.port() },
+        "export": "vm-backup",
+        "tls-creds": "tls",
+    });
+    let backing = json!({ "driver": "raw", "file": backing });
+    let (backing, overlay) = (format!("json:{backing}"), path("increment"));
+    let create = [
+        "create", "-q", "--object", &object, "-f", "qcow2", "-F", "raw", "-b",
+    ];
+    run("qemu-img", &[&create[..], &[&backing, &overlay]].concat());
+    let read = [
+        "--object",
+        &object,
+        "-C",
+        "-c",
+        "read 1048576 65536",
+        &overlay,
+    ];
+    run("qemu-io", &read);
+    served.done(&["backup", "end"]);
+    run(
+        "qemu-img",
+        &["rebase", "-u", "-F", "raw", "-b", &path("full"), &overlay],
+    );
+    run(
+        "qemu-img",
+        &["convert", "-O", "raw", &overlay, &path("restored")],
+    );
+    for (name, byte) in [("full", 1), ("restored", 2)] {
+        let content = fs::read(path(name)).unwrap();
+        let at = |offset: usize| &content[offset..offset + 65536];
+        assert!(at(1 << 20).iter().all(|&b| b == byte), "{name}");
+        assert_eq!(at(2 << 20), &before[2 << 20..][..65536], "{name}");
     }
 }
 

@@ -125,6 +125,11 @@ impl Cluster {
         Server::ringdisk_command(command).unwrap()
     }
 
+    /// The release whose libraries ringdisk uses.
+    pub fn release(&self) -> &Release {
+        &self.release
+    }
+
     /// Serves a disk that must be refused, and returns the error.
     pub fn refused(&mut self, name: &str, options: &str) -> String {
         let disk = self.disk(name, options);

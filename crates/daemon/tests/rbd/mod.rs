@@ -21,6 +21,8 @@ macro_rules! on_each_release {
     };
 }
 
+mod backup;
+mod bitmaps;
 mod blocklist;
 mod cluster;
 mod disk;
@@ -29,4 +31,5 @@ mod guest;
 mod image_changes;
 mod lab;
 mod load;
+mod lock;
 mod resize;

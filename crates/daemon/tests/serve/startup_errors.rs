@@ -143,6 +143,26 @@ fn missing_permission_is_named() {
     fs::set_permissions(&closed, PermissionsExt::from_mode(0o700)).unwrap();
 }
 
+/// The option that names the directory is named.
+#[test]
+fn directories_of_others_are_refused() {
+    let dir = directory();
+    let open = dir.path().join("open");
+    fs::create_dir(&open).unwrap();
+    fs::set_permissions(&open, PermissionsExt::from_mode(0o777)).unwrap();
+    let open = open.to_str().unwrap();
+    for (option, other) in [("--fleece", "--state"), ("--state", "--fleece")] {
+        let mut command = ringdisk();
+        command.args(["serve", "null:1G", option, open]);
+        let (code, text) = run(&mut command);
+        assert_eq!(code, Some(1), "{text}");
+        for words in [open, "others may write to it", option] {
+            assert!(text.contains(words), "{text}");
+        }
+        assert!(!text.contains(other), "{text}");
+    }
+}
+
 #[test]
 fn file_system_without_o_direct_is_named() {
     // Files of sysfs have a size and are regular, but cannot be opened with O_DIRECT.
@@ -196,4 +216,12 @@ fn invalid_options_are_usage_errors() {
     assert_refused(&["--iothreads", "0", &good], 2, &[]);
     assert_refused(&["--poll-max-us", "fast", &good], 2, &[]);
     assert_fails(ringdisk(), 2, &[]);
+}
+
+/// Clients of an address that a command names later would not need certificates.
+#[test]
+fn certificates_without_an_address_are_refused() {
+    let disk = Disk::new();
+    let arguments = ["--nbd-tls=/etc/ringdisk/nbd-tls", &disk.argument("")];
+    assert_refused(&arguments, 1, &["name it (--nbd ADDRESS"]);
 }

@@ -1,8 +1,10 @@
 //! Concurrent operations for a long time: eight disks under a load that verifies everything it reads, while disks are
-//! attached, detached, resized and limited, images get snapshots, front-ends reconnect, and the process is killed and
-//! upgraded.
+//! attached, detached, resized, limited and backed up, images get snapshots, front-ends reconnect, and the process is killed
+//! and upgraded.
 //!
 //! For one minute, or `RINGDISK_SOAK_SECONDS` (`cargo xtask soak`).
+
+mod backup;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -132,6 +134,8 @@ impl Soak {
             "--iothreads=2".to_owned(),
             format!("--control={}", control.display()),
             format!("--state={}", dir.path().join("state").display()),
+            format!("--nbd={}", dir.path().join("nbd.sock").display()),
+            format!("--fleece={}", dir.path().display()),
         ];
         arguments.extend(disks.iter().map(|disk| disk.argument.clone()));
         let first = serve(dir.path(), &arguments);
@@ -215,7 +219,8 @@ impl Soak {
     fn step(&mut self) {
         let i = self.random.below(self.disks.len() as u64) as usize;
         match self.random.below(100) {
-            0..30 => self.limit(i),
+            0..20 => self.limit(i),
+            20..30 => self.backup(),
             30..45 => self.resize(i),
             45..60 => {
                 self.count("reconnection");
@@ -468,6 +473,9 @@ fn used(pid: u32) -> Resources {
 fn all_at_once() {
     if !qemu_img::is_there("all_at_once") {
         return;
+    }
+    if Command::new("nbdcopy").arg("--version").output().is_err() {
+        return println!("skipped: all_at_once: there is no nbdcopy");
     }
     let given = std::env::var("RINGDISK_SOAK_SECONDS");
     let length = Duration::from_secs(given.map_or(60, |seconds| seconds.parse().unwrap()));

@@ -25,6 +25,10 @@ pub enum Order {
     Pause,
     /// Continue after a pause.
     Resume,
+    /// Remember the expected content of the disk; nothing is in flight.
+    Remember,
+    /// Compare this file with the content that was remembered.
+    VerifyRemembered(PathBuf),
     /// Use another socket from the next connection on.
     UseSocket(PathBuf),
     /// Whether requests may fail from now on; `false` takes effect once everything in flight has finished.
@@ -105,6 +109,7 @@ impl Guest {
         let mut loads: Vec<Load> = Vec::new();
         let mut device: Option<Device> = None;
         let mut paused = false;
+        let mut remembered: Vec<Load> = Vec::new();
         loop {
             let order = match &device {
                 Some(_) if !paused => orders.try_recv(),
@@ -139,6 +144,12 @@ impl Guest {
                     paused = true;
                 }
                 Ok(Order::Resume) => paused = false,
+                Ok(Order::Remember) => remembered = loads.clone(),
+                Ok(Order::VerifyRemembered(file)) => {
+                    remembered
+                        .iter()
+                        .for_each(|load| load.verify(&file).unwrap());
+                }
                 Ok(Order::UseSocket(socket)) => self.socket = socket,
                 Ok(Order::MayFail(may)) => {
                     if let (Some(device), false) = (&mut device, may) {

@@ -17,6 +17,8 @@ use testkit::random::Random;
 use testkit::server::Server;
 use testkit::storage::{Mishaps, Storage};
 
+use crate::support::wait_until;
+
 const DISK_BYTES: u64 = 16 << 20;
 const DEPTH: u16 = 16;
 const LEN: u32 = 4096;
@@ -136,14 +138,6 @@ fn stats(control: &Path) -> serde_json::Value {
     let mut client = control::Client::connect(control, HANG).unwrap();
     let stats = client.call("x-ringdisk-stats", serde_json::json!({}));
     stats.unwrap()["disks"][0].clone()
-}
-
-fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
-    let deadline = Instant::now() + HANG;
-    while !is() {
-        assert!(Instant::now() < deadline, "timed out: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// How long the storage fails: RINGDISK_TEST_OUTAGE_S, in seconds.

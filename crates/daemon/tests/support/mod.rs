@@ -5,7 +5,8 @@ pub mod small_fs;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use testkit::driver::HANG;
@@ -123,4 +124,13 @@ pub fn copy_ringdisk(to: &std::path::Path) {
     let mut cp = std::process::Command::new("cp");
     let status = cp.arg(env!("CARGO_BIN_EXE_ringdisk")).arg(to).status();
     assert!(status.unwrap().success());
+}
+
+/// Waits until a condition holds for which there is no event; fails after [`HANG`].
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < HANG, "{what} does not come");
+        thread::sleep(Duration::from_millis(5));
+    }
 }

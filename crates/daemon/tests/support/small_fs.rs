@@ -1,6 +1,6 @@
-//! A small file system that tests can fill.
+//! Small file systems that tests can fill or freeze.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -24,6 +24,39 @@ impl SmallFs {
 
 impl Drop for SmallFs {
     fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// Its mount point; unmounted on drop.
+pub struct FreezableFs(pub PathBuf);
+
+impl FreezableFs {
+    /// An ext4 of 16 MiB; `None` without permission to mount.
+    pub fn mount(at: &Path) -> Option<Self> {
+        fs::create_dir_all(at).unwrap();
+        let image = at.with_extension("ext4");
+        File::create(&image).unwrap().set_len(16 << 20).unwrap();
+        let is_done = |command: &mut Command| command.output().is_ok_and(|o| o.status.success());
+        assert!(is_done(Command::new("mkfs.ext4").arg("-q").arg(&image)));
+        if !is_done(Command::new("mount").arg("-oloop").arg(&image).arg(at)) {
+            println!("skipped: a file system that does not answer: none can be mounted here");
+            return None;
+        }
+        Some(Self(at.into()))
+    }
+
+    /// It answers no change until it is thawed.
+    pub fn freeze(&self, on: bool) {
+        let option = if on { "-f" } else { "-u" };
+        let done = Command::new("fsfreeze").arg(option).arg(&self.0).status();
+        assert!(done.unwrap().success());
+    }
+}
+
+impl Drop for FreezableFs {
+    fn drop(&mut self) {
+        let _ = Command::new("fsfreeze").arg("-u").arg(&self.0).output();
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
