@@ -35,6 +35,7 @@ mod metadata;
 mod open;
 mod pins;
 mod progress;
+mod raw_data_file;
 mod refcount;
 mod repair;
 mod replay;

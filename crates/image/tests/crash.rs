@@ -89,6 +89,8 @@ enum Trouble {
 struct Story {
     variant: &'static str,
     seed: u64,
+    /// It has a raw data file.
+    is_raw: bool,
     /// The image, and its data file if it has one.
     start: Vec<Vec<u8>>,
     old: Vec<u8>,
@@ -194,6 +196,9 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: 
     Story {
         variant: name,
         seed,
+        is_raw: variants::ALL
+            .iter()
+            .any(|v| v.name == name && v.has_raw_data_file()),
         start,
         old,
         events: memory.take_events(),
@@ -272,6 +277,13 @@ impl Story {
         let content = disk.content().unwrap();
         if content.len() < len || content.len() > may.0.len() * 512 {
             fail(format!("the disk has {} bytes", content.len()));
+        }
+        // A raw data file is the disk at every moment; the file may be longer while the disk grows.
+        let raw = files.get(1).filter(|_| self.is_raw);
+        if raw.is_some_and(|raw| {
+            (0..content.len()).any(|at| raw.get(at).copied().unwrap_or(0) != content[at])
+        }) {
+            fail("the raw data file is not what guests read".into());
         }
         for (sector, found) in content.chunks(512).enumerate() {
             let fits = |&to: &u16| match to {

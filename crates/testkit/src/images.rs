@@ -192,6 +192,11 @@ pub const ALL: &[Variant] = &[
         ..PLAIN
     },
     Variant {
+        name: "data_file_raw_subclusters",
+        options: "data_file=data,data_file_raw=on,extended_l2=on,cluster_size=16k",
+        ..PLAIN
+    },
+    Variant {
         name: "data_file_subclusters",
         options: "data_file=data,extended_l2=on,cluster_size=16k",
         backing: &[("raw", 1 << 20)],

@@ -1,8 +1,9 @@
 //! Changes to the tables in memory, made under the state lock.
 //!
 //! A change that needs something first returns a [`Retry`], which names it. [`Qcow2::change`] does that without the
-//! lock and tries again. Nothing here writes to the file except the first content of a new L2 table;
-//! [`flush`](super::flush) writes the tables, in an order that keeps the image consistent after a crash.
+//! lock and tries again. Nothing here writes to the file except the first content of a new L2 table, and the entries
+//! of a [raw data file](super::raw_data_file); [`flush`](super::flush) writes the tables, in an order that keeps the
+//! image consistent after a crash.
 
 use super::entry::{COPIED, Entry, Standard, table_at};
 use super::error::ImageError;
@@ -42,6 +43,7 @@ impl Qcow2 {
                 Retry::Load(slice) => self.load(Load::Slice(slice))?,
                 Retry::TableFull => self.grow_refcount_table()?,
                 Retry::CacheFull => self.flush()?,
+                Retry::MapFirst(cluster) => self.map_in_raw_data_file(cluster)?,
                 Retry::Later => {}
                 Retry::WouldBlock => unreachable!("it may block"),
                 Retry::Error(error) => return Err(error),

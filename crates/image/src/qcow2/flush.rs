@@ -30,6 +30,8 @@
 //! [journal](super::journal) completes what the kill interrupted. If the journal could not record all changes, the
 //! header says so before step 1.
 //!
+//! The entries of a [raw data file](super::raw_data_file) do not come this way: they are durable before their data.
+//!
 //! [`grow`](super::grow) replaces a full table by a larger one.
 
 use std::collections::{BTreeMap, BTreeSet};

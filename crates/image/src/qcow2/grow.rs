@@ -54,7 +54,13 @@ impl Qcow2 {
                 }
                 Err(Retry::TableFull) => {}
                 Err(Retry::Error(error)) => return Err(self.report(&mut state, error)),
-                Err(Retry::Load(_) | Retry::CacheFull | Retry::WouldBlock | Retry::Later) => {
+                Err(
+                    Retry::Load(_)
+                    | Retry::MapFirst(_)
+                    | Retry::CacheFull
+                    | Retry::WouldBlock
+                    | Retry::Later,
+                ) => {
                     return Err(ImageError::Unsupported(
                         "an L1 table needs no L2 table to grow",
                     ));

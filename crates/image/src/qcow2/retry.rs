@@ -2,7 +2,7 @@
 
 use super::error::ImageError;
 use super::file::FileEnd;
-use super::types::{HostOffset, SliceIndex};
+use super::types::{GuestCluster, HostOffset, SliceIndex};
 
 /// What must be done without the state lock before a change can be tried again.
 #[derive(Debug)]
@@ -11,6 +11,8 @@ pub(crate) enum Retry {
     TableFull,
     /// A slice must be loaded.
     Load(SliceIndex),
+    /// A cluster must get its place in a raw data file before its data.
+    MapFirst(GuestCluster),
     /// All frames for a slice have changes that must be written.
     CacheFull,
     /// The file must be read or extended, or the search takes longer than the caller may spend.

@@ -262,6 +262,7 @@ impl Qcow2 {
                 self.reach(state, host, may_block)?;
                 return Ok(Prepared::Mapped);
             }
+            WriteTarget::Owned(_) if self.raw_external => return Err(Retry::MapFirst(first)),
             target => target,
         };
         let mut clusters = 1;
@@ -414,13 +415,12 @@ impl Qcow2 {
             end.up_to(self.allocation_bytes())
         };
         let mut fills = Vec::new();
-        // The part after the end of the disk becomes zeroes, as far as the file may have it.
+        // The part after the end of the disk becomes zeroes.
         let disk_end = self.end().max(end);
-        let room = if self.raw_external { disk_end } else { stop };
         for (from, to, on_disk) in [
             (begin, at, true),
             (end, stop.min(disk_end), true),
-            (stop.min(disk_end), stop.min(room), false),
+            (stop.min(disk_end), stop, false),
         ] {
             if from >= to {
                 continue;
