@@ -165,7 +165,7 @@ fn zero(data: &FileEnd, from: GuestOffset, end: GuestOffset) -> Result<(), Image
             bytes.fill(0);
             data.write_at("zeroing the data file", in_file, &bytes)?;
         }
-        at = at + bytes.len() as u64;
+        at += bytes.len() as u64;
     }
     Ok(())
 }
