@@ -230,6 +230,44 @@ fn holes_and_depths_are_told() {
     assert_eq!(map(&served, "qemu:allocation-depth"), depth);
 }
 
+/// Clusters that were only reserved, as `qemu-img create` does for Proxmox, are not copied.
+#[test]
+fn reserved_clusters_are_holes() {
+    const MIB: u64 = 1 << 20;
+    if !have(&["nbdinfo", "qemu-img"], "reserved_clusters_are_holes") {
+        return;
+    }
+    for options in [
+        "preallocation=metadata",
+        "preallocation=metadata,extended_l2=on",
+        "data_file=data,data_file_raw=on",
+    ] {
+        let mut disk = Disk::new();
+        let directory = disk.file.parent().unwrap();
+        let (file, data) = (directory.join("reserved.qcow2"), directory.join("data"));
+        let options = options.replace("=data,", &format!("={},", text(&data)));
+        let size = DISK_BYTES.to_string();
+        let create = [
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            &options,
+            text(&file),
+            &size,
+        ];
+        run("qemu-img", &create);
+        let write = ["-f", "qcow2", "-c", "write -P 1 0 1M", text(&file)];
+        run("qemu-io", &write);
+        disk.file = file;
+        let served = Served::start(disk, "");
+        served.done(&["export", "vm"]);
+        let holes = [(0, MIB, 0), (MIB, DISK_BYTES - MIB, 3)];
+        assert_eq!(map(&served, "base:allocation"), holes, "{options}");
+    }
+}
+
 /// Random writes of fio, each with its own content, on several connections at once.
 #[test]
 fn fio_verifies_what_it_has_written() {

@@ -1,7 +1,9 @@
 //! Where a disk has data: for clients that copy only what there is.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 
 use block::{DataExtents, GuestOffset, Remote};
 use image::{AllocatedIn, Extent};
@@ -9,7 +11,6 @@ use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
 use super::Disk;
-use std::sync::atomic::Ordering;
 
 /// The state of the beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,15 +25,42 @@ pub struct AllocatedExtent {
 
 /// What storage has said that is slow to ask. It is for one query of a range.
 #[derive(Default)]
-pub struct AllocationCache(DataExtents);
+pub struct AllocationCache {
+    remote: DataExtents,
+    /// A part of a file of the chain without holes: to find where one ends, a file system looks at all of it.
+    data: Option<(usize, Range<u64>)>,
+}
 
 impl AllocationCache {
     /// The length of the beginning of a range that is in one state, and whether it is a hole.
-    fn in_remote(&mut self, remote: &dyn Remote, at: u64, len: u64) -> io::Result<(u64, bool)> {
-        if self.0.beginning(at, len).is_none() {
-            self.0 = remote.data_in(at, len)?.unwrap_or_default();
+    fn in_file(
+        &mut self,
+        number: usize,
+        file: &OwnedFd,
+        at: u64,
+        len: u64,
+    ) -> io::Result<(u64, bool)> {
+        if let Some((known, data)) = &self.data
+            && *known == number
+            && data.contains(&at)
+        {
+            return Ok((len.min(data.end - at), false));
         }
-        let found = self.0.beginning(at, len);
+        Ok(match beginning(file, at)? {
+            Beginning::Hole(hole) => (len.min(hole), true),
+            Beginning::Data(data) => {
+                self.data = Some((number, at..at.saturating_add(data)));
+                (len.min(data), false)
+            }
+        })
+    }
+
+    /// The length of the beginning of a range that is in one state, and whether it is a hole.
+    fn in_remote(&mut self, remote: &dyn Remote, at: u64, len: u64) -> io::Result<(u64, bool)> {
+        if self.remote.beginning(at, len).is_none() {
+            self.remote = remote.data_in(at, len)?.unwrap_or_default();
+        }
+        let found = self.remote.beginning(at, len);
         Ok(found.map_or((len, false), |(len, is_data)| (len, !is_data)))
     }
 }
@@ -62,7 +90,7 @@ impl Disk {
             let is_nowhere = matches!(content.image.map(GuestOffset(at)), Extent::Nowhere);
             let (len, is_hole) = match self.source() {
                 Some(source) if !is_nowhere => match (source.file(), source.remote()) {
-                    (Some(file), _) => in_file(file, at, len)?,
+                    (Some(file), _) => cache.in_file(0, file, at, len)?,
                     (None, Some(remote)) => cache.in_remote(remote, at, len)?,
                     (None, None) => (len, false),
                 },
@@ -75,10 +103,10 @@ impl Disk {
         let (len, is_hole) = match found.form {
             AllocatedIn::Zeroes => (found.len, true),
             AllocatedIn::Clusters => (found.len, false),
-            AllocatedIn::Raw { file, at } => {
-                let source = content.files.get(usize::from(file.0));
-                match source.and_then(|source| source.file()) {
-                    Some(file) => in_file(file, at.0, found.len)?,
+            AllocatedIn::File { file, at } => {
+                let number = usize::from(file.0);
+                match content.files.get(number).and_then(|source| source.file()) {
+                    Some(file) => cache.in_file(number, file, at.0, found.len)?,
                     None => (found.len, false),
                 }
             }
@@ -87,24 +115,29 @@ impl Disk {
     }
 }
 
-/// The length of the beginning of a range that is in one state, and whether it is a hole. All other users of the descriptor
-/// say where they read and write, so that its position does not matter.
-fn in_file(file: &OwnedFd, at: u64, len: u64) -> io::Result<(u64, bool)> {
+/// What a file has from an offset on, and for how many bytes.
+enum Beginning {
+    Hole(u64),
+    Data(u64),
+}
+
+/// All other users of the descriptor say where they read and write, so that its position does not matter.
+fn beginning(file: &OwnedFd, at: u64) -> io::Result<Beginning> {
     let data = match seek(file, SeekFrom::Data(at)) {
         Ok(data) => data,
         // No data up to the end of the file.
-        Err(Errno::NXIO) => return Ok((len, true)),
+        Err(Errno::NXIO) => return Ok(Beginning::Hole(u64::MAX)),
         // The file system does not know.
-        Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok((len, false)),
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Beginning::Data(u64::MAX)),
         Err(e) => return Err(e.into()),
     };
     if data > at {
-        return Ok((len.min(data - at), true));
+        return Ok(Beginning::Hole(data - at));
     }
     match seek(file, SeekFrom::Hole(at)) {
-        Ok(hole) if hole > at => Ok((len.min(hole - at), false)),
+        Ok(hole) if hole > at => Ok(Beginning::Data(hole - at)),
         // It was punched meanwhile.
-        Ok(_) | Err(Errno::NXIO) => Ok((len.min(4096), false)),
+        Ok(_) | Err(Errno::NXIO) => Ok(Beginning::Data(4096)),
         Err(e) => Err(e.into()),
     }
 }

@@ -19,9 +19,9 @@ pub struct Allocated {
 /// How a range is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AllocatedIn {
-    /// In an image that is the content byte for byte; its file may have holes.
-    Raw { file: FileIndex, at: FileOffset },
-    /// In clusters.
+    /// In a file, which may have holes there: that of a raw image, or clusters that were only reserved or not filled.
+    File { file: FileIndex, at: FileOffset },
+    /// Compressed, or damaged: reading it is an error, which the client should see.
     Clusters,
     /// It reads as zeroes.
     Zeroes,
@@ -56,7 +56,7 @@ impl Chain {
             let image = match &layer.image {
                 LayerImage::Raw(_) => {
                     let (file, at) = (layer.file, FileOffset(at.0));
-                    return found(depth, len, AllocatedIn::Raw { file, at });
+                    return found(depth, len, AllocatedIn::File { file, at });
                 }
                 LayerImage::Qcow2(image) => image,
             };
@@ -69,10 +69,13 @@ impl Chain {
             match mapping {
                 Mapping::Hole { len: hole } => len = hole,
                 Mapping::Zero { len } => return found(depth, len, AllocatedIn::Zeroes),
-                // Reading a damaged range is an error, which the client should see.
-                Mapping::Data { len, .. }
-                | Mapping::Compressed { len, .. }
-                | Mapping::Damaged { len } => return found(depth, len, AllocatedIn::Clusters),
+                Mapping::Data { at, len } => {
+                    let (file, at) = (layer.file, at.in_file());
+                    return found(depth, len, AllocatedIn::File { file, at });
+                }
+                Mapping::Compressed { len, .. } | Mapping::Damaged { len } => {
+                    return found(depth, len, AllocatedIn::Clusters);
+                }
                 Mapping::Load(_) => unreachable!("it was loaded"),
             }
         }
