@@ -164,8 +164,8 @@ impl ExportInfo {
 
 /// The exports of a server.
 pub trait Exports {
-    /// Their names.
-    fn names(&self) -> Vec<String>;
+    /// Their names and descriptions; these may be empty.
+    fn list(&self) -> Vec<(String, String)>;
     /// The export of this name, which is the default one if the name is empty.
     fn find(&self, name: &str) -> Option<ExportInfo>;
 }
@@ -553,9 +553,10 @@ fn list(data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Result<Step, O
     if !data.is_empty() {
         return Err(OptionError::invalid("this option has no data"));
     }
-    for name in exports.names() {
+    for (name, description) in exports.list() {
         let len = (name.len() as u32).to_be_bytes();
-        reply(OPT_LIST, REP_SERVER, &[&len, name.as_bytes()].concat(), out);
+        let data = [&len, name.as_bytes(), description.as_bytes()].concat();
+        reply(OPT_LIST, REP_SERVER, &data, out);
     }
     Ok(Step::Continue)
 }

@@ -1,8 +1,8 @@
 //! The handshake: what is negotiated, and how what is not is refused.
 
 use nbd::{
-    BASE_ALLOCATION, Context, DEPTH, GREETING, Handshake, HandshakeError, Mode, Negotiated,
-    OPTIONS_MAX, Step, Tls,
+    BASE_ALLOCATION, Context, DEPTH, Exports, GREETING, Handshake, HandshakeError, Mode,
+    Negotiated, OPTIONS_MAX, Step, Tls,
 };
 
 use crate::checks::Two;
@@ -297,4 +297,26 @@ fn tls_comes_first() {
         run(&[&FLAGS[..], &option(5, &[])].concat()).0,
         [2 | 1 << 31]
     );
+}
+
+#[test]
+fn exports_are_listed_with_their_descriptions() {
+    let mut out = Vec::new();
+    let client = [&FLAGS[..], &option(3, &[])].concat();
+    let mut handshake = Handshake::default();
+    let mut rest = &client[..];
+    while !rest.is_empty() {
+        let (used, _) = handshake.advance(rest, &Two, &mut out).unwrap();
+        rest = &rest[used..];
+    }
+    for name in ["disk", "image"] {
+        let description = Two.find(name).unwrap().description;
+        assert!(!description.is_empty());
+        let listed = [counted(name), description.into_bytes()].concat();
+        let header = [3, SERVER, listed.len() as u32]
+            .map(u32::to_be_bytes)
+            .concat();
+        let reply = [header, listed].concat();
+        assert!(out.windows(reply.len()).any(|part| part == reply), "{name}");
+    }
 }

@@ -31,8 +31,10 @@ pub fn export(name: &str) -> ExportInfo {
 }
 
 impl Exports for Two {
-    fn names(&self) -> Vec<String> {
-        vec!["disk".into(), "image".into()]
+    fn list(&self) -> Vec<(String, String)> {
+        ["disk", "image"]
+            .map(|name| (name.into(), export(name).description))
+            .into()
     }
 
     fn find(&self, name: &str) -> Option<ExportInfo> {

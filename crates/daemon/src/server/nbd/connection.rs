@@ -123,9 +123,10 @@ fn is_exported(exports: &Mutex<Exports>, export: &Arc<NbdExport>) -> bool {
 struct Named<'a>(&'a Mutex<Exports>);
 
 impl nbd::Exports for Named<'_> {
-    fn names(&self) -> Vec<String> {
+    fn list(&self) -> Vec<(String, String)> {
         let exports = locked(self.0);
-        exports.by_id.values().map(|e| e.name.clone()).collect()
+        let listed = |e: &Arc<NbdExport>| (e.name.clone(), e.description.clone());
+        exports.by_id.values().map(listed).collect()
     }
 
     fn find(&self, name: &str) -> Option<ExportInfo> {
