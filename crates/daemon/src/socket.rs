@@ -23,19 +23,24 @@ use crate::config::spec::SocketAccess;
 #[derive(Debug, Error)]
 pub enum SocketError {
     #[error(
-        "{0}: a live server has this socket; choose another with socket=PATH (--control PATH), or stop that server if no VM \
-         uses it"
+        "{0}: a live server has this socket; choose another with socket=PATH (--control PATH, --nbd PATH, --listen PATH), \
+         or stop that server if no VM uses it"
     )]
     InUse(PathBuf),
     #[error(
-        "{0}: exists, is not a socket, and is left alone; choose another path with socket=PATH (--control PATH)"
+        "{0}: exists, is not a socket, and is left alone; choose another path with socket=PATH (--control PATH, --nbd PATH, \
+         --listen PATH)"
     )]
     NotASocket(PathBuf),
     #[error(
         "{0}: cannot make the socket: {cause}",
-        cause = block::explain(.1, "choose a directory that this user may write to with socket=PATH (--control PATH)")
+        cause = block::explain(.1, "choose a directory that this user may write to with socket=PATH (--control PATH, --nbd PATH, --listen PATH)")
     )]
     Bind(PathBuf, io::Error),
+    #[error(
+        "{0}: cannot make the directory of the socket: {1}; make it first: a running ringdisk may not be allowed to"
+    )]
+    Directory(PathBuf, io::Error),
     #[error(
         "{0}: cannot set the owner, group or mode of the socket: {1}; only root can set an owner, and other users only a \
         group of their own"
@@ -224,6 +229,7 @@ impl Socket {
             },
             Err(_) => {
                 if let Some(directory) = path.parent() {
+                    let fail = |e| SocketError::Directory(path.into(), e);
                     fs::create_dir_all(directory).map_err(fail)?;
                 }
             }

@@ -25,14 +25,14 @@ use harness::text::is_printable;
 use tracing::{error, info, warn};
 
 use super::bitmap_plan::{
-    BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName, ReservedBitmap, check_name,
+    BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName, NAME_MAX, ReservedBitmap, check_name,
 };
 use super::bitmaps::sync;
 use super::clients::END_TIMEOUT;
 use super::connection_info::quote;
 use super::deadline::{ANSWER_TIMEOUT, with_deadline};
 use super::device::ServedDisk;
-use super::error::{BACKUP_DISKS_MAX, BackupError, SETTLE};
+use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
 use super::nbd::export::{Moment, locked};
 use super::{Server, ServerError};
 use crate::node::Node;
@@ -290,8 +290,10 @@ impl Server {
 
     /// The devices and nodes of disks to be backed up.
     fn targets(&self, id: &str, targets: &[BackupTarget]) -> Result<Vec<ServedNode>, ServerError> {
-        if id.is_empty() || id.len() > 128 || targets.is_empty() || targets.len() > BACKUP_DISKS_MAX
-        {
+        if !(1..=BACKUP_ID_BYTES_MAX).contains(&id.len()) {
+            return Err(BackupError::LongId(id.len()).into());
+        }
+        if !(1..=BACKUP_DISKS_MAX).contains(&targets.len()) {
             return Err(BackupError::Disks.into());
         }
         // QEMU asks for another export then, whatever is encoded in the URI (RFC 3986, 5.2.4).
@@ -322,7 +324,7 @@ impl Server {
             }
             self.backups.check_none(&device.disk.name)?;
             if served.iter().any(|(other, _)| Arc::ptr_eq(other, &device)) {
-                return Err(BackupError::Disks.into());
+                return Err(BackupError::Twice(target.disk.clone()).into());
             }
             served.push((device, node));
         }
@@ -630,7 +632,10 @@ fn prepared(
         |bitmap| bitmap.granularity_bits(),
     );
     let background = format!("backup-{id}-{name}");
-    check_name(&background)?;
+    if check_name(&background).is_err() {
+        let most = NAME_MAX - (background.len() - name.len());
+        return Err(BackupError::LongBitmapName(id.into(), most));
+    }
     if all.iter().any(|bitmap| bitmap.name() == background) {
         return Err(BackupError::BitmapName(disk.into(), background));
     }

@@ -14,7 +14,7 @@ use crate::node::bitmaps::PreparedBitmaps;
 /// Most bitmaps of a disk.
 pub const BITMAPS_MAX: usize = 256;
 /// The longest name in bytes, as in the format of images.
-const NAME_MAX: usize = 1023;
+pub const NAME_MAX: usize = 1023;
 /// Granularities that images can have, in bytes.
 const GRANULARITY: std::ops::RangeInclusive<u32> = 512..=1 << 31;
 /// Default granularities follow the cluster size within these bounds, as in QEMU.

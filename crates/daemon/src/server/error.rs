@@ -125,6 +125,9 @@ pub enum ServerError {
 /// Most disks of a backup, and most backups that are open.
 pub const BACKUP_DISKS_MAX: usize = 256;
 
+/// Most bytes of the id of a backup.
+pub const BACKUP_ID_BYTES_MAX: usize = 128;
+
 /// How long writes in flight may take to end when a backup begins.
 pub const SETTLE: Duration = Duration::from_secs(10);
 
@@ -134,10 +137,17 @@ pub enum BackupError {
     Missing(String),
     #[error("there is a backup '{0}' already; to end it: ringdisk backup end --id={id}", id = quote(.0))]
     Exists(String),
-    #[error(
-        "a backup needs an id and at least one disk, each named once (at most {BACKUP_DISKS_MAX})"
-    )]
+    #[error("a backup is of at least one disk, and of at most {BACKUP_DISKS_MAX}")]
     Disks,
+    #[error("disk '{0}' is named twice; a backup is of different disks")]
+    Twice(String),
+    #[error("the id of a backup has {0} bytes; choose one of 1 to {BACKUP_ID_BYTES_MAX}")]
+    LongId(usize),
+    #[error(
+        "the bitmap's name is too long: the backup needs a second, temporary bitmap backup-{0}-NAME; choose a name of at most \
+         {1} bytes, or a shorter id"
+    )]
+    LongBitmapName(String, usize),
     #[error(
         "{0:?} cannot be the id of a backup: it has control characters or others that do not show, or '.' or '..' \
          as a part of a path"
@@ -227,7 +237,8 @@ pub enum NbdError {
     #[error("the NBD server listens at {0} already; nbd-server-stop ends it")]
     Running(NbdAddress),
     #[error(
-        "NBD server not running; nbd-server-start starts it ('ringdisk serve --nbd ADDRESS' does so at the start)"
+        "NBD server not running; 'ringdisk export --listen ADDRESS' and nbd-server-start start it, and 'ringdisk serve --nbd \
+        ADDRESS' at the start"
     )]
     NotRunning,
     #[error("the NBD server cannot listen at {0}: {cause}", cause = block::explain(.1, "name an address of this machine and a free port"))]
@@ -240,6 +251,10 @@ pub enum NbdError {
     Socket(#[from] SocketError),
     #[error("there is an NBD export with the id '{0}' already; choose another id")]
     SameId(String),
+    #[error(
+        "there is a disk '{0}' already, and its export to the VM has this id; choose another id"
+    )]
+    IdOfDisk(String),
     #[error(transparent)]
     Tls(#[from] TlsError),
     #[error("there is no tls-creds-x509 '{0}'; object-add adds it")]

@@ -28,7 +28,6 @@ use super::device::ServedDisk;
 use super::error::{BackupError, NbdError};
 use super::tls::TlsCredentials;
 use super::{Removal, Server, ServerError, ServerState};
-use crate::config::conflicts::ConflictError;
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::inherited::NbdService;
 use export::{Exports, Moment, NbdExport, locked};
@@ -311,7 +310,7 @@ impl Server {
             return Err(NbdError::SameId(spec.id).into());
         }
         if state.exports.contains_key(&spec.id) {
-            return Err(ConflictError::SameName(spec.id).into());
+            return Err(NbdError::IdOfDisk(spec.id).into());
         }
         if exports.by_id.len() >= EXPORTS_MAX {
             return Err(ServerError::TooMany(format!("{EXPORTS_MAX} NBD exports")));

@@ -130,7 +130,7 @@ fn disks_with_backups_are_not_moved_or_detached() {
     );
     served.refused(
         &["backup", "begin", "b", "b", "--id=other"],
-        "each named once",
+        "disk 'b' is named twice",
     );
     served.refused(&["backup", "end", "--id=other"], "no backup 'other'");
     served.refused(&["detach", "a"], "ringdisk backup end --id=backup");

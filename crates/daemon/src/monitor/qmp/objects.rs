@@ -199,6 +199,10 @@ fn add_nbd_export(
             "writethrough: NBD clients ask for durable writes themselves, with FUA; leave it out",
         ));
     }
+    // The I/O threads of the disk do the clients' I/O.
+    if let Some(threads) = &options.iothread {
+        server.threads.check(threads.ids())?;
+    }
     let mut limits = ThrottleLimits::NONE;
     limits.bps_total.average = nbd.bps.unwrap_or(0);
     limits.iops_total.average = nbd.iops.unwrap_or(0);
