@@ -253,14 +253,24 @@ impl DirtyBitmap {
         Ok(())
     }
 
-    /// Sets the bits of a range of the disk.
-    #[inline]
+    /// Sets the bits of a range of the disk, which is about to change.
     pub fn mark(&self, at: u64, len: u64) {
-        if len == 0 {
-            return;
+        if len != 0 {
+            self.note_time();
+            self.set_range(at, len);
         }
+    }
+
+    fn note_time(&self) {
         if let Words::Shared(shared) = &self.words {
             shared.note_time();
+        }
+    }
+
+    #[inline]
+    fn set_range(&self, at: u64, len: u64) {
+        if len == 0 {
+            return;
         }
         let (first, last) = (
             at >> self.granularity_bits,
@@ -480,6 +490,10 @@ impl DirtyBitmaps {
     }
 }
 
+/// Whether the time was noted for writes that are submitted together. To look at the clock takes as long as to set a bit.
+#[derive(Debug, Default)]
+pub struct TimeNoted(bool);
+
 /// The bitmaps that record the changes of a disk.
 #[derive(Clone, Debug, Default)]
 pub struct RecordingBitmaps {
@@ -489,16 +503,25 @@ pub struct RecordingBitmaps {
 
 impl RecordingBitmaps {
     /// Sets the bits of a range that is about to change. Returns whether it may change now; if not, it must be
-    /// [noted](Self::intent) first.
+    /// [noted](Self::intent) first. All that have the same `noted` are submitted together, at once.
     #[inline]
     #[must_use]
-    pub fn mark(&self, at: u64, len: u64) -> bool {
+    pub fn mark(&self, at: u64, len: u64, noted: &mut TimeNoted) -> bool {
         for bitmap in &self.bitmaps {
-            bitmap.mark(at, len);
+            if !noted.0 {
+                self.note_time(noted);
+            }
+            bitmap.set_range(at, len);
         }
         self.intent
             .as_ref()
             .is_none_or(|intent| intent.is_noted(at, len))
+    }
+
+    #[cold]
+    fn note_time(&self, noted: &mut TimeNoted) {
+        self.bitmaps.iter().for_each(|bitmap| bitmap.note_time());
+        noted.0 = true;
     }
 
     /// Where ranges are noted that are about to change, if that is needed.

@@ -21,7 +21,7 @@ mod zeroes;
 use std::io;
 use std::mem;
 
-use block::{Engine, FileOffset, Request};
+use block::{Engine, FileOffset, Request, TimeNoted};
 use guest::RingError;
 use tracing::error;
 
@@ -165,7 +165,7 @@ impl<E: Engine> Worker<E> {
         } else {
             BatchNeeds::default()
         };
-        let (mut count, mut submitted) = (0, 0);
+        let (mut count, mut submitted, mut noted) = (0, 0, TimeNoted::default());
         while count < waiting.min(BATCH) && submitted < chunk {
             let queue = self.queues.get(number);
             // There is always a slot, unless the ring is larger than the table, or the guest made a descriptor available
@@ -202,7 +202,8 @@ impl<E: Engine> Worker<E> {
                 submitted += 1;
                 continue;
             }
-            match plan::plan(&queue.disk, &queue.image, &queue.bitmaps, request) {
+            let (disk, image, bitmaps) = (&queue.disk, &queue.image, &queue.bitmaps);
+            match plan::plan(disk, image, bitmaps, request, &mut noted) {
                 Plan::Operation(at) => {
                     let slot = (queue.slots).take(chain.ticket(), request, at, segments, stamps);
                     self.submit(RequestId::new(number, slot));
@@ -334,7 +335,8 @@ impl<E: Engine> Worker<E> {
     fn plan(&mut self, id: RequestId) {
         let queue = self.queues.get(id.queue);
         let s = queue.slots.get(id.slot);
-        let plan = plan::plan(&queue.disk, &queue.image, &queue.bitmaps, s.request);
+        let (disk, image, bitmaps) = (&queue.disk, &queue.image, &queue.bitmaps);
+        let plan = plan::plan(disk, image, bitmaps, s.request, &mut TimeNoted::default());
         let next = match plan {
             Plan::Operation(at) => {
                 (s.at, s.state) = (at, RequestState::Moving);

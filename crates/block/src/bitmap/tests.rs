@@ -148,3 +148,38 @@ fn threads_lose_no_bits() {
     });
     assert_eq!(dirty(&bitmap), [(0, 2048)]);
 }
+
+#[test]
+fn writes_submitted_together_note_the_time_once() {
+    struct Noted(AtomicU64);
+    impl SharedWords for Noted {
+        fn words(&self) -> &[AtomicU64] {
+            std::slice::from_ref(&self.0)
+        }
+        fn grow(&self, _words: u64) -> io::Result<()> {
+            Ok(())
+        }
+        fn note_time(&self) {
+            self.0.fetch_add(1 << 32, SeqCst);
+        }
+    }
+    let words = Arc::new(Noted(AtomicU64::new(0)));
+    let times = || words.0.load(SeqCst) >> 32;
+    let shared = bitmap(16, 1 << 20).in_shared(words.clone()).unwrap();
+    let bitmaps = DirtyBitmaps::default();
+    bitmaps.set(vec![Arc::new(shared)]);
+    let recording = bitmaps.recording();
+    for batch in 1..=2 {
+        let mut noted = TimeNoted::default();
+        // Not before something is written.
+        assert_eq!(times(), batch - 1);
+        for at in 0..16 {
+            assert!(recording.mark(at << 16, 4096, &mut noted));
+            assert_eq!(times(), batch);
+        }
+    }
+    assert_eq!(words.0.load(SeqCst) & 0xffff_ffff, 0xffff);
+    // What is not part of a batch.
+    bitmaps.find("b").unwrap().mark(0, 512);
+    assert_eq!(times(), 3);
+}

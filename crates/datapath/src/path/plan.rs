@@ -3,7 +3,7 @@
 //! Every request passes this stage before anything is submitted for it, also one that a killed process left in flight: the
 //! next process fetches it again. So this is where the bits of dirty bitmaps are set.
 
-use block::{FileOffset, RecordingBitmaps, Request};
+use block::{FileOffset, RecordingBitmaps, Request, TimeNoted};
 use guest::blk::Status;
 use image::{Extent, Image};
 
@@ -30,6 +30,7 @@ pub(crate) fn plan(
     image: &Image,
     bitmaps: &RecordingBitmaps,
     request: Request,
+    noted: &mut TimeNoted,
 ) -> Plan {
     let at = match request {
         Request::GetId => return Plan::Id,
@@ -39,7 +40,7 @@ pub(crate) fn plan(
         Request::Write { at, len }
         | Request::Discard { at, len }
         | Request::WriteZeroes { at, len, .. } => {
-            if !bitmaps.mark(at.0, len) {
+            if !bitmaps.mark(at.0, len, noted) {
                 return Plan::Note;
             }
             at

@@ -410,7 +410,12 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
 
 fn mark(chain: &Chain, at: u64, len: u64) {
     if let Some(image) = chain.image() {
-        assert!(image.bitmaps().recording().mark(at, len));
+        assert!(
+            image
+                .bitmaps()
+                .recording()
+                .mark(at, len, &mut block::TimeNoted::default())
+        );
     }
 }
 

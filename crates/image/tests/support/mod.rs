@@ -250,7 +250,12 @@ impl Disk {
     /// What is done first with every request that changes the disk.
     fn mark(&self, at: u64, len: u64) {
         if let Some(image) = self.chain.image() {
-            assert!(image.bitmaps().recording().mark(at, len));
+            assert!(
+                image
+                    .bitmaps()
+                    .recording()
+                    .mark(at, len, &mut block::TimeNoted::default())
+            );
         }
     }
 
