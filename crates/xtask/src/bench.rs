@@ -4,6 +4,7 @@
 //! them. It prints the results of closed loops and fixed rates together, with what is wanted of them; those of other
 //! plans (`--plan`) the lab prints itself. Only instructions per I/O are measured here.
 
+mod backup;
 mod ceph;
 mod frame;
 mod instructions;
@@ -139,6 +140,11 @@ pub struct Args {
     #[arg(long)]
     nbd: bool,
 
+    /// Measure what a guest notices of a backup, with ringdisk and with copy-before-write of qemu-storage-daemon, with
+    /// --rounds, --runtime and --size
+    #[arg(long)]
+    backup: bool,
+
     /// Wait up to this long before each sample until nothing else runs on the machine
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     patience: f64,
@@ -195,6 +201,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     }
     if bench.args.nbd {
         return nbd::run(&bench);
+    }
+    if bench.args.backup {
+        return backup::run(&bench);
     }
     if !bench.args.plan.is_empty() {
         return plans::by_name(&bench);

@@ -254,7 +254,7 @@ impl Rival {
 }
 
 /// Fills a file with random bytes, so that nothing in it is a hole.
-fn fill(path: &Path, bytes: u64) -> Result<()> {
+pub(super) fn fill(path: &Path, bytes: u64) -> Result<()> {
     let mut file = File::create(path).with_context(|| format!("making {}", path.display()))?;
     let mut random = Rng::new(1);
     let mut buffer = vec![0; 4 << 20];
