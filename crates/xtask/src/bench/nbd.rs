@@ -2,19 +2,23 @@
 //! writes as an NBD client.
 //!
 //! Each sample has a server of its own on one core, and fio on another. What counts as the server's CPU time is all that its
-//! process used while fio ran.
+//! process used while fio ran. For reads of 64k, there is a bound beside it: what the copies of the data alone cost.
 
 use std::fs::{self, File};
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use harness::cpu::{self, Usage};
 use harness::process::{Process, Stop};
 use harness::random::Rng;
 use harness::spread::Spread;
+use rustix::time::{ClockId, clock_gettime};
 
 use super::Bench;
 use super::machine::{CLIENT_CPU, SERVER_CPU};
@@ -84,7 +88,11 @@ pub fn run(bench: &Bench) -> Result<()> {
     );
     for cell in &CELLS {
         let mut samples = RIVALS.map(|_| Vec::new());
+        let mut copies = Vec::new();
         for _ in 0..bench.rounds() {
+            if cell.rw == "read" {
+                copies.push(copies_alone(&disk)?);
+            }
             for (rival, samples) in RIVALS.iter().zip(&mut samples) {
                 ensure!(!bench.interrupted(), "interrupted");
                 cpu::wait_for_quiet(Duration::from_secs_f64(bench.args.patience))?;
@@ -92,6 +100,12 @@ pub fn run(bench: &Bench) -> Result<()> {
             }
         }
         print(cell, &samples);
+        if let Some(copies) = Spread::of(copies) {
+            println!(
+                "{:53} {:>9} {:9.1}",
+                "  its two copies alone", "", copies.median
+            );
+        }
     }
     fs::remove_dir_all(&folder).context("removing what was measured")
 }
@@ -251,6 +265,41 @@ impl Rival {
         }
         Ok(server)
     }
+}
+
+/// Microseconds of CPU time to read 64k of a file from the page cache into a buffer, and write them to a socket that another
+/// core reads: what is left of a request if nothing but its data must be copied.
+fn copies_alone(disk: &Path) -> Result<f64> {
+    const BLOCK: usize = 64 << 10;
+    const TIME: Duration = Duration::from_millis(500);
+    let file = File::open(disk).with_context(|| format!("opening {}", disk.display()))?;
+    let bytes = file.metadata()?.len();
+    let (mut to, mut from) = UnixStream::pair()?;
+    thread::scope(|scope| {
+        let client = scope.spawn(move || {
+            cpu::pin_thread(&[CLIENT_CPU])?;
+            let mut buffer = vec![0; BLOCK];
+            while from.read(&mut buffer)? > 0 {}
+            anyhow::Ok(())
+        });
+        let server = scope.spawn(move || {
+            cpu::pin_thread(&[SERVER_CPU])?;
+            let used = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime));
+            let mut buffer = vec![0; BLOCK];
+            let (mut at, mut blocks) = (0, 0_u32);
+            let (before, began) = (used()?, Instant::now());
+            while began.elapsed() < TIME {
+                file.read_exact_at(&mut buffer, at)?;
+                to.write_all(&buffer)?;
+                at = (at + BLOCK as u64) % (bytes - BLOCK as u64);
+                blocks += 1;
+            }
+            Ok(1e6 * (used()? - before).as_secs_f64() / f64::from(blocks))
+        });
+        let cost = server.join().expect("the thread panicked");
+        client.join().expect("the thread panicked")?;
+        cost
+    })
 }
 
 /// Fills a file with random bytes, so that nothing in it is a hole.
