@@ -200,8 +200,11 @@ impl Socket {
         self.owned
     }
 
-    /// Removes its file.
+    /// Removes its file, if this process owns it.
     pub fn remove(&mut self) {
+        if !self.owned {
+            return;
+        }
         // Not if another one is there now.
         let is_its = self.place.look() == PathStatus::Itself;
         if self.place.lock().take().is_some() && is_its {
