@@ -95,7 +95,7 @@ fn take_over(
         return Ok(false);
     };
     let outcome = server.receive::<Outcome>(deadline);
-    let failed = |why: String, child: &mut Child| {
+    let failed = |mut why: String, child: &mut Child| {
         // With its children, which have descriptors of the log and a socket to the running process.
         let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
         // Not forever: it may hang in the kernel, waiting for storage.
@@ -104,6 +104,15 @@ fn take_over(
         {
             std::thread::sleep(Duration::from_millis(10));
         }
+        let still_open = open_backups(connection);
+        let has_failed = |id: &&String| !still_open.contains(*id);
+        why += &ended(
+            &backups
+                .iter()
+                .filter(has_failed)
+                .cloned()
+                .collect::<Vec<_>>(),
+        );
         Err(CommandLineError::Here(
             "the running program continues to serve",
             io::Error::other(why),
@@ -123,7 +132,7 @@ fn take_over(
             let ms = outcome.pause_us as f64 / 1000.0;
             let reply = json!({
                 "pid": pid, "disks": outcome.disks, "connected": outcome.connected, "pause-ms": ms,
-                "failed-backups": backups,
+                "failed-backups": &backups,
             });
             let disks = match outcome.disks {
                 1 => "1 disk".into(),
@@ -131,10 +140,7 @@ fn take_over(
             };
             let mut text =
                 format!("process {pid} serves {disks} from now on; VMs waited {ms:.1} ms");
-            if !backups.is_empty() {
-                let ended = backups.join(", ");
-                text += &format!("; open backups have failed, begin them again: {ended}");
-            }
+            text += &ended(&backups);
             connection.say(&reply, &text);
             Ok(true)
         }
@@ -147,12 +153,24 @@ fn take_over(
     }
 }
 
-/// The ids of backups, which an upgrade ends. None if the server does not say.
+/// Names backups that an upgrade has ended, also one that has failed.
+fn ended(backups: &[String]) -> String {
+    match backups {
+        [] => String::new(),
+        ids => format!(
+            "; open backups have failed, begin them again: {}",
+            ids.join(", ")
+        ),
+    }
+}
+
+/// The ids of backups that have not failed, which an upgrade ends. None if the server does not say.
 fn open_backups(connection: &Connection) -> Vec<String> {
     let listed = (connection.open())
         .and_then(|mut client| Ok(client.call("x-ringdisk-backups", json!({}))?));
     let listed = listed.unwrap_or_default();
-    let ids = (listed.as_array().into_iter().flatten()).filter_map(|b| b["id"].as_str());
+    let open = (listed.as_array().into_iter().flatten()).filter(|b| b["error"].is_null());
+    let ids = open.filter_map(|b| b["id"].as_str());
     ids.map(str::to_owned).collect()
 }
 

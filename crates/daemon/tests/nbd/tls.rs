@@ -461,3 +461,38 @@ fn bad_certificates_are_named() {
     fs::write(good.join("ca-cert.pem"), "nothing").unwrap();
     refused(&["ca-cert.pem"]);
 }
+
+/// If an upgrade finds certificates that cannot be used, the old process continues, at all of its sockets. The command names
+/// the backups that have failed.
+#[test]
+fn upgrade_with_bad_certificates_changes_no_socket() {
+    if !have(&TOOLS, "upgrade_with_bad_certificates_changes_no_socket") {
+        return;
+    }
+    let secured = Secured::start("");
+    let control = secured.served.path("control.qmp");
+    let ringdisk = |arguments: &[&str]| {
+        let mut command = Command::new(BINARY);
+        command.args(arguments).arg("--control").arg(&control);
+        command.output().unwrap()
+    };
+    let begun = ringdisk(&["backup", "begin", "vm", "--id=lost"]);
+    assert!(begun.status.success(), "{begun:?}");
+    let certificate = secured.certificates.join("server-cert.pem");
+    let good = fs::read(&certificate).unwrap();
+    fs::write(&certificate, "nothing").unwrap();
+    for words in ["begin them again: lost", "continues to serve"] {
+        let output = ringdisk(&["upgrade"]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains(words), "{error}");
+        assert!(error.contains("server-cert.pem"), "{error}");
+        assert!(ringdisk(&["list"]).status.success());
+    }
+    fs::write(&certificate, good).unwrap();
+    let upgraded = ringdisk(&["upgrade"]);
+    let text = String::from_utf8_lossy(&upgraded.stdout).into_owned();
+    assert!(upgraded.status.success(), "{upgraded:?}");
+    assert!(!text.contains("backups"), "{text}");
+    stop_successor(&secured.served);
+}
