@@ -539,3 +539,47 @@ fn bitmaps_of_block_devices() {
     raw.assert_inconsistent(&server, "another program has written to the disk");
     StoredDisk::stop(server);
 }
+
+/// What a killed process has left is used only if it is all there.
+#[test]
+fn bits_that_were_cut_off_make_the_bitmap_inconsistent() {
+    let raw = StoredDisk::raw();
+    let server = raw.serve();
+    raw.add("b");
+    write(&mut raw.device(), 1);
+    server.signal(Signal::KILL);
+    drop(server);
+    let (record, _) = raw.record();
+    let name = record["bitmaps"][0]["bits"].as_str().unwrap();
+    let bits = File::options()
+        .write(true)
+        .open(raw.path("runtime/journals").join(name));
+    bits.unwrap().set_len(4096).unwrap();
+    let server = raw.serve();
+    raw.assert_inconsistent(&server, "their file is too short");
+    StoredDisk::stop(server);
+}
+
+/// Some file systems have times in whole seconds: a write in the second of the stop must be noticed, too.
+#[test]
+fn writes_of_other_programs_are_noticed_where_times_are_coarse() {
+    let mut raw = StoredDisk::raw();
+    let small_inodes = ["-I", "128"];
+    let Some(fs) = FreezableFs::mount_with(&raw.path("coarse"), &small_inodes) else {
+        return;
+    };
+    raw.file = fs.0.join("disk.raw");
+    File::create(&raw.file).unwrap().set_len(SIZE).unwrap();
+    for _ in 0..3 {
+        let server = raw.serve();
+        raw.add("b");
+        write(&mut raw.device(), 1);
+        StoredDisk::stop(server);
+        let file = File::options().write(true).open(&raw.file).unwrap();
+        file.write_all_at(&[7; 4096], 5 * BLOCK).unwrap();
+        let server = raw.serve();
+        raw.assert_inconsistent(&server, "another program has written");
+        raw.run(&["bitmap", "remove", "d", "b"]);
+        StoredDisk::stop(server);
+    }
+}

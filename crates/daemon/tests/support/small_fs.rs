@@ -34,13 +34,19 @@ pub struct FreezableFs(pub PathBuf);
 impl FreezableFs {
     /// An ext4 of 16 MiB; `None` without permission to mount.
     pub fn mount(at: &Path) -> Option<Self> {
+        Self::mount_with(at, &[])
+    }
+
+    /// The same with options of mkfs.
+    pub fn mount_with(at: &Path, options: &[&str]) -> Option<Self> {
         fs::create_dir_all(at).unwrap();
         let image = at.with_extension("ext4");
         File::create(&image).unwrap().set_len(16 << 20).unwrap();
         let is_done = |command: &mut Command| command.output().is_ok_and(|o| o.status.success());
-        assert!(is_done(Command::new("mkfs.ext4").arg("-q").arg(&image)));
+        let mut mkfs = Command::new("mkfs.ext4");
+        assert!(is_done(mkfs.arg("-q").args(options).arg(&image)));
         if !is_done(Command::new("mount").arg("-oloop").arg(&image).arg(at)) {
-            println!("skipped: a file system that does not answer: none can be mounted here");
+            println!("skipped: a file system of one's own: none can be mounted here");
             return None;
         }
         Some(Self(at.into()))

@@ -452,6 +452,10 @@ impl Place {
                     return Err(lacks(io::ErrorKind::NotFound.into()));
                 }
                 let words = self.open_bits(name, false).map_err(lacks)?;
+                let needed = record.size.div_ceil(1 << granularity_bits).div_ceil(64);
+                if (words.words().len() as u64) < needed {
+                    return Err(lacks(io::Error::other("their file is too short")));
+                }
                 let offset = words.label().load(Relaxed);
                 let found = self.medium.found()?;
                 // Of an image, the generation is known, and a flush changes it long after the last write.

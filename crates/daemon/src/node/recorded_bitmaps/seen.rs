@@ -19,6 +19,9 @@ use crate::token::token;
 /// The kernel's times of files advance in steps of at most this (a jiffy at 100 Hz).
 const TIME_STEP: Duration = Duration::from_millis(10);
 
+/// The same of file systems that store no parts of a second: ext4 with inodes of 128 bytes, FAT.
+const TIME_STEP_COARSE: Duration = Duration::from_secs(2);
+
 #[derive(Serialize, Deserialize, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub struct Seen {
@@ -129,10 +132,16 @@ impl Seen {
         if let Kind::File { changed, .. } = seen.kind {
             let (seconds, nanoseconds) = changed;
             let changed = Duration::new(seconds.max(0) as u64, nanoseconds as u32);
+            let until = match nanoseconds {
+                0 => changed + TIME_STEP_COARSE,
+                _ => changed + 2 * TIME_STEP,
+            };
             let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            if now.unwrap_or_default().saturating_sub(changed) < 2 * TIME_STEP {
-                thread::sleep(2 * TIME_STEP);
-            }
+            thread::sleep(
+                until
+                    .saturating_sub(now.unwrap_or_default())
+                    .min(TIME_STEP_COARSE),
+            );
         }
         Ok(seen)
     }
