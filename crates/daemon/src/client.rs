@@ -215,6 +215,11 @@ pub enum CommandLineError {
     #[error("{0}; no backup is open")]
     NotOpen(Box<Self>),
     #[error(
+        "{0}; if the backup was open, its bitmaps may be those of a success: keep the copy, or make the next backup with \
+         --full"
+    )]
+    MayHaveSucceeded(ClientError),
+    #[error(
         "{error}; the backup may be open, and could not be ended ({why}); to end it, run: {command}"
     )]
     MayBeOpen {

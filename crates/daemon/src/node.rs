@@ -77,6 +77,8 @@ struct NodeState {
     files: Vec<Arc<DiskFile>>,
     /// Bytes, when last queried.
     size: u64,
+    /// How often the file was found cut off.
+    cuts: u64,
     /// Bytes that the file occupies, when last queried.
     allocated: Option<u64>,
     depth: usize,
@@ -337,14 +339,25 @@ impl Node {
         // Before anything is written to what is new.
         let recorded_bitmaps = self.state().recorded_bitmaps.clone();
         recorded_bitmaps.inspect(|bitmaps| bitmaps.resize(size, lowest.min(size)));
-        self.state().size = size;
+        let mut state = self.state();
+        state.cuts += u64::from(lowest.min(size) < state.size);
+        state.size = size;
         Ok(size)
     }
 
     /// The file was cut off, and may have grown again. Waits for the state directory.
     pub fn cut_off(&self) {
-        let recorded_bitmaps = self.state().recorded_bitmaps.clone();
+        let recorded_bitmaps = {
+            let mut state = self.state();
+            state.cuts += 1;
+            state.recorded_bitmaps.clone()
+        };
         recorded_bitmaps.inspect(|bitmaps| bitmaps.resize(0, 0));
+    }
+
+    /// How often the file was found cut off, which loses data, also if it has grown again. Does not wait.
+    pub fn cuts(&self) -> u64 {
+        self.state().cuts
     }
 
     /// Its size when last queried. Does not wait.
@@ -423,7 +436,9 @@ impl Node {
                 self.filename
             )),
             Ordering::Greater if self.facts.read_only => Err("it is read-only".into()),
+            // Durable before the guest can rely on it.
             Ordering::Greater => rustix::fs::ftruncate(&file, size)
+                .and_then(|()| rustix::fs::fdatasync(&file))
                 .map_err(|e| format!("making its file longer: {}", block::explain(&e.into(), ""))),
         }
     }

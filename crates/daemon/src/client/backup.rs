@@ -134,7 +134,15 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
         } => {
             let arguments = json!({ "target-id": id, "success": !failed });
             let done = format!("backup {id} is ended");
-            connection.order("backup-access-teardown", arguments, &done)
+            let ended = connection.order("backup-access-teardown", arguments, &done);
+            ended.map_err(|e| match e {
+                CommandLineError::Client(
+                    e @ (ClientError::HungUp(_)
+                    | ClientError::Timeout { .. }
+                    | ClientError::Io { .. }),
+                ) if !failed => CommandLineError::MayHaveSucceeded(e),
+                e => e,
+            })
         }
         Action::List { connection } => list(connection),
     }

@@ -104,6 +104,7 @@ impl Node {
                     file: opened.file,
                     files: opened.files,
                     size: opened.size,
+                    cuts: 0,
                     allocated: None,
                     depth,
                     journal: opened.journal,

@@ -152,6 +152,7 @@ impl Node {
             file: Some(file.clone()),
             files: Vec::new(),
             size: 0,
+            cuts: 0,
             allocated: None,
             depth: 0,
             journal: None,

@@ -11,58 +11,32 @@
 //! moment. In any other case (it fails, ringdisk is killed, the host crashes) nothing has happened to it, and it has all
 //! changes since the last backup that succeeded. A bitmap that a backup creates exists once it has succeeded.
 
-use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+mod bitmap;
+mod open;
+
+use std::sync::Arc;
 use std::time::Instant;
 
-use block::DirtyBitmap;
-use datapath::{CutDisk, Disk, Fleece, FleeceLimits, Held, cut, end_cut};
+use datapath::{CutDisk, Fleece, Held, cut, end_cut};
 use harness::text::is_printable;
-use tracing::{error, info, warn};
+use tracing::{error, info};
 
-use super::bitmap_plan::{
-    BITMAPS_MAX, BitmapAction, BitmapChange, BitmapName, NAME_MAX, ReservedBitmap, check_name,
-};
+use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 use super::bitmaps::sync;
 use super::clients::END_TIMEOUT;
-use super::connection_info::quote;
 use super::deadline::{ANSWER_TIMEOUT, with_deadline};
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
-use super::nbd::export::{Moment, locked};
+use super::nbd::export::Moment;
 use super::{Server, ServerError};
 use crate::node::Node;
 use crate::token::token;
+pub use bitmap::{BackupBitmap, BitmapMode, BitmapOrigin};
+use bitmap::{own_image, prepared};
+pub use open::OpenBackups;
 
 /// Bytes of old data that are kept in memory for each disk, if no limit is given.
 pub const MEMORY_DEFAULT: u64 = 256 << 20;
-
-/// What is to be done with a bitmap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BitmapMode {
-    /// The backup is full, and the bitmap is created, or begins again.
-    New,
-    /// The backup is incremental, with this bitmap, if that can be used; otherwise as [`New`](Self::New).
-    Use,
-    /// The same, and the bitmap is new if it cannot be used, whatever the reason.
-    Auto,
-}
-
-/// Where the bitmap of a backup comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BitmapOrigin {
-    /// The backup is incremental. All others are full.
-    Used,
-    New,
-    /// It was to be used, and there was none.
-    Missing,
-    /// It was to be used, and is inconsistent or disabled.
-    Unusable,
-}
 
 /// A disk to be backed up.
 pub struct BackupTarget {
@@ -95,17 +69,8 @@ pub struct BackupDisk {
     pub node: Arc<Node>,
     pub moment: Arc<Moment>,
     pub bitmap: Option<BackupBitmap>,
-}
-
-/// The bitmap of a disk that is backed up.
-pub struct BackupBitmap {
-    pub name: String,
-    pub origin: BitmapOrigin,
-    /// Records changes since the moment.
-    background: Arc<DirtyBitmap>,
-    /// The [mark](Node::own_image) of the lock of the disk's image in a cluster. If it has changed at the end, another client
-    /// may have written to the image.
-    mark: Option<String>,
+    /// How often its file had been [cut off](Node::cuts) before the moment.
+    cuts: u64,
 }
 
 /// Fleeces of a backup that has not begun. They end with this, and their threads.
@@ -122,137 +87,32 @@ impl Drop for NewFleeces {
 /// A served disk, and its node.
 type ServedNode = (Arc<ServedDisk>, Arc<Node>);
 
-/// Open backups by id.
-#[derive(Default)]
-pub struct OpenBackups {
-    open: Mutex<BTreeMap<String, Arc<Backup>>>,
-    /// Where files for old data are created.
-    directory: OnceLock<PathBuf>,
-}
-
-impl OpenBackups {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Backup>>> {
-        locked(&self.open)
-    }
-
-    /// Has files for old data created in this directory. It can be set once.
-    pub fn set_directory(&self, directory: &Path) {
-        let _ = self.directory.set(directory.into());
-    }
-
-    /// All of them.
-    pub fn all(&self) -> Vec<Arc<Backup>> {
-        self.lock().values().cloned().collect()
-    }
-
-    /// What has this name: a disk at the moment of a backup.
-    pub fn find_access(&self, name: &str) -> Option<(Arc<ServedDisk>, Arc<Moment>)> {
-        let open = self.lock();
-        let mut disks = open.values().flat_map(|backup| &backup.disks);
-        let found = disks.find(|disk| disk.access == name)?;
-        Some((found.device.clone(), found.moment.clone()))
-    }
-
-    /// The id of the open backup of a disk, by its name or that of its node.
-    pub fn of_disk(&self, disk: &str) -> Option<String> {
-        let open = self.lock();
-        let is_it = |d: &BackupDisk| d.device.disk.name == disk || d.node.name() == disk;
-        let has = |backup: &&Arc<Backup>| backup.disks.iter().any(is_it);
-        open.values().find(has).map(|backup| backup.id.clone())
-    }
-
-    /// Checks that a disk has no open backup.
-    ///
-    /// # Errors
-    /// It has one.
-    pub fn check_none(&self, disk: &str) -> Result<(), BackupError> {
-        match self.of_disk(disk) {
-            Some(id) => Err(BackupError::Open(disk.into(), id)),
-            None => Ok(()),
-        }
-    }
-
-    /// Checks that no open backup is about a bitmap.
-    ///
-    /// # Errors
-    /// One is.
-    pub fn check_bitmap(&self, node: &str, bitmap: &str) -> Result<(), BackupError> {
-        let open = self.lock();
-        let is_it = |backup: &&Arc<Backup>| {
-            let mut all = with_bitmaps(backup);
-            all.any(|(disk, b)| {
-                disk.node.name() == node && [&b.name, b.background.name()].contains(&bitmap)
-            })
-        };
-        match open.values().find(is_it) {
-            Some(backup) => Err(BackupError::Bitmap(bitmap.into(), backup.id.clone())),
-            None => Ok(()),
-        }
-    }
-
-    /// What the end of an open backup needs, if that creates a bitmap of this node. A backup that ends needs nothing any more:
-    /// its disks are kept from changes by others.
-    pub fn reserved_bitmap(&self, node: &Node) -> Option<ReservedBitmap> {
-        let open = self.all();
-        let mut found = open.iter().filter_map(|backup| {
-            let mut all = with_bitmaps(backup);
-            let (_, bitmap) = all.find(|(disk, _)| disk.node.name() == node.name())?;
-            Some((&backup.id, bitmap))
-        });
-        let (id, bitmap) = found.next()?;
-        if node.bitmaps().iter().any(|b| b.name() == bitmap.name) {
-            return None;
-        }
-        // One that cannot be used is removed first, and its bits are not in memory.
-        let is_unusable = (node.unusable_bitmaps().iter()).any(|b| b.name == bitmap.name);
-        Some(ReservedBitmap {
-            backup: id.clone(),
-            count: usize::from(!is_unusable),
-            bytes: bitmap.background.bytes(),
-        })
-    }
-
-    /// A fleece for a disk, with a file if there is a directory for it.
-    fn fleece(&self, disk: &Disk, id: &str, memory: u64) -> Result<Arc<Fleece>, BackupError> {
-        let file = self.file()?;
-        let fleece = Fleece::new(disk.size(), &FleeceLimits { memory }, file);
-        let fleece = fleece.map_err(BackupError::Cut)?;
-        let (name, id) = (disk.name.clone(), id.to_owned());
-        fleece.on_failure(move |why| {
-            error!(
-                "disk {name}: backup '{id}' has failed: {why}; to end it: ringdisk backup end --id={} --failed",
-                quote(&id)
-            );
-        });
-        Ok(fleece)
-    }
-
-    fn file(&self) -> Result<Option<File>, BackupError> {
-        let Some(directory) = self.directory.get() else {
-            return Ok(None);
-        };
-        let path = directory.clone();
-        let create = move || {
-            let mut options = OpenOptions::new();
-            options.read(true).write(true).mode(0o600);
-            Ok(options.custom_flags(libc::O_TMPFILE).open(path))
-        };
-        let name = directory.to_string_lossy();
-        let created = with_deadline(&name, Instant::now() + ANSWER_TIMEOUT, create);
-        let file = created.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-        file.map(Some)
-            .map_err(|e| BackupError::Fleece(directory.clone(), e))
-    }
-}
-
 impl Backup {
     /// Why it has failed, if it has.
     pub fn failure(&self) -> Option<String> {
         let mut failures = self.disks.iter().filter_map(|disk| {
-            let why = disk.moment.fleece.failure()?;
-            Some(format!("disk {}: {why}", disk.device.disk.name))
+            let name = &disk.device.disk.name;
+            if let Some(why) = disk.moment.fleece.failure() {
+                return Some(format!("disk {name}: {why}"));
+            }
+            (disk.node.cuts() > disk.cuts).then(|| {
+                format!("disk {name}: another program has cut its file off: data was lost that the backup may lack")
+            })
         });
         failures.next()
+    }
+
+    /// Notices files that have become shorter, unless their storage does not answer.
+    fn look_for_cuts(&self) {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        for disk in &self.disks {
+            let node = disk.node.clone();
+            let look = move || {
+                node.rbd().inspect(|rbd| rbd.settle());
+                Ok(node.file_size())
+            };
+            let _ = with_deadline(disk.node.name(), deadline, look);
+        }
     }
 }
 
@@ -278,7 +138,7 @@ impl Server {
             state.moving.extend(names.iter().cloned());
         }
         let begun = self.begin(id, targets, &served, options);
-        self.state().moving.retain(|moving| !names.contains(moving));
+        self.no_longer_moving(&names);
         let backup = begun?;
         info!(
             "backup '{id}': begun for {}; guests were held for {} us",
@@ -356,6 +216,7 @@ impl Server {
                 return Err(BackupError::BitmapExported(disk, bitmap.clone()));
             }
         }
+        let cuts: Vec<_> = served.iter().map(|(_, node)| node.cuts()).collect();
         let mut fleeces = NewFleeces(Vec::new());
         for (device, _) in served {
             let fleece = self.backups.fleece(&device.disk, id, memory)?;
@@ -378,8 +239,8 @@ impl Server {
         };
         let held = cut(&disks, record).map_err(BackupError::Cut)?;
         let fleeces = std::mem::take(&mut fleeces.0);
-        let disks = served.iter().zip(fleeces).zip(bitmaps);
-        let disks = disks.map(|(((device, node), fleece), (bitmap, wanted))| {
+        let disks = served.iter().zip(fleeces).zip(bitmaps).zip(cuts);
+        let disks = disks.map(|((((device, node), fleece), (bitmap, wanted)), cuts)| {
             // A copy that is made later has more bits, and never fewer.
             let frozen = wanted.map(|wanted| Arc::new(wanted.recording(false)));
             let moment = Moment {
@@ -392,6 +253,7 @@ impl Server {
                 node: node.clone(),
                 moment: Arc::new(moment),
                 bitmap,
+                cuts,
             }
         });
         let backup = Arc::new(Backup {
@@ -453,6 +315,9 @@ impl Server {
             (backup, names)
         };
         self.disconnect_backup(&backup);
+        if is_success {
+            backup.look_for_cuts();
+        }
         let failure = backup.failure().filter(|_| is_success);
         for disk in &backup.disks {
             disk.moment.fleece.end("it was ended");
@@ -464,7 +329,7 @@ impl Server {
         };
         self.release_backup(&backup);
         if is_success {
-            self.state().moving.retain(|moving| !names.contains(moving));
+            self.no_longer_moving(&names);
         }
         advanced.map_err(|why| BackupError::Failed(id.into(), why))?;
         info!("backup '{id}': ended");
@@ -560,7 +425,14 @@ impl Server {
     /// Removes the bitmaps that record since the moment, and ends the copies of old data. Waits for no request.
     fn release_backup(&self, backup: &Backup) {
         for (disk, bitmap) in with_bitmaps(backup) {
-            disk.node.remove_bitmap(bitmap.background.name());
+            let (node, name) = (&disk.node, bitmap.background.name());
+            // What changes the bitmaps now has this one, too, and would add it again.
+            self.backups.will_end(node, name);
+            node.remove_bitmap(name);
+            let state = self.state();
+            if !state.is_moving(node.name()) {
+                self.backups.forget_ended(|ended| ended == node.name());
+            }
         }
         for disk in &backup.disks {
             // Its queues then take over which bitmaps record changes.
@@ -574,98 +446,6 @@ fn with_bitmaps(backup: &Backup) -> impl Iterator<Item = (&BackupDisk, &BackupBi
     disks.filter_map(|disk| Some((disk, disk.bitmap.as_ref()?)))
 }
 
-/// See [`Node::own_image`].
-fn own_image(node: &Node) -> Result<Option<String>, BackupError> {
-    let owned = node.own_image();
-    owned.map_err(|e| BackupError::Lock(node.name().into(), e))
-}
-
 fn access_of(device: &ServedDisk, id: &str) -> String {
     format!("{}-{id}", device.disk.name)
-}
-
-/// The bitmap of a backup of a disk, and the one that says what to copy: the one that it uses, or one with all bits set.
-fn prepared(
-    id: &str,
-    node: &Node,
-    wanted: Option<&(String, BitmapMode)>,
-    size: u64,
-) -> Result<(Option<BackupBitmap>, Option<Arc<DirtyBitmap>>), BackupError> {
-    let Some((name, mode)) = wanted else {
-        return Ok((None, None));
-    };
-    let disk = node.name();
-    check_name(name)?;
-    if !node.has_bitmaps() {
-        return Err(BackupError::NoBitmaps(disk.into()));
-    }
-    let mark = own_image(node)?;
-    let all = node.bitmaps();
-    let found = all.iter().find(|bitmap| bitmap.name() == name);
-    let stored = node.unusable_bitmaps();
-    let unusable = match found {
-        None if stored.iter().any(|other| other.name == *name) => Some(BitmapOrigin::Unusable),
-        None => Some(BitmapOrigin::Missing),
-        // Disabled, it lacks changes.
-        Some(bitmap) if bitmap.is_inconsistent() || !bitmap.is_recording() => {
-            Some(BitmapOrigin::Unusable)
-        }
-        Some(_) => None,
-    };
-    let origin = match (mode, unusable) {
-        (BitmapMode::New, _) | (BitmapMode::Auto, Some(_)) => BitmapOrigin::New,
-        (BitmapMode::Use, Some(why)) => why,
-        (_, None) => BitmapOrigin::Used,
-    };
-    let is_stored = match found {
-        Some(found) => found.is_persistent(),
-        None => node.check_new_bitmap().is_ok(),
-    };
-    if !is_stored {
-        warn!(
-            "backup '{id}': bitmap '{name}' of disk {disk} is not persistent: after the end of ringdisk, the next backup is full"
-        );
-    }
-    let used = found.filter(|_| origin == BitmapOrigin::Used).cloned();
-    let bits = found.map_or_else(
-        || node.cluster_bytes().clamp(4096, 65536).ilog2(),
-        |bitmap| bitmap.granularity_bits(),
-    );
-    let background = format!("backup-{id}-{name}");
-    if check_name(&background).is_err() {
-        let most = NAME_MAX - (background.len() - name.len());
-        return Err(BackupError::LongBitmapName(id.into(), most));
-    }
-    if all.iter().any(|bitmap| bitmap.name() == background) {
-        return Err(BackupError::BitmapName(disk.into(), background));
-    }
-    // At the end, there are two: this bitmap and the one in the background. An inconsistent one is removed before that.
-    let found = found.filter(|bitmap| !bitmap.is_inconsistent());
-    let others = || all.iter().filter(|bitmap| bitmap.name() != name);
-    let unusable = stored.iter().filter(|other| other.name != *name).count();
-    let own = size.div_ceil(1 << bits).div_ceil(8);
-    let kept = found.map_or(own, |found| found.bytes());
-    let bytes = others().map(|bitmap| bitmap.bytes()).sum::<u64>() + kept + own;
-    if others().count() + unusable + 2 > BITMAPS_MAX || bytes > image::BITMAP_BYTES_MAX {
-        return Err(BackupError::TooManyBitmaps(disk.into()));
-    }
-    let new = |name, is_recording| {
-        let bitmap = DirtyBitmap::new(name, bits, size, is_recording, false);
-        bitmap.map_err(|_| BackupError::TooManyBitmaps(disk.into()))
-    };
-    let wanted = match used {
-        Some(used) => used,
-        None => {
-            let all = new(name.clone(), false)?;
-            all.mark(0, size);
-            Arc::new(all)
-        }
-    };
-    let bitmap = BackupBitmap {
-        name: name.clone(),
-        origin,
-        background: Arc::new(new(background, true)?),
-        mark,
-    };
-    Ok((Some(bitmap), Some(wanted)))
 }

@@ -177,6 +177,8 @@ pub struct BitmapUsers {
     /// Bitmaps that NBD clients may query, each with an export that has it.
     pub exported: BTreeMap<String, String>,
     pub reserved: Option<ReservedBitmap>,
+    /// Bytes that its guest can address, if it is served.
+    pub served: Option<u64>,
 }
 
 struct PlannedDisk {
@@ -189,6 +191,8 @@ struct PlannedDisk {
     /// Bitmaps that NBD clients may query, which stay as they are, each with an export that has it.
     exported: BTreeMap<String, String>,
     reserved: Option<ReservedBitmap>,
+    /// Bytes that its guest can address. The file may have more already: what the disk will grow by.
+    served: u64,
 }
 
 impl PlannedDisk {
@@ -196,12 +200,18 @@ impl PlannedDisk {
         Self {
             exported: users.exported,
             reserved: users.reserved,
+            served: users.served.unwrap_or(u64::MAX),
             has_bitmaps: node.has_bitmaps(),
             bitmaps: node.bitmaps(),
             unusable: node.unusable_bitmaps(),
             removed: BTreeSet::new(),
             node: node.clone(),
         }
+    }
+
+    /// What the disk will grow by counts as dirty: no backup can have it before, and it may contain anything.
+    fn mark_unserved(&self, bitmap: &DirtyBitmap) {
+        bitmap.mark(self.served, bitmap.size().saturating_sub(self.served));
     }
 
     fn find(&self, name: &str) -> Option<&Arc<DirtyBitmap>> {
@@ -312,7 +322,11 @@ impl Plan {
                 self.disks[place].removed.insert(target.name.clone());
                 return Ok(());
             }
-            BitmapChange::Clear => self.target(target)?.cleared(),
+            BitmapChange::Clear => {
+                let new = self.target(target)?.cleared();
+                self.disks[self.disk_of(target)?].mark_unserved(&new);
+                new
+            }
             BitmapChange::Enable => self.target(target)?.recording(true),
             BitmapChange::Disable => self.target(target)?.recording(false),
             BitmapChange::Merge(sources) => self.merged(target, sources)?,
@@ -395,6 +409,7 @@ impl Plan {
         let bits = granularity.trailing_zeros();
         let new = DirtyBitmap::new(name, bits, size, is_recording, is_persistent);
         let new = new.map_err(|_| BitmapError::TooMany(node))?;
+        disk.mark_unserved(&new);
         disk.bitmaps.push(Arc::new(new));
         Ok(())
     }

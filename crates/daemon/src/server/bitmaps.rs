@@ -74,20 +74,25 @@ impl Server {
     /// The same without making disks durable.
     fn change_bitmaps_at_once(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
         let (nodes, places) = self.nodes_of(actions);
-        let is_ours = |name: &String| nodes.iter().any(|node| node.name() == name);
+        let names: Vec<_> = nodes.iter().map(|node| node.name().to_owned()).collect();
         {
             let mut state = self.state();
-            let mut names = nodes.iter().map(|node| node.name());
-            if let Some(name) = names.find(|name| state.is_moving(name)) {
-                return Err(ServerError::Moving(name.into()));
+            if let Some(name) = names.iter().find(|name| state.is_moving(name)) {
+                return Err(ServerError::Moving(name.clone()));
             }
             // Nobody moves, removes or resizes them meanwhile.
-            let names = nodes.iter().map(|node| node.name().to_owned());
-            state.moving.extend(names);
+            state.moving.extend(names.iter().cloned());
         }
         let changed = self.change_held(&nodes, places, actions);
-        self.state().moving.retain(|moving| !is_ours(moving));
+        self.no_longer_moving(&names);
         Ok(changed?)
+    }
+
+    /// Others may change these disks from now on.
+    pub(super) fn no_longer_moving(&self, names: &[String]) {
+        let mut state = self.state();
+        state.moving.retain(|moving| !names.contains(moving));
+        (self.backups).forget_ended(|ended| names.iter().any(|name| name == ended));
     }
 
     /// The same if the caller keeps others from changing the disks.
@@ -149,10 +154,15 @@ impl Server {
     ) -> Result<(), BitmapError> {
         let served = self.served_by(nodes);
         // None of them is released meanwhile: that would store its bitmaps.
-        let _kept: Vec<_> = served.iter().map(|device| device.node()).collect();
+        let kept: Vec<_> = served.iter().map(|device| device.node()).collect();
         let users = nodes.iter().map(|node| BitmapUsers {
             exported: self.exported_bitmaps(node),
             reserved: self.backups.reserved_bitmap(node),
+            served: (served
+                .iter()
+                .zip(&kept)
+                .find(|(_, on)| Arc::ptr_eq(on, node)))
+            .map(|(device, _)| device.disk.size()),
         });
         let mut plan = Plan::new(nodes, users.collect(), places);
         plan.begin(actions)?;

@@ -191,7 +191,7 @@ pub enum BackupError {
     #[error("disk '{name}': writes in flight have not ended within {} s; its storage does not answer", SETTLE.as_secs(), name = .0)]
     Slow(String),
     #[error(
-        "backup '{0}' has failed and is ended; its bitmaps have all changes, as before it began, or are inconsistent: {1}"
+        "backup '{0}' has failed and is ended; its bitmaps have all changes, as before it began, or cannot be used any more: {1}"
     )]
     Failed(String, String),
 }

@@ -18,7 +18,7 @@ use testkit::server::wait_for_exit;
 use super::{BINARY, BLOCK, DISK_BYTES, Served, numbers, write};
 use crate::support::small_fs::FreezableFs;
 
-fn bits(served: &Served, disk: &str, bitmap: &str) -> u64 {
+pub fn bits(served: &Served, disk: &str, bitmap: &str) -> u64 {
     let listed = served.done(&["bitmap", "list", disk]);
     let bitmaps = listed[disk].as_array().unwrap();
     let found = bitmaps.iter().find(|b| b["name"] == bitmap);

@@ -5,6 +5,7 @@ mod failures;
 mod interrupted;
 mod moment;
 mod refusals;
+mod sizes;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

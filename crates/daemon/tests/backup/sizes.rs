@@ -1,0 +1,118 @@
+//! Backups of disks whose files other programs make longer or shorter.
+
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use serde_json::json;
+
+use super::failures::bits;
+use super::{BLOCK, DISK_BYTES, Served, write};
+
+fn set_size(served: &Served, bytes: u64) {
+    let file = File::options().write(true).open(served.path("a.raw"));
+    file.unwrap().set_len(bytes).unwrap();
+}
+
+/// What was cut off is lost, also if the file is as long as before afterwards: a backup is no success.
+#[test]
+fn file_that_was_cut_off_fails_the_backup() {
+    let Some(served) = Served::start("file_that_was_cut_off_fails_the_backup", &[]) else {
+        return;
+    };
+    write(&mut served.connect("a"), 0, DISK_BYTES / BLOCK - 1, 1);
+    // Noticed while the backup is open, and at its end.
+    for looks_meanwhile in [true, false] {
+        served.done(&["backup", "begin", "a"]);
+        set_size(&served, DISK_BYTES / 2);
+        if looks_meanwhile {
+            served.done(&["bitmap", "list"]);
+            set_size(&served, DISK_BYTES);
+            let listed = served.done(&["backup", "list"]);
+            let error = listed[0]["error"].as_str().unwrap();
+            assert!(error.contains("has cut its file off"), "{error}");
+        }
+        served.refused(&["backup", "end"], "has cut its file off");
+        set_size(&served, DISK_BYTES);
+    }
+    // The next one is about what there is now.
+    served.done(&["backup", "begin", "a"]);
+    served.done(&["backup", "end"]);
+}
+
+/// A file that has grown, and its guest does not know yet. What the disk will grow by counts as dirty.
+#[test]
+fn file_grows_before_its_disk() {
+    let Some(served) = Served::start("file_grows_before_its_disk", &[]) else {
+        return;
+    };
+    let mut device = served.connect("a");
+    let backup = |expected: u64| {
+        served.done(&["backup", "begin", "a", "--bitmap=n"]);
+        served.done(&["backup", "end"]);
+        assert_eq!(bits(&served, "a", "n"), expected);
+    };
+    backup(0);
+    let more = 16 << 20;
+    set_size(&served, DISK_BYTES + more);
+    // The bitmaps of a disk grow when its size is queried.
+    served.done(&["bitmap", "list"]);
+    backup(more);
+    served.done(&["bitmap", "add", "a", "new", "--persistent"]);
+    assert_eq!(bits(&served, "a", "new"), more);
+    served.done(&["bitmap", "clear", "a", "new"]);
+    write(&mut device, 0, 0, 1);
+    // In the middle of a backup.
+    served.done(&["backup", "begin", "a", "--bitmap=n"]);
+    set_size(&served, DISK_BYTES + 2 * more);
+    served.done(&["bitmap", "list"]);
+    served.done(&["backup", "end"]);
+    assert_eq!(bits(&served, "a", "n"), 2 * more);
+    served.done(&["resize", "a"]);
+    for bitmap in ["n", "new"] {
+        let own = u64::from(bitmap == "new") * 65536;
+        assert_eq!(bits(&served, "a", bitmap), 2 * more + own, "{bitmap}");
+    }
+    backup(0);
+}
+
+/// A backup ends while a command changes another bitmap of its disk: its temporary bitmap must not come back.
+#[test]
+fn backup_ends_while_bitmaps_change() {
+    let Some(served) = Served::start("backup_ends_while_bitmaps_change", &[]) else {
+        return;
+    };
+    served.done(&["bitmap", "add", "a", "other"]);
+    served.done(&["bitmap", "add", "a", "n", "--persistent"]);
+    let connect = || control::Client::connect(served.path("control.qmp"), testkit::driver::HANG);
+    let (is_done, mut rounds) = (AtomicBool::new(false), 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut client = connect().unwrap();
+            while !is_done.load(Relaxed) {
+                // Refused while the backup begins.
+                let other = json!({ "node": "a", "name": "other" });
+                let _ = client.call("block-dirty-bitmap-clear", other);
+            }
+        });
+        let mut client = connect().unwrap();
+        while rounds < 400 {
+            let disk = json!({ "device": "a", "bitmap-mode": "use", "bitmap-name": "n" });
+            let begin = json!({ "target-id": "backup", "devices": [disk] });
+            match client.call("backup-access-setup", begin) {
+                Ok(_) => {}
+                // While the other command changes the bitmap.
+                Err(e) if e.to_string().contains("moved") => continue,
+                Err(e) => {
+                    is_done.store(true, Relaxed);
+                    panic!("after {rounds} backups: {e}");
+                }
+            }
+            let end = json!({ "target-id": "backup", "success": false });
+            client.call("backup-access-teardown", end).unwrap();
+            rounds += 1;
+        }
+        is_done.store(true, Relaxed);
+    });
+    let listed = served.done(&["bitmap", "list", "a"]);
+    assert_eq!(listed["a"].as_array().unwrap().len(), 2, "{listed}");
+}
