@@ -16,7 +16,7 @@ pub const BITMAPS_MAX: usize = 256;
 /// The longest name in bytes, as in the format of images.
 pub const NAME_MAX: usize = 1023;
 /// Granularities that images can have, in bytes.
-const GRANULARITY: std::ops::RangeInclusive<u32> = 512..=1 << 31;
+pub const GRANULARITY: std::ops::RangeInclusive<u32> = 512..=1 << 31;
 /// Default granularities follow the cluster size within these bounds, as in QEMU.
 const GRANULARITY_DEFAULT: (u64, u64) = (4096, 65536);
 

@@ -260,3 +260,39 @@ fn proxmox_commands_have_bitmap_modes() {
     assert_eq!(copied()[0]["dirty"], DISK_BYTES);
     teardown(false).unwrap();
 }
+
+/// A backup replaces a bitmap that cannot be used by one of the same granularity.
+#[test]
+fn backup_keeps_the_granularity_of_a_bitmap() {
+    let Some(mut served) = Served::start("backup_keeps_the_granularity_of_a_bitmap", &[]) else {
+        return;
+    };
+    served.done(&[
+        "bitmap",
+        "add",
+        "a",
+        "n",
+        "--persistent",
+        "--granularity=4k",
+    ]);
+    assert!(served.server.terminate().unwrap().success());
+    let file = std::fs::File::options()
+        .write(true)
+        .open(served.path("a.raw"));
+    file.unwrap().set_len(DISK_BYTES + BLOCK).unwrap();
+    served.restart();
+    let bitmap = || served.done(&["bitmap", "list", "a"])["a"][0].clone();
+    let before = bitmap();
+    assert_eq!(
+        (&before["inconsistent"], &before["granularity"]),
+        (&json!(true), &json!(4096))
+    );
+    let begun = served.done(&["backup", "begin", "a", "--bitmap=n"]);
+    assert!(!begun.to_string().contains("incremental"), "{begun}");
+    served.done(&["backup", "end"]);
+    let after = bitmap();
+    assert_eq!(
+        (&after["inconsistent"], &after["granularity"]),
+        (&Value::Null, &json!(4096))
+    );
+}

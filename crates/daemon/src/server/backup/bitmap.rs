@@ -6,7 +6,7 @@ use block::DirtyBitmap;
 use tracing::warn;
 
 use crate::node::Node;
-use crate::server::bitmap_plan::{BITMAPS_MAX, NAME_MAX, check_name};
+use crate::server::bitmap_plan::{BITMAPS_MAX, GRANULARITY, NAME_MAX, check_name};
 use crate::server::error::BackupError;
 
 /// What is to be done with a bitmap.
@@ -86,10 +86,15 @@ pub(super) fn prepared(
         );
     }
     let used = found.filter(|_| origin == BitmapOrigin::Used).cloned();
-    let bits = found.map_or_else(
-        || node.cluster_bytes().clamp(4096, 65536).ilog2(),
-        |bitmap| bitmap.granularity_bits(),
-    );
+    // One that cannot be used is replaced by another of the same granularity.
+    let of_stored = || {
+        let its = stored.iter().find(|other| other.name == *name)?.granularity;
+        let is_valid = u32::try_from(its).is_ok_and(|its| GRANULARITY.contains(&its));
+        (is_valid && its.is_power_of_two()).then(|| its.ilog2())
+    };
+    let bits = (found.map(|bitmap| bitmap.granularity_bits()))
+        .or_else(of_stored)
+        .unwrap_or_else(|| node.cluster_bytes().clamp(4096, 65536).ilog2());
     let background = format!("backup-{id}-{name}");
     if check_name(&background).is_err() {
         let most = NAME_MAX - (background.len() - name.len());
