@@ -24,7 +24,7 @@ use tracing::{error, info};
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 use super::bitmaps::sync;
 use super::clients::END_TIMEOUT;
-use super::deadline::{ANSWER_TIMEOUT, with_deadline};
+use super::deadline::{ANSWER_TIMEOUT, patiently, with_deadline};
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
 use super::nbd::export::Moment;
@@ -127,16 +127,12 @@ impl Server {
         targets: &[BackupTarget],
         options: BackupOptions,
     ) -> Result<Arc<Backup>, ServerError> {
-        let served = self.targets(id, targets)?;
-        let names: Vec<_> = served.iter().map(|(_, n)| n.name().to_owned()).collect();
-        {
-            let mut state = self.state();
-            if let Some(name) = names.iter().find(|name| state.is_moving(name)) {
-                return Err(ServerError::Moving(name.clone()));
-            }
-            // Nobody moves, removes or resizes them meanwhile.
-            state.moving.extend(names.iter().cloned());
-        }
+        let (served, names) = patiently(|| {
+            let served = self.targets(id, targets)?;
+            let names: Vec<_> = served.iter().map(|(_, n)| n.name().to_owned()).collect();
+            self.now_moving(&names)?;
+            Ok((served, names))
+        })?;
         let begun = self.begin(id, targets, &served, options);
         self.no_longer_moving(&names);
         let backup = begun?;
@@ -295,7 +291,7 @@ impl Server {
         token: Option<&str>,
         is_success: bool,
     ) -> Result<(), ServerError> {
-        let (backup, names) = {
+        let (backup, names) = patiently(|| {
             // While it is held, nobody exports a disk of the backup.
             let mut state = self.state();
             let mut open = self.backups.lock();
@@ -312,8 +308,8 @@ impl Server {
             if is_success {
                 state.moving.extend(names.iter().cloned());
             }
-            (backup, names)
-        };
+            Ok((backup, names))
+        })?;
         self.disconnect_backup(&backup);
         if is_success {
             backup.look_for_cuts();

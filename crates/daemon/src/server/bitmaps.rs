@@ -23,7 +23,7 @@ use std::time::Instant;
 use block::DirtyBitmap;
 
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, BitmapUsers, Plan};
-use super::deadline::{SHUTDOWN_TIMEOUT, with_deadline};
+use super::deadline::{SHUTDOWN_TIMEOUT, patiently, with_deadline};
 use super::device::ServedDisk;
 use super::{Server, ServerError};
 use crate::node::Node;
@@ -73,22 +73,31 @@ impl Server {
 
     /// The same without making disks durable.
     fn change_bitmaps_at_once(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
-        let (nodes, places) = self.nodes_of(actions);
-        let names: Vec<_> = nodes.iter().map(|node| node.name().to_owned()).collect();
-        {
-            let mut state = self.state();
-            if let Some(name) = names.iter().find(|name| state.is_moving(name)) {
-                return Err(ServerError::Moving(name.clone()));
-            }
-            // Nobody moves, removes or resizes them meanwhile.
-            state.moving.extend(names.iter().cloned());
-        }
+        let ((nodes, places), names) = patiently(|| {
+            let found = self.nodes_of(actions);
+            let names: Vec<_> = found.0.iter().map(|n| n.name().to_owned()).collect();
+            self.now_moving(&names)?;
+            Ok((found, names))
+        })?;
         let changed = self.change_held(&nodes, places, actions);
         self.no_longer_moving(&names);
         Ok(changed?)
     }
 
-    /// Others may change these disks from now on.
+    /// Nobody else moves, removes or resizes these disks from now on, or changes their bitmaps.
+    ///
+    /// # Errors
+    /// Somebody does.
+    pub(super) fn now_moving(&self, names: &[String]) -> Result<(), ServerError> {
+        let mut state = self.state();
+        if let Some(name) = names.iter().find(|name| state.is_moving(name)) {
+            return Err(ServerError::Moving(name.clone()));
+        }
+        state.moving.extend(names.iter().cloned());
+        Ok(())
+    }
+
+    /// Others may do so again.
     pub(super) fn no_longer_moving(&self, names: &[String]) {
         let mut state = self.state();
         state.moving.retain(|moving| !names.contains(moving));

@@ -1,4 +1,5 @@
-//! Runs work that waits for storage in threads of its own, so that storage that does not answer holds up nothing else.
+//! Runs work that waits for storage in threads of its own, so that storage that does not answer holds up nothing else; waits
+//! for other commands.
 
 use std::sync::mpsc;
 use std::thread;
@@ -11,6 +12,9 @@ pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long storage may take to answer a query.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a command waits for another one that changes the same disk.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 pub(super) type Task<T> = mpsc::Receiver<Result<T, ServerError>>;
 
@@ -45,4 +49,17 @@ pub(super) fn with_deadline<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ServerError> + Send + 'static,
 ) -> Result<T, ServerError> {
     end(name, deadline, &begin(name, work)?)
+}
+
+/// Tries again for a moment while another command changes a disk: most such changes take milliseconds.
+pub(super) fn patiently<T>(attempt: impl Fn() -> Result<T, ServerError>) -> Result<T, ServerError> {
+    let began = Instant::now();
+    loop {
+        match attempt() {
+            Err(ServerError::Moving(_)) if began.elapsed() < PATIENCE => {
+                thread::sleep(Duration::from_millis(2));
+            }
+            ended => return ended,
+        }
+    }
 }
