@@ -437,9 +437,9 @@ impl DirtyBitmaps {
         self.lock().push(bitmap);
     }
 
-    /// Removes the one with this name. Threads record in it until they take over which bitmaps record changes.
-    pub fn remove(&self, name: &str) {
-        self.lock().retain(|bitmap| bitmap.name() != name);
+    /// Removes this one. Threads record in it until they take over which bitmaps record changes.
+    pub fn remove(&self, bitmap: &Arc<DirtyBitmap>) {
+        self.lock().retain(|other| !Arc::ptr_eq(other, bitmap));
     }
 
     /// All of them.
@@ -520,8 +520,13 @@ impl RecordingBitmaps {
 
     #[cold]
     fn note_time(&self, noted: &mut TimeNoted) {
-        self.bitmaps.iter().for_each(|bitmap| bitmap.note_time());
+        self.note_again();
         noted.0 = true;
+    }
+
+    /// Notes the time again: a range that was [marked](Self::mark) earlier is submitted only now.
+    pub fn note_again(&self) {
+        self.bitmaps.iter().for_each(|bitmap| bitmap.note_time());
     }
 
     /// Where ranges are noted that are about to change, if that is needed.

@@ -63,6 +63,9 @@ struct SharedNode {
     changes: Mutex<()>,
     /// Held while storage is queried for sizes.
     refreshing: Mutex<()>,
+    /// Held while the size of the file is asked for and noted, so that an older answer does not follow a newer one. Its
+    /// holder may wait for storage, as that of `changes`.
+    sizing: Mutex<()>,
     /// Held only to read or replace it, never while storage is accessed.
     state: Mutex<NodeState>,
 }
@@ -329,6 +332,8 @@ impl Node {
                 Some(_) => state.file.clone(),
             }
         };
+        let sizing = &self.shared.sizing;
+        let _sizing = sizing.lock().unwrap_or_else(PoisonError::into_inner);
         let size = match (file, &self.rbd) {
             (Some(file), _) => file.size()?,
             (None, Some(rbd)) => rbd.size()?,

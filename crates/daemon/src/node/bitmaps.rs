@@ -154,9 +154,9 @@ impl Node {
     }
 
     /// Removes a temporary bitmap. Queues record in it until they take over which bitmaps do.
-    pub fn remove_bitmap(&self, name: &str) {
+    pub fn remove_bitmap(&self, bitmap: &Arc<DirtyBitmap>) {
         if let Some(all) = self.all_bitmaps() {
-            all.remove(name);
+            all.remove(bitmap);
         }
     }
 
@@ -168,7 +168,12 @@ impl Node {
         let size = self.known_size();
         for bitmap in bitmaps {
             let is_new = all.find(bitmap.name()).is_none();
-            if is_new && bitmap.size() == size {
+            let old = bitmap.size();
+            // The file may have grown. What is new counts as dirty.
+            if is_new && old <= size && bitmap.grow(size).is_ok() {
+                if bitmap.is_recording() {
+                    bitmap.mark(old, size - old);
+                }
                 all.add(Arc::new(bitmap));
             }
         }

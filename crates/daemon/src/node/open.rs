@@ -99,6 +99,7 @@ impl Node {
             shared: Arc::new(SharedNode {
                 changes: Mutex::new(()),
                 refreshing: Mutex::new(()),
+                sizing: Mutex::new(()),
                 state: Mutex::new(NodeState {
                     image: (!released).then_some(opened.image),
                     file: opened.file,

@@ -421,10 +421,10 @@ impl Server {
     /// Removes the bitmaps that record since the moment, and ends the copies of old data. Waits for no request.
     fn release_backup(&self, backup: &Backup) {
         for (disk, bitmap) in with_bitmaps(backup) {
-            let (node, name) = (&disk.node, bitmap.background.name());
+            let (node, background) = (&disk.node, &bitmap.background);
             // What changes the bitmaps now has this one, too, and would add it again.
-            self.backups.will_end(node, name);
-            node.remove_bitmap(name);
+            self.backups.will_end(node, background);
+            node.remove_bitmap(background);
             let state = self.state();
             if !state.is_moving(node.name()) {
                 self.backups.forget_ended(|ended| ended == node.name());

@@ -350,18 +350,21 @@ impl Plan {
         sources: &[BitmapName],
     ) -> Result<DirtyBitmap, BitmapError> {
         let place = self.disk_of(target)?;
-        let size = self.disks[place].node.known_size();
-        let mut found = Vec::new();
-        for source in sources {
-            let bitmap = self.target(source)?;
-            if bitmap.size() != size {
-                return Err(BitmapError::Size(size, bitmap.size()));
-            }
-            found.push(bitmap);
-        }
         let old = self.disks[place].usable(&target.name)?;
         let new = old.recording(old.is_recording());
-        found.into_iter().for_each(|bitmap| new.merge(bitmap));
+        for source in sources {
+            let bitmap = self.target(source)?;
+            let (own, size) = (new.size(), bitmap.size());
+            // Bitmaps of one disk differ only while they grow with it. What is new counts as dirty.
+            if own != size && self.disk_of(source)? != place {
+                return Err(BitmapError::Size(own, size));
+            }
+            let too_large = |_| BitmapError::TooMany(target.disk.clone());
+            new.grow(size).map_err(too_large)?;
+            new.merge(bitmap);
+            let (from, to) = (own.min(size), own.max(size));
+            new.mark(from, to - from);
+        }
         Ok(new)
     }
 

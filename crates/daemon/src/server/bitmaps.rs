@@ -34,19 +34,25 @@ impl Server {
     /// # Errors
     /// Nothing has changed, except after [`BitmapError::NotDurable`].
     pub fn change_bitmaps(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
-        for action in actions {
-            if let BitmapAction::Change(target, _) = action
-                && let Some(node) = self.node_of(&target.disk)
-            {
-                self.backups.check_bitmap(&node, &target.name)?;
-            }
-        }
+        self.check_not_in_backups(actions)?;
         self.noted_disks(actions).iter().try_for_each(sync)?;
         self.change_bitmaps_at_once(actions)?;
         // They may have got their first persistent bitmap.
         for device in self.noted_disks(actions) {
             sync(&device)
                 .map_err(|e| BitmapError::NotDurable(device.disk.name.clone(), e.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// Checks that no open backup is about any of the bitmaps.
+    fn check_not_in_backups(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+        for action in actions {
+            if let BitmapAction::Change(target, _) = action
+                && let Some(node) = self.node_of(&target.disk)
+            {
+                self.backups.check_bitmap(&node, &target.name)?;
+            }
         }
         Ok(())
     }
@@ -79,9 +85,11 @@ impl Server {
             self.now_moving(&names)?;
             Ok((found, names))
         })?;
-        let changed = self.change_held(&nodes, places, actions);
+        // A backup may have begun meanwhile. None does from now on.
+        let changed = (self.check_not_in_backups(actions))
+            .and_then(|()| Ok(self.change_held(&nodes, places, actions)?));
         self.no_longer_moving(&names);
-        Ok(changed?)
+        changed
     }
 
     /// Nobody else moves, removes or resizes these disks from now on, or changes their bitmaps.

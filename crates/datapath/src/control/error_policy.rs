@@ -128,6 +128,7 @@ impl<E: Engine> Worker<E> {
 
     fn retry(&mut self, id: RequestId) {
         let queue = self.queues.get(id.queue);
+        queue.bitmaps.note_again();
         let s = queue.slots.get(id.slot);
         let RequestState::Stalled(retry) = s.state else {
             unreachable!("it waits because it is stalled");

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Instant;
 
+use block::DirtyBitmap;
 use datapath::{Disk, Fleece, FleeceLimits};
 use tracing::error;
 
@@ -27,7 +28,7 @@ pub struct OpenBackups {
     /// Where files for old data are created.
     directory: OnceLock<PathBuf>,
     /// Bitmaps of backups that have ended while something else changed their disks, which may add them again.
-    ended: Mutex<Vec<(Weak<Node>, String)>>,
+    ended: Mutex<Vec<(Weak<Node>, Arc<DirtyBitmap>)>>,
 }
 
 impl OpenBackups {
@@ -133,8 +134,8 @@ impl OpenBackups {
     }
 
     /// The bitmap of a backup of a disk ends.
-    pub(super) fn will_end(&self, node: &Arc<Node>, bitmap: &str) {
-        let its = (Arc::downgrade(node), bitmap.to_owned());
+    pub(super) fn will_end(&self, node: &Arc<Node>, bitmap: &Arc<DirtyBitmap>) {
+        let its = (Arc::downgrade(node), bitmap.clone());
         locked(&self.ended).push(its);
     }
 
