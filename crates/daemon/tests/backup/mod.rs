@@ -4,6 +4,7 @@ mod bitmaps;
 mod failures;
 mod interrupted;
 mod moment;
+mod races;
 mod refusals;
 mod sizes;
 

@@ -1,9 +1,6 @@
 //! Backups of disks whose files other programs make longer or shorter.
 
 use std::fs::File;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-
-use serde_json::json;
 
 use super::failures::bits;
 use super::{BLOCK, DISK_BYTES, Served, write};
@@ -73,41 +70,4 @@ fn file_grows_before_its_disk() {
         assert_eq!(bits(&served, "a", bitmap), 2 * more + own, "{bitmap}");
     }
     backup(0);
-}
-
-/// A backup ends while a command changes another bitmap of its disk: its temporary bitmap must not come back.
-#[test]
-fn backup_ends_while_bitmaps_change() {
-    let Some(served) = Served::start("backup_ends_while_bitmaps_change", &[]) else {
-        return;
-    };
-    served.done(&["bitmap", "add", "a", "other"]);
-    served.done(&["bitmap", "add", "a", "n", "--persistent"]);
-    let connect = || control::Client::connect(served.path("control.qmp"), testkit::driver::HANG);
-    let (is_done, mut rounds) = (AtomicBool::new(false), 0);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut client = connect().unwrap();
-            while !is_done.load(Relaxed) {
-                // It is refused if the backup takes longer than a command waits.
-                let other = json!({ "node": "a", "name": "other" });
-                let _ = client.call("block-dirty-bitmap-clear", other);
-            }
-        });
-        let mut client = connect().unwrap();
-        while rounds < 400 {
-            let disk = json!({ "device": "a", "bitmap-mode": "use", "bitmap-name": "n" });
-            let begin = json!({ "target-id": "backup", "devices": [disk] });
-            if let Err(e) = client.call("backup-access-setup", begin) {
-                is_done.store(true, Relaxed);
-                panic!("after {rounds} backups: {e}");
-            }
-            let end = json!({ "target-id": "backup", "success": false });
-            client.call("backup-access-teardown", end).unwrap();
-            rounds += 1;
-        }
-        is_done.store(true, Relaxed);
-    });
-    let listed = served.done(&["bitmap", "list", "a"]);
-    assert_eq!(listed["a"].as_array().unwrap().len(), 2, "{listed}");
 }

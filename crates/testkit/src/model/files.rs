@@ -276,24 +276,12 @@ impl Files {
         Ok(Converted(out))
     }
 
-    /// Waits until the image is unlocked: the kernel may still be executing I/O of a killed process, and keeps its lock
-    /// until then.
+    /// Waits until the image is unlocked.
     pub fn wait_until_free(&self) -> Outcome<()> {
-        let start = Instant::now();
-        for path in [Some(&self.image), self.data.as_ref()]
+        let mut all = [Some(&self.image), self.data.as_ref()]
             .into_iter()
-            .flatten()
-        {
-            let file = File::options().read(true).write(true).open(path)?;
-            while is_locked(&file) {
-                if start.elapsed() > hang() {
-                    let what = format!("{} stays locked", path.display());
-                    return Err(Failure::new("hang", what));
-                }
-                thread::sleep(Duration::from_millis(1));
-            }
-        }
-        Ok(())
+            .flatten();
+        all.try_for_each(|path| wait_until_free(path))
     }
 
     /// Fills a file system, and leaves `leave_kib` KiB free.
@@ -343,6 +331,20 @@ impl Files {
         }
         Ok(true)
     }
+}
+
+/// Waits until a file is unlocked: the kernel may still be executing I/O of a killed process, and keeps its locks until then.
+pub fn wait_until_free(path: &Path) -> Outcome<()> {
+    let start = Instant::now();
+    let file = File::options().read(true).write(true).open(path)?;
+    while is_locked(&file) {
+        if start.elapsed() > hang() {
+            let what = format!("{} stays locked", path.display());
+            return Err(Failure::new("hang", what));
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
 }
 
 /// Whether any process has a lock on any part of a file.

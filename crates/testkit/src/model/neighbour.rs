@@ -7,7 +7,7 @@ use std::process::Command;
 
 use super::config::Serve;
 use super::failure::{Failure, Outcome};
-use super::files::windows;
+use super::files::{wait_until_free, windows};
 use super::guest::Guest;
 use super::oracle::{Oracle, SECTOR};
 use super::process::run;
@@ -139,6 +139,7 @@ impl Neighbour {
     /// Compares the image, as QEMU reads it, with the oracle. No server may have it open, and its journal must be
     /// empty.
     pub fn compare(&mut self) -> Outcome<()> {
+        wait_until_free(&self.image)?;
         let mut command = Command::new("qemu-img");
         command.args(["check", "-q", "-f", "qcow2"]);
         match run(command.arg(&self.image), &self.directory)? {

@@ -1,0 +1,81 @@
+//! Backups that begin and end while other commands change bitmaps of the same disk.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
+
+use control::Client;
+use serde_json::{Value, json};
+use testkit::driver::HANG;
+
+use super::failures::bits;
+use super::{Served, write};
+
+/// Begins and fails backups of disk `a` with bitmap `n`, while another client clears the bitmap `cleared` without end.
+/// Calls `before` and `open` in each round.
+fn backups_beside_clears(
+    served: &Served,
+    cleared: &str,
+    rounds: usize,
+    mut before: impl FnMut(),
+    open: impl Fn(&mut Client),
+) {
+    struct Done<'a>(&'a AtomicBool);
+    impl Drop for Done<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Relaxed);
+        }
+    }
+    let connect = || Client::connect(served.path("control.qmp"), HANG).unwrap();
+    let is_done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut client = connect();
+            while !is_done.load(Relaxed) {
+                // It may be refused.
+                let bitmap = json!({ "node": "a", "name": cleared });
+                let _ = client.call("block-dirty-bitmap-clear", bitmap);
+            }
+        });
+        let _done = Done(&is_done);
+        let mut client = connect();
+        for _ in 0..rounds {
+            before();
+            let disk = json!({ "device": "a", "bitmap-mode": "use", "bitmap-name": "n" });
+            let begin = json!({ "target-id": "backup", "devices": [disk] });
+            client.call("backup-access-setup", begin).unwrap();
+            open(&mut client);
+            let end = json!({ "target-id": "backup", "success": false });
+            client.call("backup-access-teardown", end).unwrap();
+        }
+    });
+}
+
+/// The temporary bitmap of a backup does not come back after its end.
+#[test]
+fn backup_ends_while_bitmaps_change() {
+    let Some(served) = Served::start("backup_ends_while_bitmaps_change", &[]) else {
+        return;
+    };
+    served.done(&["bitmap", "add", "a", "other"]);
+    served.done(&["bitmap", "add", "a", "n", "--persistent"]);
+    backups_beside_clears(&served, "other", 400, || {}, |_| {});
+    let listed = served.done(&["bitmap", "list", "a"]);
+    assert_eq!(listed["a"].as_array().unwrap().len(), 2, "{listed}");
+}
+
+/// A command that has waited until a backup has begun does not change the bitmap of that.
+#[test]
+fn commands_that_wait_spare_the_bitmap_of_a_backup() {
+    let Some(served) = Served::start("commands_that_wait_spare_the_bitmap_of_a_backup", &[]) else {
+        return;
+    };
+    let mut device = served.connect("a");
+    served.done(&["bitmap", "add", "a", "n", "--persistent"]);
+    let compare = |client: &mut Client| {
+        let info = client.call("query-pbs-bitmap-info", json!({})).unwrap();
+        let copied = info[0]["dirty"].as_u64().unwrap();
+        assert!(bits(&served, "a", "n") >= copied, "{info}");
+    };
+    backups_beside_clears(&served, "n", 100, || write(&mut device, 0, 0, 1), compare);
+    assert_eq!(served.done(&["backup", "list"]), Value::Array(Vec::new()));
+}
