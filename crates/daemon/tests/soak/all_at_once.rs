@@ -83,6 +83,8 @@ struct Disk {
     qcow2: bool,
     size: u64,
     snapshots: Vec<u32>,
+    /// It was killed with internal snapshots since its last backup: its bitmap may be inconsistent.
+    may_lack_bitmap: bool,
     /// The process was killed: images may have leaked clusters.
     killed: bool,
     driver: Driver,
@@ -332,7 +334,10 @@ impl Soak {
         kill_process(Pid::from_raw(self.pid as i32).unwrap(), Signal::KILL).unwrap();
         wait_for_exit(self.pid);
         self.first = serve(self.dir.path(), &self.arguments);
-        self.disks.iter_mut().for_each(|disk| disk.killed = true);
+        for disk in &mut self.disks {
+            disk.killed = true;
+            disk.may_lack_bitmap |= !disk.snapshots.is_empty();
+        }
         self.pid = self.first.pid();
         self.baseline = None;
         self.all(|| Order::Reconnect);
@@ -423,6 +428,7 @@ fn make(
         qcow2: !matches!(make, Make::Raw),
         size: SIZE,
         snapshots: Vec::new(),
+        may_lack_bitmap: false,
         killed: false,
         driver: Driver::start(Guest {
             socket,
