@@ -2,7 +2,8 @@
 //!
 //! The tables are [plans](plans) that the lab measures: `ringdisk lab run bench-disk`. This program builds ringdisk and runs
 //! them. It prints the results of closed loops and fixed rates together, with what is wanted of them; those of other
-//! plans (`--plan`) the lab prints itself. Only instructions per I/O are measured here.
+//! plans (`--plan`) the lab prints itself. Instructions per I/O, NBD exports and
+//! backups are measured here.
 
 mod backup;
 mod ceph;

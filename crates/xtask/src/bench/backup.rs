@@ -2,8 +2,8 @@
 //! qemu-storage-daemon (clusters of 64 KiB).
 //!
 //! A client over vhost-user is the guest. In each round, all situations of all servers take turns: no backup, an open one,
-//! and one that `nbdcopy` reads at full speed with four connections. Writes go once to each 4 KiB, so that each of them
-//! meets old data. Both servers keep that in memory. A server has one core; the guest and `nbdcopy` share another.
+//! and one that `nbdcopy` reads at full speed with four connections. At full load, writes go once to each 4 KiB, so that each
+//! of them meets old data. Both servers keep that in memory. A server has one core; the guest and `nbdcopy` share another.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use lab::plan::words::{Arrival, Client};
 
 use super::Bench;
 use super::machine::{CLIENT_CPU, SERVER_CPU};
-use super::nbd::fill;
+use super::nbd::new_disk;
 use super::words::Workload;
 
 /// How long a server may take to start.
@@ -87,13 +87,7 @@ struct Measured {
 /// Measures everything, and prints a table.
 pub fn run(bench: &Bench) -> Result<()> {
     let folder = bench.dir.join("backup");
-    if folder.exists() {
-        fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
-    }
-    fs::create_dir_all(&folder)?;
-    let disk = folder.join("disk.raw");
-    eprintln!("filling {} GiB ...", bench.args.size);
-    fill(&disk, bench.args.size << 30)?;
+    new_disk(bench, &folder)?;
     println!(
         "{:28} {:20} {:8} {:>9} {:>9} {:>9}   beside no backup: IOPS, p99; nbdcopy",
         "random, medians", "server", "backup", "IOPS", "p50 us", "p99 us"

@@ -75,13 +75,7 @@ struct Sample {
 /// Measures all cells, and prints a table.
 pub fn run(bench: &Bench) -> Result<()> {
     let folder = bench.dir.join("nbd");
-    if folder.exists() {
-        fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
-    }
-    fs::create_dir_all(&folder)?;
-    let disk = folder.join("disk.raw");
-    eprintln!("filling {} GiB ...", bench.args.size);
-    fill(&disk, bench.args.size << 30)?;
+    let disk = new_disk(bench, &folder)?;
     println!(
         "{:32} {:20} {:>9} {:>9}   ringdisk: IOPS, CPU per request",
         "", "server", "IOPS", "CPU us"
@@ -302,16 +296,23 @@ fn copies_alone(disk: &Path) -> Result<f64> {
     })
 }
 
-/// Fills a file with random bytes, so that nothing in it is a hole.
-pub(super) fn fill(path: &Path, bytes: u64) -> Result<()> {
-    let mut file = File::create(path).with_context(|| format!("making {}", path.display()))?;
+/// Makes the disk that is measured, in a new folder: random bytes, so that nothing in it is a hole.
+pub(super) fn new_disk(bench: &Bench, folder: &Path) -> Result<PathBuf> {
+    if folder.exists() {
+        fs::remove_dir_all(folder).with_context(|| format!("removing {}", folder.display()))?;
+    }
+    fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+    let path = folder.join("disk.raw");
+    eprintln!("filling {} GiB ...", bench.args.size);
+    let mut file = File::create(&path).with_context(|| format!("making {}", path.display()))?;
     let mut random = Rng::new(1);
     let mut buffer = vec![0; 4 << 20];
-    for _ in 0..bytes / buffer.len() as u64 {
+    for _ in 0..(bench.args.size << 30) / buffer.len() as u64 {
         for word in buffer.chunks_exact_mut(8) {
             word.copy_from_slice(&random.bits().to_le_bytes());
         }
         file.write_all(&buffer)?;
     }
-    file.sync_all().context("writing the file")
+    file.sync_all().context("writing the file")?;
+    Ok(path)
 }
