@@ -167,7 +167,12 @@ impl DirtyBitmap {
 
     /// The number of bytes that hold its bits.
     pub fn bytes(&self) -> u64 {
-        self.bits().div_ceil(8)
+        self.bytes_at(self.size())
+    }
+
+    /// The same if the disk had `size` bytes.
+    pub fn bytes_at(&self, size: u64) -> u64 {
+        size.div_ceil(self.granularity()).div_ceil(8)
     }
 
     /// Whether changes of the disk are recorded.
@@ -453,7 +458,7 @@ impl DirtyBitmaps {
     #[must_use]
     pub fn grow(&self, size: u64, bytes_max: u64) -> Vec<Arc<DirtyBitmap>> {
         let mut all = self.all();
-        let needed = |bitmap: &DirtyBitmap| size.div_ceil(bitmap.granularity()).div_ceil(8);
+        let needed = |bitmap: &DirtyBitmap| bitmap.bytes_at(size);
         all.retain(|bitmap| !bitmap.is_inconsistent());
         all.sort_by_key(|bitmap| (!bitmap.is_persistent(), needed(bitmap)));
         let mut left = bytes_max;

@@ -4,7 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use block::{Backing, DirtyBitmap, DirtyBitmaps};
-use image::{Chain, Image, Qcow2, UnusableBitmap};
+use image::{BITMAP_BYTES_MAX, Chain, Image, Qcow2, UnusableBitmap};
+use tracing::warn;
 
 use super::Node;
 use super::recorded_bitmaps::{self, RecordedBitmaps};
@@ -167,15 +168,23 @@ impl Node {
         };
         let size = self.known_size();
         for bitmap in bitmaps {
-            let is_new = all.find(bitmap.name()).is_none();
-            let old = bitmap.size();
-            // The file may have grown. What is new counts as dirty.
-            if is_new && old <= size && bitmap.grow(size).is_ok() {
-                if bitmap.is_recording() {
-                    bitmap.mark(old, size - old);
-                }
-                all.add(Arc::new(bitmap));
+            if all.find(bitmap.name()).is_some() {
+                continue;
             }
+            // The file may have grown. What is new counts as dirty.
+            let old = bitmap.size();
+            let fits = old <= size && bitmap.bytes_at(size) <= BITMAP_BYTES_MAX;
+            if !fits || bitmap.grow(size).is_err() {
+                let (disk, name) = (self.name(), bitmap.name());
+                warn!(
+                    "disk {disk}: temporary bitmap '{name}' is lost: the size of the disk has changed"
+                );
+                continue;
+            }
+            if bitmap.is_recording() {
+                bitmap.mark(old, size - old);
+            }
+            all.add(Arc::new(bitmap));
         }
     }
 

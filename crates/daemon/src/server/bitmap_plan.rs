@@ -359,8 +359,9 @@ impl Plan {
             if own != size && self.disk_of(source)? != place {
                 return Err(BitmapError::Size(own, size));
             }
-            let too_large = |_| BitmapError::TooMany(target.disk.clone());
-            new.grow(size).map_err(too_large)?;
+            if new.bytes_at(size) > image::BITMAP_BYTES_MAX || new.grow(size).is_err() {
+                return Err(BitmapError::TooMany(target.disk.clone()));
+            }
             new.merge(bitmap);
             let (from, to) = (own.min(size), own.max(size));
             new.mark(from, to - from);

@@ -281,8 +281,7 @@ impl Server {
                 store.finish_move(before.name());
             }
         }
-        let mut state = self.state();
-        state.moving.retain(|moving| moving != before.name());
+        self.no_longer_moving(&[before.name().to_owned()]);
         moved
     }
 

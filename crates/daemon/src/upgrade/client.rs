@@ -82,7 +82,7 @@ fn take_over(
             CommandLineError::Here("cannot ask for an upgrade", io::Error::other(e))
         })?,
     };
-    let backups = open_backups(connection);
+    let backups = open_backups(connection).unwrap_or_default();
     match server.send(ask, &[], deadline) {
         // A server that cannot serve the connection has closed it, and has said why.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
@@ -104,7 +104,8 @@ fn take_over(
         {
             std::thread::sleep(Duration::from_millis(10));
         }
-        let still_open = open_backups(connection);
+        // If it does not answer, the log says which have failed.
+        let still_open = open_backups(connection).unwrap_or_else(|| backups.clone());
         let has_failed = |id: &&String| !still_open.contains(*id);
         why += &ended(
             &backups
@@ -164,14 +165,14 @@ fn ended(backups: &[String]) -> String {
     }
 }
 
-/// The ids of backups that have not failed, which an upgrade ends. None if the server does not say.
-fn open_backups(connection: &Connection) -> Vec<String> {
+/// The ids of backups that have not failed, which an upgrade ends. `None` if the server does not say.
+fn open_backups(connection: &Connection) -> Option<Vec<String>> {
     let listed = (connection.open())
         .and_then(|mut client| Ok(client.call("x-ringdisk-backups", json!({}))?));
-    let listed = listed.unwrap_or_default();
+    let listed = listed.ok()?;
     let open = (listed.as_array().into_iter().flatten()).filter(|b| b["error"].is_null());
     let ids = open.filter_map(|b| b["id"].as_str());
-    ids.map(str::to_owned).collect()
+    Some(ids.map(str::to_owned).collect())
 }
 
 fn connect_to(path: &Path) -> io::Result<Channel> {

@@ -2,6 +2,9 @@
 
 use std::fs::File;
 
+use serde_json::json;
+use testkit::driver::HANG;
+
 use super::failures::bits;
 use super::{BLOCK, DISK_BYTES, Served, write};
 
@@ -70,4 +73,21 @@ fn file_grows_before_its_disk() {
         assert_eq!(bits(&served, "a", bitmap), 2 * more + own, "{bitmap}");
     }
     backup(0);
+}
+
+/// A temporary bitmap survives an upgrade of a disk whose file has grown.
+#[test]
+fn temporary_bitmap_grows_in_an_upgrade() {
+    let Some(served) = Served::start("temporary_bitmap_grows_in_an_upgrade", &[]) else {
+        return;
+    };
+    served.done(&["bitmap", "add", "a", "temporary"]);
+    write(&mut served.connect("a"), 0, 0, 1);
+    let more = 16 << 20;
+    set_size(&served, DISK_BYTES + more);
+    served.done(&["upgrade"]);
+    assert_eq!(bits(&served, "a", "temporary"), 65536 + more);
+    // The new process is not a child of this one.
+    let mut new = control::Client::connect(served.path("control.qmp"), HANG).unwrap();
+    new.call("quit", json!({})).unwrap();
 }

@@ -21,7 +21,7 @@ use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use block::Engine;
+use block::{Engine, Request};
 use guest::StoppedRing;
 use rustix::io::Errno;
 use tracing::{error, info, warn};
@@ -128,8 +128,10 @@ impl<E: Engine> Worker<E> {
 
     fn retry(&mut self, id: RequestId) {
         let queue = self.queues.get(id.queue);
-        queue.bitmaps.note_again();
         let s = queue.slots.get(id.slot);
+        if !matches!(s.request, Request::Read { .. }) {
+            queue.bitmaps.note_again();
+        }
         let RequestState::Stalled(retry) = s.state else {
             unreachable!("it waits because it is stalled");
         };
