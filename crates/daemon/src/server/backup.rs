@@ -348,8 +348,9 @@ impl Server {
         self.disconnect_backup(backup);
     }
 
-    /// Ends the backups of a disk, or of all disks. Their bitmaps have all that they had.
-    pub fn fail_backups(&self, disk: Option<&str>, why: &str) {
+    /// Ends the backups of a disk, or of all disks. Their bitmaps have all that they had. Returns the ids of those that had
+    /// not failed before.
+    pub fn fail_backups(&self, disk: Option<&str>, why: &str) -> Vec<String> {
         let ended: Vec<_> = {
             let mut open = self.backups.lock();
             let is_of = |backup: &Backup| {
@@ -362,10 +363,15 @@ impl Server {
                 .collect();
             ids.iter().filter_map(|id| open.remove(id)).collect()
         };
+        let mut failed = Vec::new();
         for backup in ended {
             error!("backup '{}' has failed: {why}", backup.id);
+            if backup.failure().is_none() {
+                failed.push(backup.id.clone());
+            }
             self.stop_backup(&backup, why);
         }
+        failed
     }
 
     /// The bitmaps become what was recorded since the moment, all of them or none.

@@ -82,7 +82,6 @@ fn take_over(
             CommandLineError::Here("cannot ask for an upgrade", io::Error::other(e))
         })?,
     };
-    let backups = open_backups(connection).unwrap_or_default();
     match server.send(ask, &[], deadline) {
         // A server that cannot serve the connection has closed it, and has said why.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {}
@@ -95,7 +94,7 @@ fn take_over(
         return Ok(false);
     };
     let outcome = server.receive::<Outcome>(deadline);
-    let failed = |mut why: String, child: &mut Child| {
+    let failed = |why: String, child: &mut Child| {
         // With its children, which have descriptors of the log and a socket to the running process.
         let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
         // Not forever: it may hang in the kernel, waiting for storage.
@@ -104,16 +103,6 @@ fn take_over(
         {
             std::thread::sleep(Duration::from_millis(10));
         }
-        // If it does not answer, the log says which have failed.
-        let still_open = open_backups(connection).unwrap_or_else(|| backups.clone());
-        let has_failed = |id: &&String| !still_open.contains(*id);
-        why += &ended(
-            &backups
-                .iter()
-                .filter(has_failed)
-                .cloned()
-                .collect::<Vec<_>>(),
-        );
         Err(CommandLineError::Here(
             "the running program continues to serve",
             io::Error::other(why),
@@ -133,7 +122,7 @@ fn take_over(
             let ms = outcome.pause_us as f64 / 1000.0;
             let reply = json!({
                 "pid": pid, "disks": outcome.disks, "connected": outcome.connected, "pause-ms": ms,
-                "failed-backups": &backups,
+                "failed-backups": &outcome.failed_backups,
             });
             let disks = match outcome.disks {
                 1 => "1 disk".into(),
@@ -141,11 +130,18 @@ fn take_over(
             };
             let mut text =
                 format!("process {pid} serves {disks} from now on; VMs waited {ms:.1} ms");
-            text += &ended(&backups);
+            text += &ended(&outcome.failed_backups);
             connection.say(&reply, &text);
             Ok(true)
         }
-        Ok((Outcome { error: Some(e), .. }, _)) => failed(e, &mut child),
+        Ok((
+            Outcome {
+                error: Some(e),
+                failed_backups,
+                ..
+            },
+            _,
+        )) => failed(e + &ended(&failed_backups), &mut child),
         // The two processes have decided which of them serves; the other one exits by itself.
         Err(e) => Err(CommandLineError::Here(
             "the running program has not reported the result; see 'ringdisk list' and the log",
@@ -163,16 +159,6 @@ fn ended(backups: &[String]) -> String {
             ids.join(", ")
         ),
     }
-}
-
-/// The ids of backups that have not failed, which an upgrade ends. `None` if the server does not say.
-fn open_backups(connection: &Connection) -> Option<Vec<String>> {
-    let listed = (connection.open())
-        .and_then(|mut client| Ok(client.call("x-ringdisk-backups", json!({}))?));
-    let listed = listed.ok()?;
-    let open = (listed.as_array().into_iter().flatten()).filter(|b| b["error"].is_null());
-    let ids = open.filter_map(|b| b["id"].as_str());
-    Some(ids.map(str::to_owned).collect())
 }
 
 fn connect_to(path: &Path) -> io::Result<Channel> {

@@ -110,6 +110,7 @@ pub fn upgrade(server: &Server, (socket, refused): Client, program: Option<&str>
         pause_us: 0,
         disks: 0,
         connected: 0,
+        failed_backups: Vec::new(),
     };
     let done = match refused {
         None => hand_over(server, &client, &mut outcome),
@@ -153,7 +154,7 @@ fn hand_over(
     check_not_stopping(server)?;
 
     // A backup depends on memory of this process.
-    server.fail_backups(None, "ringdisk is upgraded; begin it again");
+    outcome.failed_backups = server.fail_backups(None, "ringdisk is upgraded; begin it again");
     // NBD clients connect again, to the new process or, if that fails, to this one.
     let nbd = server.nbd.pause();
     nbd.disconnect(Instant::now() + PAUSE)

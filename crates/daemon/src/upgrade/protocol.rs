@@ -92,6 +92,9 @@ pub struct Outcome {
     pub pause_us: u64,
     pub disks: usize,
     pub connected: usize,
+    /// The ids of backups that the upgrade has ended, also if the old process continues.
+    #[serde(default)]
+    pub failed_backups: Vec<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -489,6 +492,7 @@ mod tests {
             pause_us: 0,
             disks: 0,
             connected: 0,
+            failed_backups: Vec::new(),
         };
         ours.send(&UpgradeReply::Start, &[], deadline).unwrap();
         ours.send(&refusal, &[], deadline).unwrap();
