@@ -344,7 +344,7 @@ impl RbdImage {
         self.connection.is_blocklisted()
     }
 
-    fn check(&self, result: c_int) -> io::Result<()> {
+    pub(crate) fn check(&self, result: c_int) -> io::Result<()> {
         if result == -BLOCKLISTED {
             self.report_blocklisted();
         }

@@ -14,6 +14,7 @@ mod library;
 mod location;
 mod lock;
 mod settings;
+mod snapshot;
 mod watch;
 
 pub use engine::RbdEngine;

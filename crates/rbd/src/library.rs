@@ -28,6 +28,27 @@ pub(crate) struct Watcher {
     pub cookie: u64,
 }
 
+/// `rbd_snap_info_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct SnapshotInfo {
+    pub id: u64,
+    pub size: u64,
+    pub name: *const c_char,
+}
+
+impl SnapshotInfo {
+    /// Space for one.
+    pub const NONE: Self = Self {
+        id: 0,
+        size: 0,
+        name: std::ptr::null(),
+    };
+}
+
+/// `librbd_progress_fn_t`
+type OnProgress = extern "C" fn(u64, u64, *mut c_void) -> c_int;
+
 /// Why librbd and librados cannot be used.
 #[derive(Clone, Debug, Error)]
 pub enum LibraryError {
@@ -61,6 +82,10 @@ macro_rules! functions {
             pub(crate) rbd_aio_write_zeroes: Option<
                 unsafe extern "C" fn(Pointer, u64, usize, Pointer, c_int, c_int) -> c_int,
             >,
+            /// Since librbd 1.16.
+            pub(crate) rbd_snap_create2: Option<
+                unsafe extern "C" fn(Pointer, *const c_char, u32, OnProgress, *mut c_void) -> c_int,
+            >,
             /// Since librados 14.
             pub(crate) rados_set_pool_full_try: Option<unsafe extern "C" fn(Pointer)>,
             /// Since librados 16.
@@ -78,6 +103,9 @@ macro_rules! functions {
                     rbd_aio_write_zeroes: [$(&$library),+]
                         .into_iter()
                         .find_map(|library| find(library, "", "rbd_aio_write_zeroes").ok()),
+                    rbd_snap_create2: [$(&$library),+]
+                        .into_iter()
+                        .find_map(|library| find(library, "", "rbd_snap_create2").ok()),
                     rados_set_pool_full_try: [$(&$library),+]
                         .into_iter()
                         .find_map(|library| find(library, "", "rados_set_pool_full_try").ok()),
@@ -131,9 +159,13 @@ functions! {
         fn rbd_get_flags(Pointer, *mut u64) -> c_int;
         fn rbd_get_overlap(Pointer, *mut u64) -> c_int;
         fn rbd_diff_iterate2(Pointer, *const c_char, u64, u64, u8, u8, OnExtent, *mut c_void) -> c_int;
-        fn rbd_resize2(Pointer, u64, bool, extern "C" fn(u64, u64, *mut c_void) -> c_int, *mut c_void) -> c_int;
+        fn rbd_resize2(Pointer, u64, bool, OnProgress, *mut c_void) -> c_int;
         fn rbd_flush(Pointer) -> c_int;
         fn rbd_get_id(Pointer, *mut c_char, usize) -> c_int;
+        fn rbd_snap_create(Pointer, *const c_char) -> c_int;
+        fn rbd_snap_remove(Pointer, *const c_char) -> c_int;
+        fn rbd_snap_list(Pointer, *mut SnapshotInfo, *mut c_int) -> c_int;
+        fn rbd_snap_list_end(*mut SnapshotInfo);
         fn rbd_lock_release(Pointer) -> c_int;
         fn rbd_watchers_list(Pointer, *mut Watcher, *mut usize) -> c_int;
         fn rbd_watchers_list_cleanup(*mut Watcher, usize);

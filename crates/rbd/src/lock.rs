@@ -370,7 +370,7 @@ impl RbdImage {
     }
 
     /// The clients that have the image open for writing.
-    fn watchers(&self) -> io::Result<Vec<u64>> {
+    pub(crate) fn watchers(&self) -> io::Result<Vec<u64>> {
         const NONE: Watcher = Watcher {
             address: ptr::null_mut(),
             client: 0,
