@@ -10,6 +10,10 @@
 //! Writes that were in flight at the moment are part of it. Until they have ended, writes to the same granules wait, and
 //! nobody reads ([`is_settled`](Fleece::is_settled)).
 //!
+//! If something else has what was not copied until now, a snapshot of the storage, the fleece is [sealed](Fleece::seal), and
+//! readers read that instead of the disk. A request may be copying a granule then. Others write to that granule without
+//! waiting, so what is copied is thrown away: the snapshot has it.
+//!
 //! A fleece that cannot continue (it is full, or the old data cannot be read) ends: readers get errors, and the guest's
 //! writes are not preserved any more. A crash ends it too. Nothing of it is ever durable.
 
@@ -93,6 +97,8 @@ pub struct Fleece {
     waiting: Mutex<Vec<Arc<Wake>>>,
     has_waiting: AtomicBool,
     has_ended: AtomicBool,
+    /// Nothing is copied any more: it is sealed, or has ended.
+    is_closed: AtomicBool,
     why: OnceLock<String>,
     on_failure: OnceLock<OnFailure>,
 }
@@ -148,6 +154,7 @@ impl Fleece {
             waiting: Mutex::default(),
             has_waiting: AtomicBool::new(false),
             has_ended: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
             why: OnceLock::new(),
             on_failure: OnceLock::new(),
         });
@@ -207,9 +214,17 @@ impl Fleece {
     pub fn end(&self, why: &str) {
         let _ = self.why.set(why.into());
         self.has_ended.store(true, SeqCst);
+        self.is_closed.store(true, SeqCst);
         self.store.close();
         self.wake_waiting();
         self.settled.notify_all();
+    }
+
+    /// Nothing more is preserved: from now on, readers read a copy of the disk in which all is as it was at the moment, except
+    /// for what is here. The copy was made after the [preceding](Self::is_settled) writes had ended.
+    pub fn seal(&self) {
+        self.is_closed.store(true, SeqCst);
+        self.wake_waiting();
     }
 
     /// It cannot continue.
@@ -233,14 +248,14 @@ impl Fleece {
     #[inline]
     pub(crate) fn concerns(&self, at: u64, len: u64) -> bool {
         let len = len.min(self.size.saturating_sub(at));
-        let has_ended = self.has_ended.load(Relaxed);
-        !has_ended && len > 0 && self.copied.extent_within(at, len) != Some((true, len))
+        let is_closed = self.is_closed.load(Relaxed);
+        !is_closed && len > 0 && self.copied.extent_within(at, len) != Some((true, len))
     }
 
     /// What a write to this range must do first.
     pub(crate) fn claim(&self, at: u64, len: u64) -> Claim {
         let end = at.saturating_add(len).min(self.size);
-        if self.has_ended.load(SeqCst) || at >= end {
+        if self.is_closed.load(SeqCst) || at >= end {
             return Claim::Ready;
         }
         let mut at = at / GRANULE * GRANULE;
@@ -296,6 +311,10 @@ impl Fleece {
 
     /// The old data of granules that were claimed.
     pub(crate) fn copied(&self, run: Run, data: &[u8]) {
+        // Until it is closed, nobody else has written to these granules. Whether it is, is asked after they were read.
+        if self.is_closed.load(SeqCst) {
+            return self.forget(run);
+        }
         for (granule, bytes) in (run.at / GRANULE..).zip(data.chunks(GRANULE as usize)) {
             let is_zero = bytes.iter().fold(0, |all, byte| all | byte) == 0;
             let stored = if is_zero {
@@ -319,9 +338,22 @@ impl Fleece {
         self.wake_waiting();
     }
 
+    /// Nobody needs granules that were claimed.
+    #[cold]
+    fn forget(&self, run: Run) {
+        for granule in run.at / GRANULE..(run.at + run.len).div_ceil(GRANULE) {
+            self.store.unreserve(1);
+            self.shard(granule).remove(&granule);
+        }
+        self.wake_waiting();
+    }
+
     /// The old data of granules that were claimed cannot be read.
     #[cold]
     pub(crate) fn not_copied(&self, run: Run, error: &io::Error) {
+        if self.is_closed.load(SeqCst) {
+            return self.forget(run);
+        }
         self.fail(&format!(
             "old data at byte {} of the disk cannot be read: {error}",
             run.at

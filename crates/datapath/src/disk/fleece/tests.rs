@@ -62,6 +62,32 @@ fn granules_are_copied_once_and_read_back() {
     assert!(matches!(read(&fleece, 0), Err(FleeceError::Ended(_))));
 }
 
+/// A request is copying when the fleece is sealed: others do not wait for it, and what it has read counts for nothing.
+#[test]
+fn sealed_fleece_keeps_what_it_has_and_takes_nothing() {
+    let fleece = fleece(None);
+    assert!(copy(&fleece, 0, 1));
+    let Claim::Copy(run) = fleece.claim(MIB, GRANULE) else {
+        panic!("nothing was copied there");
+    };
+    let Claim::Copy(unreadable) = fleece.claim(2 * MIB, GRANULE) else {
+        panic!("nothing was copied there");
+    };
+    fleece.seal();
+    assert!(!fleece.concerns(MIB, GRANULE) && !fleece.concerns(3 * MIB, GRANULE));
+    assert_eq!(fleece.claim(MIB, GRANULE), Claim::Ready);
+    fleece.copied(run, &[2; GRANULE as usize]);
+    fleece.not_copied(unreadable, &io::ErrorKind::TimedOut.into());
+    assert!(fleece.failure().is_none());
+    for at in [MIB, 2 * MIB, 3 * MIB] {
+        assert_eq!(read(&fleece, at).unwrap(), 0xee, "{at}");
+    }
+    assert_eq!(read(&fleece, 0).unwrap(), 1);
+    assert_eq!(fleece.extent(MIB, GRANULE), (GRANULE, None));
+    let usage = fleece.usage();
+    assert_eq!((usage.memory, usage.file), (GRANULE, 0));
+}
+
 #[test]
 fn writes_in_flight_are_waited_for_where_they_are() {
     let fleece = fleece(None);
