@@ -126,6 +126,8 @@ record! {
         memory: u64 = "memory",
         /// Bytes of old data in the file.
         file: u64 = "file",
+        /// Snapshots of images in Ceph clusters that exist for it, as in `pool/image@snapshot`.
+        snapshots: Vec<String> = "snapshots",
         /// Why it has failed, if it has.
         error: Option<String> = "error",
     }

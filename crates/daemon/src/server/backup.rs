@@ -5,7 +5,8 @@
 //! 1. Bitmaps are prepared: for each disk with one, another one that records nothing yet, in memory.
 //! 2. At one moment for all disks ([`datapath::cut`]), the old data of what is written from now on is preserved, and the
 //!    prepared bitmaps record.
-//! 3. Writes that were in flight end. Then the backup can be read.
+//! 3. Writes that were in flight end. Then the backup can be read: the disk, or a [snapshot](Snapshot) of it, with
+//!    the old data that was preserved.
 //!
 //! The bitmap that a backup is about goes on recording, too. If the backup succeeds, it becomes what was recorded since the
 //! moment. In any other case (it fails, ringdisk is killed, the host crashes) nothing has happened to it, and it has all
@@ -24,10 +25,11 @@ use tracing::{error, info};
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 use super::bitmaps::sync;
 use super::clients::END_TIMEOUT;
-use super::deadline::{ANSWER_TIMEOUT, patiently, with_deadline};
+use super::deadline::{self, ANSWER_TIMEOUT, patiently, with_deadline};
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
 use super::nbd::export::Moment;
+use super::nbd::rbd_snapshot::Snapshot;
 use super::{Server, ServerError};
 use crate::node::Node;
 use crate::token::token;
@@ -95,6 +97,10 @@ impl Backup {
             if let Some(why) = disk.moment.fleece.failure() {
                 return Some(format!("disk {name}: {why}"));
             }
+            let snapshot = disk.moment.snapshot.as_ref();
+            if let Some(why) = snapshot.and_then(|snapshot| snapshot.failure()) {
+                return Some(format!("disk {name}: {why}"));
+            }
             (disk.node.cuts() > disk.cuts).then(|| {
                 format!("disk {name}: another program has cut its file off: data was lost that the backup may lack")
             })
@@ -102,13 +108,14 @@ impl Backup {
         failures.next()
     }
 
-    /// Notices files that have become shorter, unless their storage does not answer.
-    fn look_for_cuts(&self) {
+    /// Notices files that have become shorter and snapshots that are gone, unless their storage does not answer.
+    fn look_for_losses(&self) {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         for disk in &self.disks {
-            let node = disk.node.clone();
+            let (node, snapshot) = (disk.node.clone(), disk.moment.snapshot.clone());
             let look = move || {
                 node.rbd().inspect(|rbd| rbd.settle());
+                snapshot.inspect(|snapshot| snapshot.check());
                 Ok(node.file_size())
             };
             let _ = with_deadline(disk.node.name(), deadline, look);
@@ -213,6 +220,9 @@ impl Server {
             }
         }
         let cuts: Vec<_> = served.iter().map(|(_, node)| node.cuts()).collect();
+        let snapshots: Vec<_> = (served.iter())
+            .map(|(device, node)| Snapshot::of(&device.disk, node))
+            .collect();
         let mut fleeces = NewFleeces(Vec::new());
         for (device, _) in served {
             let fleece = self.backups.fleece(&device.disk, id, memory)?;
@@ -235,12 +245,15 @@ impl Server {
         };
         let held = cut(&disks, record).map_err(BackupError::Cut)?;
         let fleeces = std::mem::take(&mut fleeces.0);
-        let disks = served.iter().zip(fleeces).zip(bitmaps).zip(cuts);
-        let disks = disks.map(|((((device, node), fleece), (bitmap, wanted)), cuts)| {
+        let stores = fleeces.into_iter().zip(snapshots);
+        let disks = served.iter().zip(stores).zip(bitmaps).zip(cuts);
+        let disks = disks.map(|((((device, node), store), (bitmap, wanted)), cuts)| {
+            let (fleece, snapshot) = store;
             // A copy that is made later has more bits, and never fewer.
             let frozen = wanted.map(|wanted| Arc::new(wanted.recording(false)));
             let moment = Moment {
                 fleece,
+                snapshot,
                 bitmaps: frozen.into_iter().collect(),
             };
             BackupDisk {
@@ -259,6 +272,11 @@ impl Server {
             held,
         });
         drop(kept);
+        self.open_backup(backup)
+    }
+
+    /// Waits for writes that were in flight at the moment. Then the backup can be read.
+    fn open_backup(&self, backup: Arc<Backup>) -> Result<Arc<Backup>, BackupError> {
         let slow = backup.disks.iter().find(|disk| {
             let fleece = &disk.moment.fleece;
             !fleece.wait_settled(SETTLE)
@@ -269,13 +287,18 @@ impl Server {
             return Err(BackupError::Slow(name));
         }
         let mut open = self.backups.lock();
-        if open.contains_key(id) {
+        if open.contains_key(&backup.id) {
             drop(open);
             self.stop_backup(&backup, "it has not begun");
-            return Err(BackupError::Exists(id.into()));
+            return Err(BackupError::Exists(backup.id.clone()));
         }
-        open.insert(id.into(), backup.clone());
+        open.insert(backup.id.clone(), backup.clone());
         drop(open);
+        for BackupDisk { device, moment, .. } in &backup.disks {
+            if let Some(snapshot) = &moment.snapshot {
+                snapshot.make(device.disk.clone(), moment.fleece.clone());
+            }
+        }
         Ok(backup)
     }
 
@@ -312,7 +335,7 @@ impl Server {
         })?;
         self.disconnect_backup(&backup);
         if is_success {
-            backup.look_for_cuts();
+            backup.look_for_losses();
         }
         let failure = backup.failure().filter(|_| is_success);
         for disk in &backup.disks {
@@ -324,6 +347,7 @@ impl Server {
             None => Ok(()),
         };
         self.release_backup(&backup);
+        end_snapshots(&backup);
         if is_success {
             self.no_longer_moving(&names);
         }
@@ -346,6 +370,7 @@ impl Server {
         }
         self.release_backup(backup);
         self.disconnect_backup(backup);
+        end_snapshots(backup);
     }
 
     /// Ends the backups of a disk, or of all disks. Their bitmaps have all that they had. Returns the ids of those that had
@@ -439,6 +464,26 @@ impl Server {
         for disk in &backup.disks {
             // Its queues then take over which bitmaps record changes.
             end_cut(&disk.device.disk, &disk.device.io_threads());
+        }
+    }
+}
+
+/// Removes the snapshots of a backup that no client reads any more. Nobody waits for long for a cluster that does not answer.
+fn end_snapshots(backup: &Backup) {
+    let deadline = Instant::now() + ANSWER_TIMEOUT;
+    let disks = backup.disks.iter();
+    let ending = disks.filter_map(|disk| {
+        let (name, snapshot) = (&disk.device.disk.name, disk.moment.snapshot.clone()?);
+        let end = move || {
+            snapshot.end();
+            Ok(())
+        };
+        Some((name, deadline::begin(name, end)))
+    });
+    let ending: Vec<_> = ending.collect();
+    for (name, task) in ending {
+        if let Err(e) = task.and_then(|task| deadline::end(name, deadline, &task)) {
+            error!("disk {name}: the snapshot of its backup may remain: {e}");
         }
     }
 }

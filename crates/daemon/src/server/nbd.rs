@@ -11,6 +11,7 @@ mod connection;
 mod memory;
 mod output;
 mod queue;
+pub mod rbd_snapshot;
 mod status;
 mod stream;
 mod transfer;

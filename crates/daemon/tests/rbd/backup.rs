@@ -15,9 +15,13 @@ use super::cluster::{CephVersion, Cluster, ringdisk};
 
 on_each_release!(
     backup_is_of_one_moment,
+    backups_without_a_snapshot_copy_old_data,
     clones_and_images_without_a_map_are_copied_whole,
+    guests_pay_nothing_once_there_is_a_snapshot,
     holes_are_told_and_not_read,
     increments_continue_after_a_restart,
+    snapshots_left_by_a_kill_are_removed,
+    snapshots_removed_by_others_fail_the_backup,
 );
 
 const OK: u8 = 0;
@@ -112,8 +116,27 @@ impl Served {
         fs::read(&to).unwrap()
     }
 
-    fn rbd(&mut self, arguments: &[&str]) {
-        self.cluster.ceph().rbd(arguments).unwrap();
+    fn rbd(&mut self, arguments: &[&str]) -> String {
+        self.cluster.ceph().rbd(arguments).unwrap()
+    }
+
+    /// The names of the image's snapshots, as the cluster has them.
+    fn snapshots(&mut self, name: &str) -> Vec<String> {
+        let image = format!("{POOL}/{name}");
+        let listed = self.rbd(&["snap", "ls", "--format=json", &image]);
+        let listed: Value = serde_json::from_str(&listed).unwrap();
+        let names = listed.as_array().unwrap().iter();
+        names
+            .map(|snap| snap["name"].as_str().unwrap().to_owned())
+            .collect()
+    }
+
+    /// The only open backup.
+    fn open_backup(&self) -> Value {
+        let control = self.cluster.control().display().to_string();
+        let listed = ringdisk(&["backup", "list", "--json", "--control", &control]);
+        let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+        listed[0].clone()
     }
 }
 
@@ -245,11 +268,11 @@ fn backup_is_of_one_moment(version: CephVersion) {
     let before = served.cluster.content("moment");
     served.done(&["backup", "begin", "moment", "--bitmap", "nightly"]);
     let queue = &mut device.queues[0];
+    // While the snapshot is being made.
+    for at in (0..BYTES).step_by(5 << 18) {
+        assert_eq!(queue.write(at / 512, &[9; 4096]), OK);
+    }
     assert_eq!(queue.run(Op::Discard, 0, 4 << 20), OK);
-    assert_eq!(queue.write(5 * MIB / 512, &[9; 4096]), OK);
-    // What the guest has discarded since is known in granules.
-    let then = served.allocation("moment-backup");
-    assert_eq!(then[..2], [(0, MIB, 3), (MIB, 4096, 0)]);
     let mut random = Random(11);
     let copied = std::thread::scope(|scope| {
         let copy = scope.spawn(|| served.copy("moment-backup"));
@@ -323,4 +346,154 @@ fn increments_continue_after_a_restart(version: CephVersion) {
         served.done(&["backup", "end"]);
         assert!(backup == served.cluster.content("restarted"));
     }
+}
+
+/// Writes to many places, and discards in between.
+fn change(device: &mut Device, random: &mut Random) {
+    for n in 0..200 {
+        let at = random.below(BYTES / 4096) * 8;
+        let done = match n % 8 {
+            0 => device.queues[0].run(Op::Discard, at / 8192 * 8192, 4 << 20),
+            _ => device.queues[0].write(at, &[n as u8 | 1; 4096]),
+        };
+        assert_eq!(done, OK);
+    }
+}
+
+const SNAPSHOT_IS_MADE: &str = "its backup reads";
+
+/// Nothing is copied then, the objects that the image had are told as they were, and nothing is left behind.
+fn guests_pay_nothing_once_there_is_a_snapshot(version: CephVersion) {
+    let test = "guests_pay_nothing_once_there_is_a_snapshot";
+    let Some(mut served) = Served::new(version, test, "snapped") else {
+        return;
+    };
+    let mut device = served.connect();
+    write_some(&mut device);
+    let before = served.cluster.content("snapped");
+    served.done(&["backup", "begin", "snapped"]);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    let backup = served.open_backup();
+    let names = served.snapshots("snapped");
+    let [name] = &names[..] else {
+        panic!("{names:?}");
+    };
+    assert!(name.starts_with("ringdisk-backup-"), "{name}");
+    let full = format!("{POOL}/snapped@{name}");
+    assert_eq!(backup["snapshots"], serde_json::json!([full]));
+
+    change(&mut device, &mut Random(3));
+    let after = served.open_backup();
+    assert_eq!([&after["memory"], &after["file"]], [0, 0], "{after}");
+    assert_eq!(served.allocation("snapped-backup"), objects(&[0, 2, 31]));
+    assert!(served.copy("snapped-backup") == before);
+    assert!(served.copy("snapped-backup") != served.cluster.content("snapped"));
+    served.done(&["backup", "end"]);
+    assert_eq!(served.snapshots("snapped"), [""; 0]);
+}
+
+fn backups_without_a_snapshot_copy_old_data(version: CephVersion) {
+    let test = "backups_without_a_snapshot_copy_old_data";
+    let Some(mut served) = Served::new(version, test, "limited") else {
+        return;
+    };
+    let image = format!("{POOL}/limited");
+    served.rbd(&["snap", "create", "--no-progress", &format!("{image}@one")]);
+    served.rbd(&["snap", "limit", "set", "--limit=1", &image]);
+    let mut device = served.connect();
+    write_some(&mut device);
+    let before = served.cluster.content("limited");
+    served.done(&["backup", "begin", "limited"]);
+    served.server.wait_for_log(&["copies old data"]);
+    change(&mut device, &mut Random(4));
+    let backup = served.open_backup();
+    assert_eq!(backup["snapshots"], serde_json::json!([]));
+    assert!(served.copy("limited-backup") == before);
+    served.done(&["backup", "end"]);
+}
+
+/// Its reader may have got newer data. The bitmap keeps what it had.
+fn snapshots_removed_by_others_fail_the_backup(version: CephVersion) {
+    let test = "snapshots_removed_by_others_fail_the_backup";
+    let Some(mut served) = Served::new(version, test, "unsnapped") else {
+        return;
+    };
+    let mut device = served.connect();
+    served.done(&["bitmap", "add", "unsnapped", "nightly"]);
+    write_some(&mut device);
+    let dirty = |served: &Served| {
+        let all = served.map("unsnapped-backup", "qemu:dirty-bitmap:nightly");
+        let dirty = all.into_iter().filter(|&(_, _, state)| state == 1);
+        dirty.map(|(at, len, _)| (at, len)).collect::<Vec<_>>()
+    };
+    let begin = ["backup", "begin", "unsnapped", "--bitmap", "nightly"];
+    served.done(&begin);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    let first = dirty(&served);
+    assert!(!first.is_empty());
+    let name = served.snapshots("unsnapped").remove(0);
+    served.rbd(&[
+        "snap",
+        "rm",
+        "--no-progress",
+        &format!("{POOL}/unsnapped@{name}"),
+    ]);
+    let control = served.cluster.control().display().to_string();
+    let ended = ringdisk(&["backup", "end", "--control", &control]);
+    let error = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(1), "{error}");
+    assert!(error.contains("another client has removed it"), "{error}");
+    served.done(&begin);
+    assert_eq!(dirty(&served), first);
+    assert!(served.copy("unsnapped-backup") == served.cluster.content("unsnapped"));
+    served.done(&["backup", "end"]);
+}
+
+/// The next backup removes them, and a process that stops leaves none. The bitmap continues.
+fn snapshots_left_by_a_kill_are_removed(version: CephVersion) {
+    let test = "snapshots_left_by_a_kill_are_removed";
+    let Some(mut served) = Served::new(version, test, "left") else {
+        return;
+    };
+    let begin = ["backup", "begin", "left", "--bitmap", "nightly"];
+    served.done(&begin);
+    served.done(&["backup", "end"]);
+    served.done(&begin);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    let left = served.snapshots("left").remove(0);
+    let Served {
+        cluster,
+        mut server,
+    } = served;
+    server.signal(rustix::process::Signal::KILL);
+    server.ended().unwrap();
+    served = Served::of(cluster, "left");
+    assert_eq!(served.snapshots("left"), [left.as_str()]);
+    let mut device = served.connect();
+    write_some(&mut device);
+    served.done(&begin);
+    served
+        .server
+        .wait_for_log(&[&left, "which a crash had left, is removed"]);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    let now = served.snapshots("left");
+    assert!(now.len() == 1 && now[0] != left, "{now:?}");
+    let dirty = served.map("left-backup", "qemu:dirty-bitmap:nightly");
+    let dirty: u64 = dirty.iter().filter(|e| e.2 == 1).map(|e| e.1).sum();
+    assert!((1..BYTES / 4).contains(&dirty), "{dirty}");
+
+    let Served {
+        cluster,
+        mut server,
+    } = served;
+    assert!(server.terminate().unwrap().success(), "{}", server.log());
+    drop(device);
+    served = Served::of(cluster, "left");
+    assert_eq!(served.snapshots("left"), [""; 0]);
+    served.done(&begin);
+    let again = served.map("left-backup", "qemu:dirty-bitmap:nightly");
+    let again: u64 = again.iter().filter(|e| e.2 == 1).map(|e| e.1).sum();
+    assert_eq!(again, dirty);
+    served.done(&["backup", "end"]);
+    assert_eq!(served.snapshots("left"), [""; 0]);
 }

@@ -76,12 +76,17 @@ fn state(backup: &Backup) -> RingdiskBackup {
     let (memory, file) = usage.fold((0, 0), |(memory, file), usage| {
         (memory + usage.memory, file + usage.file)
     });
+    let snapshots = backup
+        .disks
+        .iter()
+        .filter_map(|d| d.moment.snapshot.as_ref());
     RingdiskBackup {
         id: backup.id.clone(),
         devices: backup.disks.iter().map(info).collect(),
         held_us: backup.held.time.as_micros() as u64,
         memory,
         file,
+        snapshots: snapshots.filter_map(|snapshot| snapshot.name()).collect(),
         error: backup.failure(),
     }
 }

@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use block::DirtyBitmap;
 use block::ThrottleError;
-use datapath::{Admission, AllocatedExtent, Fleece, Histogram, LogLimiter};
+use datapath::{Admission, AllocatedExtent, Disk, Fleece, Histogram, LogLimiter};
 use nbd::{BlockSizes, ExportInfo, PAYLOAD_BYTES_MAX, flags};
 
+use super::rbd_snapshot::Snapshot;
 use crate::config::nbd::NbdExportSpec;
 use crate::server::bitmap_plan::ExportedBitmapError;
 use crate::server::device::ServedDisk;
@@ -92,6 +93,13 @@ impl NbdExport {
         self.moment.is_some() || self.device.clients.have_guest()
     }
 
+    /// What clients read. Waits until a backup knows that.
+    pub fn disk(&self) -> Arc<Disk> {
+        let snapshot = self.moment.as_ref().and_then(|its| its.snapshot.as_ref());
+        let disk = snapshot.and_then(|snapshot| snapshot.disk());
+        disk.unwrap_or_else(|| self.device.disk.clone())
+    }
+
     /// Whether WRITE_ZEROES that may deallocate is faster than a write.
     pub fn zeroes_fast(&self) -> bool {
         self.device.disk.facts.discard_granularity != 0
@@ -133,6 +141,8 @@ impl NbdExport {
 /// What a disk was at one moment.
 pub struct Moment {
     pub fleece: Arc<Fleece>,
+    /// Read instead of the disk, if it can be made.
+    pub snapshot: Option<Arc<Snapshot>>,
     /// Bitmaps as they were then.
     pub bitmaps: Vec<Arc<DirtyBitmap>>,
 }

@@ -33,15 +33,14 @@ impl ClientQueue {
         queue: NewQueue,
         export: &NbdExport,
     ) -> io::Result<(Self, Vec<Option<Arc<DirtyBitmap>>>)> {
-        let device = &export.device;
+        let (device, disk) = (&export.device, export.disk());
         // Held, so that the disk is not released meanwhile.
         let node = device.node();
         if !node.is_acquired() {
             return Err(io::Error::other(RELEASED));
         }
         let thread = device.threads[device.clients.number() % device.threads.len()].clone();
-        let queue =
-            (thread.thread).start_client(device.disk.clone(), queue, export.limits.clone())?;
+        let queue = (thread.thread).start_client(disk, queue, export.limits.clone())?;
         let client = Arc::new(client);
         device.clients.add(client.clone());
         let bitmaps = export.bitmaps_of(&node);

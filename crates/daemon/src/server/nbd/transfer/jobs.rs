@@ -234,7 +234,7 @@ impl Transfer<'_> {
             contexts, export, ..
         } = &*self.negotiated;
         let block = u64::from(export.blocks.minimum);
-        let (disk, moment) = (&self.export.device.disk, &self.export.moment);
+        let (disk, moment) = (self.export.disk(), &self.export.moment);
         // Short headers have 32 bits for an extent.
         let len = match self.negotiated.mode {
             Mode::Extended => len,
