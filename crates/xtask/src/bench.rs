@@ -142,7 +142,7 @@ pub struct Args {
     nbd: bool,
 
     /// Measure what a guest notices of a backup, with ringdisk and with copy-before-write of qemu-storage-daemon, with
-    /// --rounds, --runtime and --size
+    /// --rounds, --runtime and --size; also of the --baseline; with --ceph, of an image in a cluster of three OSDs
     #[arg(long)]
     backup: bool,
 
@@ -197,14 +197,14 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         return show::show(json, svg.as_deref());
     }
     let bench = Bench::prepare(args)?;
+    if bench.args.backup {
+        return backup::run(&bench);
+    }
     if bench.args.ceph.ceph {
         return ceph::run(&bench);
     }
     if bench.args.nbd {
         return nbd::run(&bench);
-    }
-    if bench.args.backup {
-        return backup::run(&bench);
     }
     if !bench.args.plan.is_empty() {
         return plans::by_name(&bench);

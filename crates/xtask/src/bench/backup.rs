@@ -19,6 +19,7 @@ use harness::spread::Spread;
 use lab::client::pace::Pace;
 use lab::client::{Job, RING_QUEUE_SIZE, Sample};
 use lab::plan::words::{Arrival, Client};
+use testkit::ceph::{Ceph, POOL};
 
 use super::Bench;
 use super::machine::{CLIENT_CPU, SERVER_CPU};
@@ -28,14 +29,21 @@ use super::words::Workload;
 /// How long a server may take to start.
 const START: Duration = Duration::from_secs(20);
 
-const SERVERS: [Server; 2] = [Server::Ringdisk, Server::Qsd];
-
 const SITUATIONS: [Situation; 3] = [Situation::None, Situation::Open, Situation::Read];
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Server {
     Ringdisk,
+    /// An earlier one.
+    Baseline,
     Qsd,
+}
+
+/// Where the disk is.
+enum Storage {
+    File(PathBuf),
+    /// An image in a cluster, which runs as long as this.
+    Ceph(Box<Ceph>),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -87,23 +95,30 @@ struct Measured {
 /// Measures everything, and prints a table.
 pub fn run(bench: &Bench) -> Result<()> {
     let folder = bench.dir.join("backup");
-    new_disk(bench, &folder)?;
+    let storage = Storage::new(bench, &folder)?;
+    let mut servers = vec![Server::Ringdisk, Server::Qsd];
+    if bench.programs.baseline.is_some() {
+        servers.insert(1, Server::Baseline);
+    }
     println!(
         "{:28} {:20} {:8} {:>9} {:>9} {:>9}   beside no backup: IOPS, p99; nbdcopy",
         "random, medians", "server", "backup", "IOPS", "p50 us", "p99 us"
     );
     for work in &WORK {
-        let mut results = SERVERS.map(|_| SITUATIONS.map(|_| Vec::new()));
+        let mut results: Vec<_> = (servers.iter())
+            .map(|_| SITUATIONS.map(|_| Vec::new()))
+            .collect();
         for _ in 0..bench.rounds() {
-            for (server, results) in SERVERS.iter().zip(&mut results) {
+            for (server, results) in servers.iter().zip(&mut results) {
                 for (situation, results) in SITUATIONS.iter().zip(results) {
                     ensure!(!bench.interrupted(), "interrupted");
                     cpu::wait_for_quiet(Duration::from_secs_f64(bench.args.patience))?;
-                    results.push(server.measure(bench, &folder, *situation, work)?);
+                    let files = Files::in_folder(&folder, &storage, bench)?;
+                    results.push(server.measure(bench, &files, *situation, work)?);
                 }
             }
         }
-        for (server, results) in SERVERS.iter().zip(&results) {
+        for (server, results) in servers.iter().zip(&results) {
             server.print(work, results);
         }
     }
@@ -115,9 +130,19 @@ fn median(values: impl IntoIterator<Item = f64>) -> f64 {
 }
 
 impl Server {
+    /// The ringdisk that it is, if it is one.
+    fn program(self, bench: &Bench) -> Option<&Path> {
+        match self {
+            Self::Ringdisk => Some(&bench.programs.ringdisk),
+            Self::Baseline => bench.programs.baseline.as_deref(),
+            Self::Qsd => None,
+        }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Ringdisk => "ringdisk",
+            Self::Baseline => "baseline",
             Self::Qsd => "qemu-storage-daemon",
         }
     }
@@ -154,13 +179,12 @@ impl Server {
     fn measure(
         self,
         bench: &Bench,
-        folder: &Path,
+        files: &Files,
         situation: Situation,
         work: &Work,
     ) -> Result<Measured> {
-        let files = Files::in_folder(folder)?;
-        let server = self.start(bench, &files, situation)?;
-        let job = job(bench, &files, server.pid(), work);
+        let server = self.start(bench, files, situation)?;
+        let job = job(bench, files, server.pid(), work);
         let mut client = Command::new(&bench.programs.lab);
         client
             .args(["lab", "client"])
@@ -169,7 +193,14 @@ impl Server {
         let stop = AtomicBool::new(false);
         let (output, reader) = thread::scope(|scope| {
             let reader = (situation == Situation::Read).then(|| {
-                scope.spawn(|| read(&files.uri(self), folder, bench.args.size << 30, &stop))
+                scope.spawn(|| {
+                    read(
+                        &files.uri(self),
+                        &files.folder,
+                        bench.args.size << 30,
+                        &stop,
+                    )
+                })
             });
             let output = cpu::start_on(&[CLIENT_CPU], || client.output());
             stop.store(true, Ordering::Relaxed);
@@ -187,23 +218,25 @@ impl Server {
     }
 
     fn start(self, bench: &Bench, files: &Files, situation: Situation) -> Result<Process> {
-        let mut command = match self {
-            Self::Ringdisk => ringdisk(bench, files),
-            Self::Qsd => qemu_storage_daemon(files, situation),
+        let mut command = match self.program(bench) {
+            Some(program) => ringdisk(program, files),
+            None => qemu_storage_daemon(files, situation),
         };
-        let log = files.disk.with_extension("log");
+        let log = files.folder.join("disk.log");
         let start = || Process::start(self.name(), &mut command, &log);
         let mut server = cpu::start_on(&[SERVER_CPU], start)??.with_grace(START);
         let is_ready = || {
             files.socket.exists()
                 && match self {
-                    Self::Ringdisk => files.control.exists(),
+                    Self::Ringdisk | Self::Baseline => files.control.exists(),
                     Self::Qsd => situation == Situation::None || files.nbd.exists(),
                 }
         };
         server.wait_until(START, &Stop::default(), is_ready)?;
-        if self == Self::Ringdisk && situation != Situation::None {
-            let mut begin = Command::new(&bench.programs.ringdisk);
+        if let Some(program) = self.program(bench)
+            && situation != Situation::None
+        {
+            let mut begin = Command::new(program);
             begin
                 .args(["backup", "begin", "disk", "--memory"])
                 .arg(format!("{}G", bench.args.size + 1))
@@ -214,6 +247,49 @@ impl Server {
             ensure!(output.status.success(), "{error}");
         }
         Ok(server)
+    }
+}
+
+impl Storage {
+    /// A new disk without holes.
+    fn new(bench: &Bench, folder: &Path) -> Result<Self> {
+        if !bench.args.ceph.ceph {
+            return Ok(Self::File(new_disk(bench, folder)?));
+        }
+        crate::packages::ceph::ensure()?;
+        let cluster = bench.dir.join("ceph");
+        if cluster.exists() {
+            fs::remove_dir_all(&cluster)
+                .with_context(|| format!("removing {}", cluster.display()))?;
+        }
+        let file = new_disk(bench, folder)?;
+        let ceph = Ceph::start(&cluster, testkit::ceph::Options::default())?;
+        let (file, image) = (file.display().to_string(), format!("{POOL}/disk"));
+        ceph.rbd(&["import", "--no-progress", &file, &image])?;
+        fs::remove_file(file)?;
+        Ok(Self::Ceph(Box::new(ceph)))
+    }
+
+    /// As `ringdisk serve` opens it.
+    fn disk(&self) -> String {
+        match self {
+            Self::File(path) => path.display().to_string(),
+            Self::Ceph(ceph) => format!("rbd:{POOL}/disk{}", ceph.options()),
+        }
+    }
+
+    /// As QEMU opens it.
+    fn blockdev(&self) -> String {
+        match self {
+            Self::File(path) => format!(
+                "driver=file,cache.direct=on,aio=io_uring,filename={}",
+                path.display()
+            ),
+            Self::Ceph(ceph) => format!(
+                "driver=rbd,pool={POOL},image=disk,user=vm,conf={}",
+                ceph.conf().display()
+            ),
+        }
     }
 }
 
@@ -229,7 +305,10 @@ impl Situation {
 
 /// The files of one server.
 struct Files {
-    disk: PathBuf,
+    folder: PathBuf,
+    /// The disk for ringdisk, and for QEMU.
+    disk: String,
+    blockdev: String,
     socket: PathBuf,
     nbd: PathBuf,
     control: PathBuf,
@@ -238,13 +317,14 @@ struct Files {
 }
 
 impl Files {
-    fn in_folder(folder: &Path) -> Result<Self> {
-        let disk = folder.join("disk.raw");
-        let bytes = fs::metadata(&disk).context("the disk")?.len();
+    fn in_folder(folder: &Path, storage: &Storage, bench: &Bench) -> Result<Self> {
+        let bytes = bench.args.size << 30;
         let fleece = tempfile::NamedTempFile::new_in("/dev/shm").context("memory for old data")?;
         fleece.as_file().set_len(bytes)?;
         let files = Self {
-            disk,
+            folder: folder.into(),
+            disk: storage.disk(),
+            blockdev: storage.blockdev(),
             socket: folder.join("disk.sock"),
             nbd: folder.join("nbd.sock"),
             control: folder.join("control.qmp"),
@@ -258,15 +338,15 @@ impl Files {
 
     fn uri(&self, server: Server) -> String {
         let export = match server {
-            Server::Ringdisk => "disk-backup",
+            Server::Ringdisk | Server::Baseline => "disk-backup",
             Server::Qsd => "snapshot",
         };
         format!("nbd+unix:///{export}?socket={}", self.nbd.display())
     }
 }
 
-fn ringdisk(bench: &Bench, files: &Files) -> Command {
-    let mut command = Command::new(&bench.programs.ringdisk);
+fn ringdisk(program: &Path, files: &Files) -> Command {
+    let mut command = Command::new(program);
     command
         .args(["serve", "--control"])
         .arg(&files.control)
@@ -274,7 +354,7 @@ fn ringdisk(bench: &Bench, files: &Files) -> Command {
         .arg(&files.nbd)
         .arg(format!(
             "file={},name=disk,socket={}",
-            files.disk.display(),
+            files.disk,
             files.socket.display()
         ));
     command
@@ -282,10 +362,9 @@ fn ringdisk(bench: &Bench, files: &Files) -> Command {
 
 fn qemu_storage_daemon(files: &Files, situation: Situation) -> Command {
     let mut command = Command::new("qemu-storage-daemon");
-    let file = "driver=file,cache.direct=on,aio=io_uring,node-name=disk";
     command
         .args(["--object", "iothread,id=io0", "--blockdev"])
-        .arg(format!("{file},filename={}", files.disk.display()));
+        .arg(format!("{},node-name=disk", files.blockdev));
     let node = if situation == Situation::None {
         "disk"
     } else {
