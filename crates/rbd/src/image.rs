@@ -199,6 +199,11 @@ impl RbdImage {
         self.facts
     }
 
+    /// Whether librbd's cache is on.
+    pub(crate) fn is_cached(&self) -> bool {
+        self.cached
+    }
+
     /// The current size in bytes.
     ///
     /// # Errors

@@ -67,9 +67,14 @@ impl RbdImage {
     pub fn open_snapshot(&self, name: &str) -> Result<Arc<Self>, RbdError> {
         let mut location = self.location().clone();
         location.snapshot = Some(name.into());
+        // As the image, since the user's configuration may allow no other.
+        let cache = match self.is_cached() {
+            true => CacheMode::Writeback,
+            false => CacheMode::None,
+        };
         Self::open(OpenOptions {
             location,
-            cache: CacheMode::None,
+            cache,
             read_only: true,
         })
     }
