@@ -120,6 +120,11 @@ impl Serve {
         }
     }
 
+    /// Whether data is read and written through the page cache.
+    pub fn is_cached(&self) -> bool {
+        ["writeback", "writethrough", "unsafe"].contains(&self.cache)
+    }
+
     /// Whether every completed write is durable.
     pub fn is_write_through(&self) -> bool {
         self.cache == "directsync"

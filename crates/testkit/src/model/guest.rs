@@ -17,6 +17,8 @@ const OK: u8 = 0;
 const UNSUPPORTED: u8 = 2;
 /// The bytes of a slot's buffer, which also limit a read or write.
 const BUFFER: u32 = 128 << 10;
+/// Bytes of a page of the guest's memory.
+const PAGE: usize = 4096;
 
 /// The failures that a request may be answered with.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,6 +44,8 @@ struct UnderWay {
 pub struct Guest {
     device: Device,
     config: DeviceConfig,
+    /// The server writes through the page cache.
+    is_cached: bool,
     under_way: Vec<Vec<Option<UnderWay>>>,
     pub leave: Leave,
     pub completed: u64,
@@ -99,6 +103,7 @@ impl Guest {
         let none = || (0..serve.slots).map(|_| None).collect();
         Ok(Self {
             device,
+            is_cached: serve.is_cached(),
             under_way: (0..serve.queues).map(|_| none()).collect(),
             config,
             leave: Leave {
@@ -115,6 +120,24 @@ impl Guest {
         self.device
             .reconnect(socket, &self.config)
             .map_err(|e| Failure::new("connect", format!("no connection: {e}")))
+    }
+
+    /// Records where a kill may have ended a write in the middle of a sector. The kernel copies a write to the page cache up to
+    /// a page of the guest's memory that it has to look up first, and a killed process gets no further. Buffers begin
+    /// [this far](Serve::buffer_offset) into a page.
+    pub fn killed(&self, oracle: &mut Oracle) {
+        let into_sector = PAGE - self.config.buffer_offset as usize % PAGE;
+        if !self.is_cached || into_sector.is_multiple_of(SECTOR) {
+            return;
+        }
+        let under_way = self.under_way.iter().flatten().flatten();
+        for write in under_way.filter(|u| u.request.kind == Kind::Write) {
+            let len = write.range.len() * SECTOR;
+            for at in (into_sector..len).step_by(PAGE) {
+                let index = write.range.start + at / SECTOR;
+                oracle.may_be_torn(index, write.request.mark, at % SECTOR);
+            }
+        }
     }
 
     pub fn in_flight(&self) -> usize {

@@ -121,6 +121,9 @@ impl Neighbour {
 
     /// Records that the guest is gone with its requests in flight. Returns how many requests were answered.
     pub fn ended(&mut self) -> u64 {
+        if let Some(guest) = &self.guest {
+            guest.killed(&mut self.oracle);
+        }
         self.oracle.killed();
         self.guest.take().map_or(0, |guest| guest.completed)
     }

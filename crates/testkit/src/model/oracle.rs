@@ -59,6 +59,8 @@ pub struct Oracle {
     /// For each sector whose content is that of a failed request, the contents that a kill may bring back, and the events at
     /// which that was seen.
     under_failed: BTreeMap<usize, Vec<(u64, u64)>>,
+    /// For each sector of which a write may be there in part: the write, and how many bytes of it come first.
+    torn: BTreeMap<usize, Vec<(u64, usize)>>,
     event: u64,
     /// There is no write cache: a write is durable when it has been answered.
     pub write_through: bool,
@@ -118,6 +120,7 @@ impl Oracle {
             sectors: Vec::new(),
             past: BTreeMap::new(),
             under_failed: BTreeMap::new(),
+            torn: BTreeMap::new(),
             event: 1,
             write_through: false,
         };
@@ -188,6 +191,7 @@ impl Oracle {
             }
             if ending == Ending::Replaced {
                 self.under_failed.remove(&index);
+                self.torn.remove(&index);
                 let older = allowed.extract_if(.., |a| a.since < sent);
                 let older: Vec<u64> = older.map(|a| a.digest).collect();
                 if !self.write_through && !older.is_empty() {
@@ -213,6 +217,28 @@ impl Oracle {
     pub fn durable(&mut self) {
         self.past.clear();
         self.under_failed.clear();
+    }
+
+    /// Records that a kill may have ended a write in the middle of a sector, after this many bytes of the sector.
+    pub fn may_be_torn(&mut self, index: usize, request: u64, bytes: usize) {
+        self.torn.entry(index).or_default().push((request, bytes));
+    }
+
+    /// Whether a sector has the beginning of a write that a kill may have ended there, and after it what it may have otherwise.
+    fn is_torn(&self, index: usize, found: &[u8]) -> bool {
+        let sector = self.sector_at(index);
+        let torn = self.torn.get(&index).into_iter().flatten();
+        let mut allowed = torn.flat_map(|torn| self.sectors[index].iter().map(move |a| (torn, a)));
+        allowed.any(|(&(request, bytes), under)| {
+            let rest = &found[bytes..];
+            found[..bytes] == content(request, sector)[..bytes]
+                && match (under.digest, under.request) {
+                    (0, _) => rest.iter().all(|byte| *byte == 0),
+                    // Only its digest is known.
+                    (_, 0) => true,
+                    (_, request) => rest == &content(request, sector)[bytes..],
+                }
+        })
     }
 
     /// Records a kill: in each sector, a request in flight is done or not, and so is one that has failed.
@@ -270,6 +296,7 @@ impl Oracle {
         for (index, &digest) in range.zip(digests) {
             self.past.remove(&index);
             self.under_failed.remove(&index);
+            self.torn.remove(&index);
             self.sectors[index] = vec![Allowed {
                 digest,
                 since: now,
@@ -289,11 +316,21 @@ impl Oracle {
         let mut wrong = Vec::new();
         for (index, found) in range.zip(bytes.chunks(SECTOR)) {
             let is = digest(found);
+            let is_torn = self.is_torn(index, found);
             let allowed = &mut self.sectors[index];
+            if is_torn {
+                allowed.push(Allowed {
+                    digest: is,
+                    since: now,
+                    request: 0,
+                    has_failed: false,
+                });
+            }
             if !allowed.iter().any(|a| a.digest == is) {
                 wrong.push((index, found));
                 continue;
             }
+            self.torn.remove(&index);
             let others = allowed.extract_if(.., |a| a.digest != is);
             let others: Vec<_> = others.map(|a| (a.digest, now)).collect();
             if others.is_empty() {
@@ -413,6 +450,25 @@ mod tests {
         assert!(!may_be(&oracle, 2));
         write(&mut oracle, 3);
         assert!(!may_be(&oracle, 1));
+    }
+
+    #[test]
+    fn write_in_flight_may_be_torn_only_where_that_was_recorded() {
+        let mut oracle = oracle();
+        write(&mut oracle, 1);
+        oracle.sent(0..1, 2, &[digest(&content(2, 0))]);
+        oracle.killed();
+        let torn = |at: usize| [&content(2, 0)[..at], &content(1, 0)[at..]].concat();
+        let sees = |oracle: &Oracle, bytes: &[u8]| oracle.clone().saw(0..1, bytes).is_ok();
+        assert!(!sees(&oracle, &torn(504)));
+        oracle.may_be_torn(0, 2, 504);
+        assert!(sees(&oracle, &torn(504)) && !sees(&oracle, &torn(8)));
+        assert!(may_be(&oracle, 1) && may_be(&oracle, 2) && !may_be(&oracle, 3));
+        oracle.saw(0..1, &torn(504)).unwrap();
+        assert!(!may_be(&oracle, 1) && !may_be(&oracle, 2));
+        // The next write replaces it.
+        write(&mut oracle, 4);
+        assert!(may_be(&oracle, 4) && !sees(&oracle, &torn(504)));
     }
 
     #[test]

@@ -407,6 +407,7 @@ impl World {
             Some(_) => {
                 child.kill()?;
                 child.wait()?;
+                guest.killed(&mut self.state.oracle);
                 self.state.oracle.killed();
                 self.take_up_after_a_crash()
             }

@@ -387,6 +387,9 @@ impl World {
 
     /// Records that the guests are gone, with their requests in flight.
     fn abandon(&mut self) {
+        if let Some(guest) = &self.guest {
+            guest.killed(&mut self.state.oracle);
+        }
         self.guests_ended();
         if self
             .serve
