@@ -51,7 +51,7 @@ use crate::socket::Socket;
 use crate::state::store::{Configured, StateStore};
 
 use backup::OpenBackups;
-use deadline::{SHUTDOWN_TIMEOUT, with_deadline};
+use deadline::{SHUTDOWN_TIMEOUT, patiently, with_deadline};
 use error::NbdError;
 pub use error::ServerError;
 use handover::HandoverState;
@@ -431,6 +431,22 @@ impl Server {
     /// There is no such export; a VM is connected, and the removal is not forced; the disk is being moved to another
     /// file; or writes could not be made durable: then the export is removed regardless.
     pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), ServerError> {
+        let export = patiently(|| self.take_export(id, removal))?;
+        self.fail_backups(Some(id), "the disk was detached");
+        // No other can be added now.
+        self.end_nbd_exports_of(id);
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+        let result = with_deadline(id, deadline, move || export.map_or(Ok(()), stop));
+        self.state().stopping.retain(|(other, _)| other != id);
+        info!("disk {id}: no longer served");
+        let id = id.to_owned();
+        let event = Event::BlockExportDeleted(BlockExportDeleted { id });
+        self.events.emit(&event);
+        result
+    }
+
+    /// The export, which is stopping from now on.
+    fn take_export(&self, id: &str, removal: Removal) -> Result<Option<Export>, ServerError> {
         let mut state = self.state();
         let Some(export) = state.exports.get(id) else {
             return Err(ServerError::NoExport(id.into()));
@@ -450,22 +466,7 @@ impl Server {
         }
         let stopping = (id.to_owned(), export.node.clone());
         state.stopping.push(stopping);
-        let export = state.exports.remove(id);
-        drop(state);
-        self.fail_backups(Some(id), "the disk was detached");
-        // No other can be added now.
-        self.end_nbd_exports_of(id);
-        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
-        let result = match export {
-            Some(export) => with_deadline(id, deadline, move || stop(export)),
-            None => Ok(()),
-        };
-        self.state().stopping.retain(|(other, _)| other != id);
-        info!("disk {id}: no longer served");
-        let id = id.to_owned();
-        let event = Event::BlockExportDeleted(BlockExportDeleted { id });
-        self.events.emit(&event);
-        result
+        Ok(state.exports.remove(id))
     }
 
     /// Resumes requests that wait because storage failed: tries them again, or, with `report`, returns their errors to

@@ -6,28 +6,28 @@ use std::time::Instant;
 
 use tracing::warn;
 
-use super::deadline::{ANSWER_TIMEOUT, with_deadline};
+use super::deadline::{ANSWER_TIMEOUT, patiently, with_deadline};
 use super::{Server, ServerError};
 use crate::node::Node;
 
 impl Server {
     /// Grows a disk to `size`, or to its file if no size is given, and notifies its guest. Returns its size in bytes.
     pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, ServerError> {
-        let node = {
+        let node = patiently(|| {
             let state = self.state();
             let node = &state.top(name)?.node;
             if state.is_moving(node.name()) {
                 return Err(ServerError::Moving(name.into()));
             }
-            node.clone()
-        };
+            Ok(node.clone())
+        })?;
         self.check_not_shrunk(&node)?;
         if let Some(size) = size {
             node.grow_file(size)
                 .map_err(|e| ServerError::Resize(name.into(), e))?;
         }
         let size = node.file_size();
-        match self.let_grow(&node, &size)? {
+        match patiently(|| self.let_grow(&node, &size))? {
             Some(size) => Ok(size),
             None => size.map_err(|e| ServerError::Resize(name.into(), e.to_string())),
         }
