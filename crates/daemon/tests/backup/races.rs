@@ -50,7 +50,7 @@ fn backups_beside_clears(
     });
 }
 
-/// The temporary bitmap of a backup does not come back after its end.
+/// The temporary bitmap of a backup does not come back after its end, and a resize waits for its turn.
 #[test]
 fn backup_ends_while_bitmaps_change() {
     let Some(served) = Served::start("backup_ends_while_bitmaps_change", &[]) else {
@@ -58,7 +58,14 @@ fn backup_ends_while_bitmaps_change() {
     };
     served.done(&["bitmap", "add", "a", "other"]);
     served.done(&["bitmap", "add", "a", "n", "--persistent"]);
-    backups_beside_clears(&served, "other", 400, || {}, |_| {});
+    let mut rounds = 0;
+    let grow = || {
+        rounds += 1;
+        if rounds % 20 == 0 {
+            served.done(&["resize", "a", &format!("{}M", 1024 + rounds / 20)]);
+        }
+    };
+    backups_beside_clears(&served, "other", 400, grow, |_| {});
     let listed = served.done(&["bitmap", "list", "a"]);
     assert_eq!(listed["a"].as_array().unwrap().len(), 2, "{listed}");
 }
