@@ -3,7 +3,7 @@
 mod bitmaps;
 mod failures;
 mod interrupted;
-mod moment;
+pub mod moment;
 mod races;
 mod refusals;
 mod sizes;
@@ -18,7 +18,7 @@ use testkit::server::Server;
 const BINARY: &str = env!("CARGO_BIN_EXE_ringdisk");
 
 /// Bytes of each disk.
-const DISK_BYTES: u64 = 64 << 20;
+pub const DISK_BYTES: u64 = 64 << 20;
 /// Bytes of the blocks that the tests write.
 const BLOCK: u64 = 4096;
 const OK: u8 = 0;
@@ -151,13 +151,13 @@ fn text(path: &Path) -> &str {
 
 /// Writes a block that holds this number all over.
 #[track_caller]
-fn write(device: &mut Device, queue: usize, block: u64, number: u64) {
+pub fn write(device: &mut Device, queue: usize, block: u64, number: u64) {
     let bytes = number.to_le_bytes().repeat(BLOCK as usize / 8);
     assert_eq!(device.queues[queue].write(block * BLOCK / 512, &bytes), OK);
 }
 
 /// The numbers of the blocks of a disk. Panics if a block holds two.
-fn numbers(content: &[u8]) -> Vec<u64> {
+pub fn numbers(content: &[u8]) -> Vec<u64> {
     let block = |bytes: &[u8]| {
         let number = u64::from_le_bytes(bytes[..8].try_into().unwrap());
         assert!(bytes.chunks(8).all(|word| word == number.to_le_bytes()));

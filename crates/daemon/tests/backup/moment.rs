@@ -10,9 +10,9 @@ use testkit::random::Random;
 
 use super::{BLOCK, DISK_BYTES, OK, Served, numbers, run, write};
 
-const BLOCKS: u64 = DISK_BYTES / BLOCK;
+pub const BLOCKS: u64 = DISK_BYTES / BLOCK;
 /// Blocks of a disk that have numbers; the rest is for load.
-const NUMBERED: u64 = BLOCKS / 4;
+pub const NUMBERED: u64 = BLOCKS / 4;
 
 /// Each write is sent when the one before it has completed, on any of the disks. So what the backups have is the state after
 /// one of these writes, while other queues keep the disks busy, and others read the backups.
@@ -70,7 +70,7 @@ fn backups_of_two_disks_are_of_one_moment() {
 }
 
 /// The copies are the state after one of the writes of the log.
-fn check(copies: &[Vec<u64>; 2], log: &[(u64, u64)]) {
+pub fn check(copies: &[Vec<u64>; 2], log: &[(u64, u64)]) {
     let numbered = |copy: &Vec<u64>| copy[..NUMBERED as usize].iter().copied().max();
     let last = copies.iter().filter_map(numbered).max().unwrap();
     assert!(

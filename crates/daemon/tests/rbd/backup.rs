@@ -3,6 +3,9 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use serde_json::Value;
 use testkit::ceph::POOL;
@@ -12,10 +15,13 @@ use testkit::server::Server;
 use testkit::vm::find_program;
 
 use super::cluster::{CephVersion, Cluster, ringdisk};
+use crate::backup::moment::{NUMBERED, check};
+use crate::backup::{DISK_BYTES, numbers, write};
 
 on_each_release!(
     backup_is_of_one_moment,
     backups_without_a_snapshot_copy_old_data,
+    backups_of_an_image_and_a_file_are_of_one_moment,
     clones_and_images_without_a_map_are_copied_whole,
     guests_pay_nothing_once_there_is_a_snapshot,
     holes_are_told_and_not_read,
@@ -55,13 +61,17 @@ impl Served {
 
     fn with(mut cluster: Cluster, name: &str, cache: &str) -> Self {
         let disk = cluster.disk(name, &format!("name={name},cache={cache}"));
+        Self::start(cluster, &[&disk])
+    }
+
+    fn start(cluster: Cluster, disks: &[&str]) -> Self {
         let control = cluster.control().display().to_string();
         let nbd = cluster.folder.path().join("nbd.sock").display().to_string();
         let state = cluster.folder.path().join("state");
         fs::create_dir_all(&state).unwrap();
         let state = ["--state", &state.display().to_string()];
-        let arguments = ["--control", &control, "--nbd", &nbd, &disk];
-        let server = cluster.start(&[&arguments[..], &state].concat());
+        let arguments = ["--control", &control, "--nbd", &nbd];
+        let server = cluster.start(&[&arguments[..], &state, disks].concat());
         Self { cluster, server }
     }
 
@@ -309,6 +319,61 @@ fn backup_is_of_one_moment(version: CephVersion) {
     }
     assert!(increment == now, "a change is missing");
     served.done(&["backup", "end"]);
+}
+
+/// As with [two files](crate::backup::moment): each write is sent when the one before it has completed, on either disk.
+fn backups_of_an_image_and_a_file_are_of_one_moment(version: CephVersion) {
+    let test = "backups_of_an_image_and_a_file_are_of_one_moment";
+    let Some(Served {
+        mut cluster,
+        server,
+    }) = Served::new(version, test, "numbered")
+    else {
+        return;
+    };
+    drop(server);
+    let ceph = cluster.ceph();
+    ceph.rbd(&[
+        "resize",
+        "--no-progress",
+        "--allow-shrink",
+        "--size=64M",
+        "rbd/numbered",
+    ])
+    .unwrap();
+    let file = cluster.folder.path().join("two.raw");
+    fs::File::create(&file)
+        .unwrap()
+        .set_len(DISK_BYTES)
+        .unwrap();
+    let image = cluster.disk("numbered", "name=a");
+    let socket = cluster.socket("two");
+    let file = format!("file={},socket={},name=b", file.display(), socket.display());
+    let served = Served::start(cluster, &[&image, &file]);
+    let connect = |socket| Device::connect(socket, &DeviceConfig::default()).unwrap();
+    let mut disks = [connect(served.server.socket()), connect(&socket)];
+    let (mut random, mut log) = (Random(9), Vec::new());
+    for delay_ms in [0, 0, 40, 150] {
+        let is_over = AtomicBool::new(false);
+        let copies = thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    let (disk, block) = (random.below(2), random.below(NUMBERED));
+                    write(&mut disks[disk as usize], 0, block, log.len() as u64 + 1);
+                    log.push((disk, block));
+                }
+            });
+            thread::sleep(Duration::from_millis(200));
+            served.done(&["backup", "begin", "a", "b"]);
+            // Clients come before there is a snapshot, and after.
+            thread::sleep(Duration::from_millis(delay_ms));
+            let copies = ["a-backup", "b-backup"].map(|export| numbers(&served.copy(export)));
+            is_over.store(true, Ordering::Relaxed);
+            copies
+        });
+        served.done(&["backup", "end"]);
+        check(&copies, &log);
+    }
 }
 
 /// Two increments, with a restart before each, are the disk.
