@@ -38,6 +38,8 @@ pub struct HandoverState {
     socket_watches: Mutex<Vec<(Arc<BoundPath>, Arc<OwnedFd>)>>,
     /// Whether everything has been handed over. Commands hold it for reading, a handover for writing.
     handed_over: RwLock<bool>,
+    /// A handover waits for commands to end. No others begin, or there could always be one.
+    is_awaited: AtomicBool,
     /// This process has been told to stop.
     stopping: AtomicBool,
     /// The new process has been told to serve, and accepts clients from now on.
@@ -108,6 +110,9 @@ impl HandoverState {
     /// # Errors
     /// A handover is under way or has succeeded.
     pub fn inhibit(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
+        if self.is_awaited.load(Ordering::Acquire) {
+            return Err(HandoverInProgress);
+        }
         let handed_over = match self.handed_over.try_read() {
             Ok(handed_over) => handed_over,
             Err(TryLockError::Poisoned(e)) => e.into_inner(),
@@ -152,14 +157,17 @@ impl HandoverState {
     /// Begins a handover: waits until no command runs, and prevents others from starting. The caller sets the guard's
     /// value to true once the handover has succeeded. `None` if a command still runs at the deadline.
     pub fn begin(&self, deadline: Instant) -> Option<RwLockWriteGuard<'_, bool>> {
-        loop {
+        self.is_awaited.store(true, Ordering::Release);
+        let begun = loop {
             match self.handed_over.try_write() {
-                Ok(handed_over) => return Some(handed_over),
-                Err(TryLockError::Poisoned(e)) => return Some(e.into_inner()),
-                Err(TryLockError::WouldBlock) if Instant::now() > deadline => return None,
-                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(10)),
+                Ok(handed_over) => break Some(handed_over),
+                Err(TryLockError::Poisoned(e)) => break Some(e.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() > deadline => break None,
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(2)),
             }
-        }
+        };
+        self.is_awaited.store(false, Ordering::Release);
+        begun
     }
 }
 
@@ -296,5 +304,44 @@ impl Server {
     pub fn state_lock(&self) -> io::Result<Option<OwnedFd>> {
         let lock = self.store.get().map(|store| store.lock().try_clone());
         Ok(lock.transpose()?.map(OwnedFd::from))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Commands of several clients follow each other without a gap.
+    #[test]
+    fn handover_gets_its_turn_beside_endless_commands() {
+        let state = HandoverState::default();
+        let is_over = AtomicBool::new(false);
+        let running = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    while !is_over.load(Ordering::Relaxed) {
+                        if let Ok(_inhibitor) = state.inhibit() {
+                            running.store(true, Ordering::Relaxed);
+                            thread::sleep(Duration::from_millis(3));
+                        }
+                    }
+                });
+            }
+            while !running.load(Ordering::Relaxed) {
+                thread::yield_now();
+            }
+            let begun = state.begin(Instant::now() + Duration::from_secs(10));
+            let refused = state.inhibit().is_err();
+            is_over.store(true, Ordering::Relaxed);
+            assert!(begun.is_some() && refused);
+            drop(begun);
+        });
+        // Afterwards, commands run again.
+        assert!(state.inhibit().is_ok());
+        let command = state.inhibit();
+        assert!(state.begin(Instant::now()).is_none());
+        assert!(state.inhibit().is_ok());
+        drop(command);
     }
 }
