@@ -16,7 +16,7 @@ mod bitmap;
 mod open;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use datapath::{CutDisk, Fleece, Held, cut, end_cut};
 use harness::text::is_printable;
@@ -39,6 +39,9 @@ pub use open::OpenBackups;
 
 /// Bytes of old data that are kept in memory for each disk, if no limit is given.
 pub const MEMORY_DEFAULT: u64 = 256 << 20;
+
+/// Writes in flight that storage has failed to serve end in this time if it works again at once.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// A disk to be backed up.
 pub struct BackupTarget {
@@ -277,14 +280,9 @@ impl Server {
 
     /// Waits for writes that were in flight at the moment. Then the backup can be read.
     fn open_backup(&self, backup: Arc<Backup>) -> Result<Arc<Backup>, BackupError> {
-        let slow = backup.disks.iter().find(|disk| {
-            let fleece = &disk.moment.fleece;
-            !fleece.wait_settled(SETTLE)
-        });
-        if let Some(disk) = slow {
-            let name = disk.device.disk.name.clone();
+        if let Err(e) = backup.disks.iter().try_for_each(settle) {
             self.stop_backup(&backup, "it has not begun");
-            return Err(BackupError::Slow(name));
+            return Err(e);
         }
         let mut open = self.backups.lock();
         if open.contains_key(&backup.id) {
@@ -466,6 +464,21 @@ impl Server {
             end_cut(&disk.device.disk, &disk.device.io_threads());
         }
     }
+}
+
+/// Waits until the writes to a disk have ended that were in flight at the moment, unless they wait for storage that fails.
+fn settle(disk: &BackupDisk) -> Result<(), BackupError> {
+    let (fleece, disk) = (&disk.moment.fleece, &disk.device.disk);
+    let deadline = Instant::now() + SETTLE;
+    while !fleece.wait_settled(RETRY) {
+        if disk.stalled() > 0 {
+            return Err(BackupError::Stalled(disk.name.clone()));
+        }
+        if Instant::now() > deadline {
+            return Err(BackupError::Slow(disk.name.clone()));
+        }
+    }
+    Ok(())
 }
 
 /// Removes the snapshots of a backup that no client reads any more. Nobody waits for long for a cluster that does not answer.

@@ -191,6 +191,11 @@ pub enum BackupError {
     #[error("disk '{name}': writes in flight have not ended within {} s; its storage does not answer", SETTLE.as_secs(), name = .0)]
     Slow(String),
     #[error(
+        "requests of disk {0} wait until its storage works again: it may be full, and the log says more; when it works, \
+         'ringdisk resume {0}' retries them; 'ringdisk resume {0} --report' ends them with errors; then begin the backup again"
+    )]
+    Stalled(String),
+    #[error(
         "backup '{0}' has failed and is ended; its bitmaps have all changes, as before it began, or cannot be used any more: {1}"
     )]
     Failed(String, String),

@@ -235,8 +235,12 @@ fn writes_wait_for_space() {
         let Some(setup) = Setup::new(format, 4) else {
             return;
         };
-        let allow = format!("--allow-dir={}", setup.dir.path().display());
-        let _server = setup.serve("cache=none", &[allow]);
+        let dir = setup.dir.path().display();
+        let more = [
+            format!("--allow-dir={dir}"),
+            format!("--nbd={dir}/nbd.sock"),
+        ];
+        let _server = setup.serve("cache=none", &more);
         let mut device = setup.connect();
         setup.storage.change(|s| s.full = true);
         submit(&mut device, Op::Write);
@@ -248,7 +252,11 @@ fn writes_wait_for_space() {
         // A command that must wait for these requests reports how to end the wait.
         let new = setup.dir.path().join("new.raw");
         std::fs::write(&new, vec![0; DISK_BYTES as usize]).unwrap();
-        for command in [&["upgrade"][..], &["replace", "disk", "new.raw"]] {
+        for command in [
+            &["upgrade"][..],
+            &["replace", "disk", "new.raw"],
+            &["backup", "begin", "disk"],
+        ] {
             let mut ringdisk = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
             ringdisk.args(command).arg("--control").arg(setup.control());
             let failed = ringdisk.current_dir(setup.dir.path()).output().unwrap();
