@@ -19,6 +19,7 @@ use rbd::RbdImage;
 use tracing::{info, warn};
 
 use crate::node::Node;
+use crate::server::deadline::{ANSWER_TIMEOUT, with_deadline};
 use crate::token::token;
 
 /// How long clients wait for the snapshot.
@@ -65,13 +66,17 @@ impl Snapshot {
             changed: Condvar::new(),
         };
         // The lock is not taken from another client, which may be using the image.
-        let is_foreign = || Ok(this.live.lock() == Some(false) && this.live.header()?.is_locked());
-        let owned = is_foreign().and_then(|is_foreign| match is_foreign {
-            true => Err(io::Error::other("another client has its lock")),
-            false => node.own_image(),
-        });
+        let image = this.live.clone();
+        let is_foreign = move || Ok(image.lock() == Some(false) && image.header()?.is_locked());
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let owned = match with_deadline(&this.disk, deadline, move || Ok(is_foreign())) {
+            Ok(Ok(false)) => node.own_image().map_err(|e| e.to_string()),
+            Ok(Ok(true)) => Err("another client has its lock".into()),
+            Ok(Err(e)) => Err(io::Error::to_string(&e)),
+            Err(e) => Err(e.to_string()),
+        };
         if let Err(e) = owned {
-            this.give_up(&mut this.lock(), &e.to_string());
+            this.give_up(&mut this.lock(), &e);
         }
         Some(Arc::new(this))
     }
