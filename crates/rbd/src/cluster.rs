@@ -1,6 +1,6 @@
 //! Connections to clusters. Images share them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,6 +25,8 @@ pub(crate) struct Connection {
     /// The cluster refuses every request of this client until it removes the client from its blocklist. No further
     /// image is opened on this connection.
     blocklisted: AtomicBool,
+    /// Snapshots that this client has made and still uses, by [name](crate::snapshot).
+    pub snapshots: Mutex<HashSet<String>>,
 }
 
 // SAFETY: any thread may use a `rados_t`, and several threads may use it at a time.
@@ -100,6 +102,7 @@ impl Connection {
             number,
             settings: Vec::new(),
             blocklisted: AtomicBool::new(false),
+            snapshots: Mutex::default(),
         };
         for &(key, about) in OF_CLUSTER.iter().chain(IMAGE_SETTINGS) {
             if let Some(value) = this.get(key) {

@@ -77,7 +77,7 @@ impl RbdImage {
         }
     }
 
-    fn open_on(
+    pub(crate) fn open_on(
         connection: Arc<Connection>,
         options: &OpenOptions,
         cached: bool,
@@ -204,6 +204,17 @@ impl RbdImage {
         self.cached
     }
 
+    /// Bytes that may be in an image that this one was cloned from.
+    ///
+    /// # Errors
+    /// The cluster does not tell.
+    pub fn overlap(&self) -> io::Result<u64> {
+        let mut overlap = 0;
+        // SAFETY: the image is open; the call writes one number.
+        self.check(unsafe { (self.library().rbd_get_overlap)(self.image, &mut overlap) })?;
+        Ok(overlap)
+    }
+
     /// The current size in bytes.
     ///
     /// # Errors
@@ -323,6 +334,10 @@ impl RbdImage {
 
     pub(crate) fn library(&self) -> &'static Library {
         self.connection.library
+    }
+
+    pub(crate) fn shared_connection(&self) -> Arc<Connection> {
+        self.connection.clone()
     }
 
     pub(crate) fn connection(&self) -> &Connection {

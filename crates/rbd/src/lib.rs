@@ -26,3 +26,4 @@ pub use location::{Access, CONNECTIONS_MAX, Location};
 pub use lock::check_lock_answer;
 pub use lock::{Header, OwnError};
 pub use settings::{Origin, Setting};
+pub use snapshot::AbandonedSnapshot;

@@ -86,6 +86,14 @@ macro_rules! functions {
             pub(crate) rbd_snap_create2: Option<
                 unsafe extern "C" fn(Pointer, *const c_char, u32, OnProgress, *mut c_void) -> c_int,
             >,
+            /// Since librbd 1.12.
+            pub(crate) rbd_snap_get_trash_namespace: Option<
+                unsafe extern "C" fn(Pointer, u64, *mut c_char, usize) -> c_int,
+            >,
+            /// Since librbd 1.12.
+            pub(crate) rbd_snap_remove_by_id: Option<
+                unsafe extern "C" fn(Pointer, u64) -> c_int,
+            >,
             /// Since librados 14.
             pub(crate) rados_set_pool_full_try: Option<unsafe extern "C" fn(Pointer)>,
             /// Since librados 16.
@@ -106,6 +114,12 @@ macro_rules! functions {
                     rbd_snap_create2: [$(&$library),+]
                         .into_iter()
                         .find_map(|library| find(library, "", "rbd_snap_create2").ok()),
+                    rbd_snap_get_trash_namespace: [$(&$library),+]
+                        .into_iter()
+                        .find_map(|library| find(library, "", "rbd_snap_get_trash_namespace").ok()),
+                    rbd_snap_remove_by_id: [$(&$library),+]
+                        .into_iter()
+                        .find_map(|library| find(library, "", "rbd_snap_remove_by_id").ok()),
                     rados_set_pool_full_try: [$(&$library),+]
                         .into_iter()
                         .find_map(|library| find(library, "", "rados_set_pool_full_try").ok()),

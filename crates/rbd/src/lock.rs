@@ -141,6 +141,18 @@ impl RbdImage {
         HeaderObject::of(self)?.read()
     }
 
+    /// Whether another client that is alive has the lock.
+    ///
+    /// # Errors
+    /// As for [`header`](Self::header).
+    pub fn has_other_owner(&self) -> io::Result<bool> {
+        let header = self.header()?;
+        match header.owner {
+            Some(owner) if !self.is_own(&owner) => Ok(self.watchers()?.contains(&owner.client)),
+            _ => Ok(false),
+        }
+    }
+
     /// Acquires the lock, and marks it. `since` is the state of the header since which no other client may have written: without
     /// an owner, or with the lock of a process that was killed. If `is_dead`, that process is known to have ended; otherwise
     /// this waits until the cluster does not know it any more. Without `since`, others may have written.

@@ -25,7 +25,7 @@ use tracing::{error, info};
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 use super::bitmaps::sync;
 use super::clients::END_TIMEOUT;
-use super::deadline::{self, ANSWER_TIMEOUT, patiently, with_deadline};
+use super::deadline::{self, ANSWER_TIMEOUT, patiently};
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
 use super::nbd::export::Moment;
@@ -42,6 +42,9 @@ pub const MEMORY_DEFAULT: u64 = 256 << 20;
 
 /// Writes in flight that storage has failed to serve end in this time if it works again at once.
 const RETRY: Duration = Duration::from_secs(1);
+
+/// How long a cluster may take to confirm that a snapshot is there. Without that, a backup is lost that may have taken hours.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A disk to be backed up.
 pub struct BackupTarget {
@@ -111,17 +114,27 @@ impl Backup {
         failures.next()
     }
 
-    /// Notices files that have become shorter and snapshots that are gone, unless their storage does not answer.
+    /// Notices files that have become shorter, unless their storage does not answer, and snapshots that are not certainly there.
     fn look_for_losses(&self) {
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
-        for disk in &self.disks {
+        let begun = Instant::now();
+        let looking = self.disks.iter().map(|disk| {
             let (node, snapshot) = (disk.node.clone(), disk.moment.snapshot.clone());
             let look = move || {
                 node.rbd().inspect(|rbd| rbd.settle());
                 snapshot.inspect(|snapshot| snapshot.check());
                 Ok(node.file_size())
             };
-            let _ = with_deadline(disk.node.name(), deadline, look);
+            (disk, deadline::begin(disk.node.name(), look))
+        });
+        let looking: Vec<_> = looking.collect();
+        for (disk, task) in looking {
+            let snapshot = disk.moment.snapshot.as_ref();
+            let limit = snapshot.map_or(ANSWER_TIMEOUT, |_| CHECK_TIMEOUT);
+            let name = disk.node.name();
+            let looked = task.and_then(|task| deadline::end(name, begun + limit, &task));
+            if let (Err(_), Some(snapshot)) = (looked, snapshot) {
+                snapshot.lose("the cluster does not answer");
+            }
         }
     }
 }
@@ -210,6 +223,9 @@ impl Server {
             return Err(BackupError::Released(node.name().into()));
         }
         let memory = options.memory.unwrap_or(MEMORY_DEFAULT);
+        // First, since it has a time limit.
+        let snapshots = (served.iter()).map(|(device, node)| Snapshot::of(&device.disk, node));
+        let snapshots: Vec<_> = snapshots.collect::<Result<_, _>>()?;
         let bitmaps = served.iter().zip(targets).map(|((device, node), target)| {
             prepared(id, node, target.bitmap.as_ref(), device.disk.size())
         });
@@ -223,9 +239,6 @@ impl Server {
             }
         }
         let cuts: Vec<_> = served.iter().map(|(_, node)| node.cuts()).collect();
-        let snapshots: Vec<_> = (served.iter())
-            .map(|(device, node)| Snapshot::of(&device.disk, node))
-            .collect();
         let mut fleeces = NewFleeces(Vec::new());
         for (device, _) in served {
             let fleece = self.backups.fleece(&device.disk, id, memory)?;
@@ -405,6 +418,9 @@ impl Server {
             if own_image(&disk.node)? != bitmap.mark {
                 bitmap.background.set_inconsistent();
             }
+            if bitmap.background.is_inconsistent() {
+                return Err(BackupError::Changes(disk.node.name().into()).into());
+            }
         }
         let mut stale = Vec::new();
         let mut actions = Vec::new();
@@ -495,8 +511,12 @@ fn end_snapshots(backup: &Backup) {
     });
     let ending: Vec<_> = ending.collect();
     for (name, task) in ending {
-        if let Err(e) = task.and_then(|task| deadline::end(name, deadline, &task)) {
-            error!("disk {name}: the snapshot of its backup may remain: {e}");
+        match task.map(|task| deadline::end(name, deadline, &task)) {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) => error!(
+                "disk {name}: the snapshot of its backup is removed when the cluster answers; it does not now"
+            ),
+            Err(e) => error!("disk {name}: the snapshot of its backup remains: {e}"),
         }
     }
 }

@@ -191,6 +191,13 @@ pub enum BackupError {
     #[error("disk '{name}': writes in flight have not ended within {} s; its storage does not answer", SETTLE.as_secs(), name = .0)]
     Slow(String),
     #[error(
+        "what has changed on disk '{0}' since its moment is not known: its bitmaps have become too large, or another client has had \
+         its image"
+    )]
+    Changes(String),
+    #[error("disk '{0}': its cluster does not answer; begin the backup when it does")]
+    Silent(String),
+    #[error(
         "requests of disk {0} wait until its storage works again: it may be full, and the log says more; when it works, \
          'ringdisk resume {0}' retries them; 'ringdisk resume {0} --report' ends them with errors; then begin the backup again"
     )]

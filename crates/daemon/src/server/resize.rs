@@ -27,7 +27,17 @@ impl Server {
                 .map_err(|e| ServerError::Resize(name.into(), e))?;
         }
         let size = node.file_size();
-        match patiently(|| self.let_grow(&node, &size))? {
+        let grown = patiently(|| self.let_grow(&node, &size)).map_err(|e| match (e, &size) {
+            (ServerError::Moving(name), Ok(size)) => {
+                let size = block::format_size(*size);
+                let why = format!(
+                    "its file has {size} now, but another command changes the disk; 'ringdisk resize {name}' lets it grow"
+                );
+                ServerError::Resize(name, why)
+            }
+            (e, _) => e,
+        })?;
+        match grown {
             Some(size) => Ok(size),
             None => size.map_err(|e| ServerError::Resize(name.into(), e.to_string())),
         }

@@ -25,9 +25,9 @@ impl Server {
         if let Some(store) = self.store.get() {
             store.end();
         }
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         self.fail_backups(None, "ringdisk ends");
         let _ = self.stop_nbd();
-        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         let ServerState {
             mut nodes, exports, ..
         } = std::mem::take(&mut *self.state());

@@ -35,6 +35,9 @@ use crate::upgrade::protocol::{
 /// How long the new process may take for a step while guests are served.
 const TIMEOUT: Duration = Duration::from_secs(15);
 
+/// How long a client may take to send its request after it has connected. Others wait so long.
+const REQUEST: Duration = Duration::from_secs(3);
+
 /// How long requests in flight may take to finish, and the new process to take over, while guests wait.
 const PAUSE: Duration = Duration::from_secs(5);
 
@@ -96,7 +99,7 @@ pub fn upgrade(server: &Server, (socket, refused): Client, program: Option<&str>
         _ => return warn!("upgrade: ignored a request of another user"),
     }
     let client = Channel::from(OwnedFd::from(socket));
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + REQUEST;
     let unless = match client.receive::<UpgradeRequest>(deadline) {
         Ok((UpgradeRequest { unless_running }, _)) => unless_running,
         Err(e) => return warn!("{}", UpgradeError::Launch(e)),

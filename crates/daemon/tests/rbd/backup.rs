@@ -14,6 +14,7 @@ use testkit::random::Random;
 use testkit::server::Server;
 use testkit::vm::find_program;
 
+use super::blocklist::blocklist;
 use super::cluster::{CephVersion, Cluster, ringdisk};
 use crate::backup::moment::{NUMBERED, check};
 use crate::backup::{DISK_BYTES, numbers, write};
@@ -26,7 +27,10 @@ on_each_release!(
     guests_pay_nothing_once_there_is_a_snapshot,
     holes_are_told_and_not_read,
     increments_continue_after_a_restart,
+    readers_without_a_snapshot_are_not_told_zeroes,
     snapshots_left_by_a_kill_are_removed,
+    snapshots_left_in_the_trash_are_removed,
+    snapshots_that_could_not_be_removed_are_removed_later,
     snapshots_removed_by_others_fail_the_backup,
 );
 
@@ -143,6 +147,25 @@ impl Served {
         names
             .map(|snap| snap["name"].as_str().unwrap().to_owned())
             .collect()
+    }
+
+    /// The number of snapshots in the trash.
+    fn in_trash(&mut self, name: &str) -> usize {
+        let image = format!("{POOL}/{name}");
+        let listed = self.rbd(&["snap", "ls", "--all", "--format=json", &image]);
+        let listed: Value = serde_json::from_str(&listed).unwrap();
+        let all = listed.as_array().unwrap().iter();
+        all.filter(|snap| snap["namespace"]["type"] == "trash")
+            .count()
+    }
+
+    /// Runs a subcommand that must fail, and returns its message.
+    #[track_caller]
+    fn failed(&self, arguments: &[&str]) -> String {
+        let control = self.cluster.control().display().to_string();
+        let output = ringdisk(&[arguments, &["--control", &control]].concat());
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
     /// The only open backup.
@@ -515,10 +538,7 @@ fn snapshots_removed_by_others_fail_the_backup(version: CephVersion) {
         "--no-progress",
         &format!("{POOL}/unsnapped@{name}"),
     ]);
-    let control = served.cluster.control().display().to_string();
-    let ended = ringdisk(&["backup", "end", "--control", &control]);
-    let error = String::from_utf8_lossy(&ended.stderr).into_owned();
-    assert_eq!(ended.status.code(), Some(1), "{error}");
+    let error = served.failed(&["backup", "end"]);
     assert!(error.contains("another client has removed it"), "{error}");
     served.done(&begin);
     assert_eq!(dirty(&served), first);
@@ -551,7 +571,7 @@ fn snapshots_left_by_a_kill_are_removed(version: CephVersion) {
     served.done(&begin);
     served
         .server
-        .wait_for_log(&[&left, "which a crash had left, is removed"]);
+        .wait_for_log(&[&left, "which an earlier backup had left, is removed"]);
     served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
     let now = served.snapshots("left");
     assert!(now.len() == 1 && now[0] != left, "{now:?}");
@@ -573,4 +593,108 @@ fn snapshots_left_by_a_kill_are_removed(version: CephVersion) {
     assert_eq!(again, dirty);
     served.done(&["backup", "end"]);
     assert_eq!(served.snapshots("left"), [""; 0]);
+}
+
+/// A host that was fenced: another one has taken the lock and removed the snapshot. OSDs answer reads of it with zeroes.
+fn readers_without_a_snapshot_are_not_told_zeroes(version: CephVersion) {
+    let test = "readers_without_a_snapshot_are_not_told_zeroes";
+    let Some(mut served) = Served::new(version, test, "fenced") else {
+        return;
+    };
+    let mut device = served.connect();
+    write_some(&mut device);
+    let before = served.cluster.content("fenced");
+    served.done(&["backup", "begin", "fenced"]);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    assert!(served.copy("fenced-backup") == before);
+    let name = served.snapshots("fenced").remove(0);
+    blocklist(&mut served.cluster, "fenced");
+    served.rbd(&[
+        "snap",
+        "rm",
+        "--no-progress",
+        &format!("{POOL}/fenced@{name}"),
+    ]);
+    let copy = ["--connections=4", &served.uri("fenced-backup"), "null:"];
+    let read = Command::new("nbdcopy").args(copy).output().unwrap();
+    assert!(!read.status.success(), "{read:?}");
+    let error = served.failed(&["backup", "end"]);
+    assert!(error.contains("snapshot"), "{error}");
+}
+
+/// A kill during the removal of a snapshot leaves it without its name.
+fn snapshots_left_in_the_trash_are_removed(version: CephVersion) {
+    let test = "snapshots_left_in_the_trash_are_removed";
+    let Some(mut served) = Served::new(version, test, "trashed") else {
+        return;
+    };
+    let mut killed_in_time = false;
+    for delay_ms in (5..45).chain(5..45).step_by(4) {
+        let mut device = served.connect();
+        write_some(&mut device);
+        served.done(&["backup", "begin", "trashed"]);
+        served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+        let control = served.cluster.control();
+        let end = thread::spawn(move || {
+            let control = control.display().to_string();
+            ringdisk(&["backup", "end", "--control", &control])
+        });
+        served.server.wait_for_log(&["NBD: export", "removed"]);
+        thread::sleep(Duration::from_millis(delay_ms));
+        let Served {
+            cluster,
+            mut server,
+        } = served;
+        server.signal(rustix::process::Signal::KILL);
+        server.ended().unwrap();
+        end.join().unwrap();
+        served = Served::of(cluster, "trashed");
+        killed_in_time = served.in_trash("trashed") > 0;
+        if killed_in_time {
+            break;
+        }
+    }
+    assert!(killed_in_time, "no kill has left a snapshot in the trash");
+    // The guest's write shows that the killed process has ended.
+    let mut device = served.connect();
+    write_some(&mut device);
+    served.done(&["backup", "begin", "trashed"]);
+    served
+        .server
+        .wait_for_log(&["which an earlier backup had left, is removed"]);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    assert_eq!(served.in_trash("trashed"), 0);
+    served.done(&["backup", "end"]);
+    assert_eq!(
+        (
+            served.in_trash("trashed"),
+            served.snapshots("trashed").len()
+        ),
+        (0, 0)
+    );
+}
+
+fn snapshots_that_could_not_be_removed_are_removed_later(version: CephVersion) {
+    let test = "snapshots_that_could_not_be_removed_are_removed_later";
+    let Some(mut served) = Served::new(version, test, "protected") else {
+        return;
+    };
+    let mut device = served.connect();
+    write_some(&mut device);
+    served.done(&["backup", "begin", "protected"]);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    let first = served.snapshots("protected").remove(0);
+    let full = format!("{POOL}/protected@{first}");
+    served.rbd(&["snap", "protect", &full]);
+    served.done(&["backup", "end"]);
+    served.server.wait_for_log(&[&full, "cannot be removed"]);
+    served.rbd(&["snap", "unprotect", &full]);
+    served.done(&["backup", "begin", "protected", "--id=second"]);
+    served
+        .server
+        .wait_for_log(&[&full, "which an earlier backup had left, is removed"]);
+    // Of an open backup, nothing is removed.
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    served.done(&["backup", "end", "--id=second"]);
+    assert_eq!(served.snapshots("protected"), [""; 0]);
 }

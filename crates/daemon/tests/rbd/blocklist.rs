@@ -18,7 +18,7 @@ const OK: u8 = 0;
 const IOERR: u8 = 1;
 
 /// Puts the client that has the image open on the blocklist.
-fn blocklist(cluster: &mut Cluster, image: &str) {
+pub fn blocklist(cluster: &mut Cluster, image: &str) {
     let image = format!("{POOL}/{image}");
     let ceph = cluster.ceph();
     let status = ceph.rbd(&["status", "--format=json", &image]).unwrap();

@@ -5,6 +5,13 @@
 //! snapshot has it as it was at the moment. Then the fleece is [sealed](Fleece::seal), and guests pay nothing for the backup any
 //! more. Its clients wait until the snapshot is there.
 //!
+//! The fleece is also what makes this safe with versions of Ceph before June 2023 (issue 61616): writes that librbd holds back
+//! for the snapshot end up in it, and its object map does not know of them. They were submitted before the seal, so what they
+//! replaced was copied.
+//!
+//! Nothing tells the reader of a snapshot that it was removed: it gets zeroes. So its presence is asked of the cluster
+//! [at the end](Snapshot::check).
+//!
 //! Without a snapshot, the backup continues as for any disk.
 
 use std::io;
@@ -15,11 +22,12 @@ use std::time::{Duration, Instant};
 use block::Remote;
 use datapath::{Disk, Fleece};
 use image::Image;
-use rbd::RbdImage;
+use rbd::{RbdError, RbdImage};
 use tracing::{info, warn};
 
 use crate::node::Node;
 use crate::server::deadline::{ANSWER_TIMEOUT, with_deadline};
+use crate::server::error::BackupError;
 use crate::token::token;
 
 /// How long clients wait for the snapshot.
@@ -51,14 +59,21 @@ struct State {
 struct Made {
     name: String,
     image: Arc<RbdImage>,
+    /// Bytes that the snapshot shared with an image that it was cloned from.
+    overlap: u64,
     disk: Arc<Disk>,
 }
 
 impl Snapshot {
     /// For a disk that is in an image and can change. Clients wait until it is [made](Self::make). The image is locked, since
     /// librbd would do that for a snapshot, and bitmaps would take it for the work of another client.
-    pub fn of(disk: &Disk, node: &Node) -> Option<Arc<Self>> {
-        let live = node.rbd().filter(|_| !disk.facts.read_only)?.clone();
+    ///
+    /// # Errors
+    /// The cluster does not answer.
+    pub fn of(disk: &Disk, node: &Node) -> Result<Option<Arc<Self>>, BackupError> {
+        let Some(live) = node.rbd().filter(|_| !disk.facts.read_only).cloned() else {
+            return Ok(None);
+        };
         let this = Self {
             live,
             disk: disk.name.clone(),
@@ -67,18 +82,18 @@ impl Snapshot {
         };
         // The lock is not taken from another client, which may be using the image.
         let image = this.live.clone();
-        let is_foreign = move || Ok(image.lock() == Some(false) && image.header()?.is_locked());
+        let is_foreign = move || Ok(image.lock() == Some(false) && image.has_other_owner()?);
         let deadline = Instant::now() + ANSWER_TIMEOUT;
-        let owned = match with_deadline(&this.disk, deadline, move || Ok(is_foreign())) {
-            Ok(Ok(false)) => node.own_image().map_err(|e| e.to_string()),
-            Ok(Ok(true)) => Err("another client has its lock".into()),
-            Ok(Err(e)) => Err(io::Error::to_string(&e)),
-            Err(e) => Err(e.to_string()),
-        };
+        let is_foreign = with_deadline(&this.disk, deadline, move || Ok(is_foreign()))
+            .map_err(|_| BackupError::Silent(this.disk.clone()))?;
+        let owned = is_foreign.and_then(|is_foreign| match is_foreign {
+            true => Err(io::Error::other("another client has its lock")),
+            false => node.own_image(),
+        });
         if let Err(e) = owned {
-            this.give_up(&mut this.lock(), &e);
+            this.give_up(&mut this.lock(), &e.to_string());
         }
-        Some(Arc::new(this))
+        Ok(Some(Arc::new(this)))
     }
 
     /// Makes it, in a thread of its own. No write is in flight that was so at the moment.
@@ -133,21 +148,24 @@ impl Snapshot {
     }
 
     fn try_make(&self, live: &Disk) -> io::Result<Made> {
-        for name in self.live.abandoned_snapshots()? {
-            let removed = self.live.remove_snapshot(&name);
-            let image = self.live.location().image_spec();
+        for left in self.live.abandoned_snapshots()? {
+            let removed = self.live.remove_abandoned(&left);
+            let (image, name) = (self.live.location().image_spec(), left.name);
             match removed {
-                Ok(()) => info!("{image}@{name}, which a crash had left, is removed"),
-                Err(e) => warn!("{image}@{name}, which a crash has left, cannot be removed: {e}"),
+                Ok(()) => info!("{image}@{name}, which an earlier backup had left, is removed"),
+                Err(e) => {
+                    warn!(
+                        "{image}@{name}, which an earlier backup has left, cannot be removed: {e}"
+                    );
+                }
             }
         }
         // What librbd's cache has is older than the moment, or was copied.
         self.live.sync()?;
         let name = self.live.make_snapshot(&token())?;
-        let image = self.live.open_snapshot(&name).map_err(|e| {
-            self.remove_by_name(&name);
-            io::Error::other(e)
-        })?;
+        let opened = self.live.open_snapshot(&name).map_err(io::Error::other);
+        let opened = opened.and_then(|image| Ok((image.overlap()?, image)));
+        let (overlap, image) = opened.inspect_err(|_| self.remove_by_name(&name))?;
         let mut facts = live.facts;
         facts.read_only = true;
         let disk = Disk::remote(
@@ -162,6 +180,7 @@ impl Snapshot {
         Ok(Made {
             name,
             image,
+            overlap,
             disk: Arc::new(disk),
         })
     }
@@ -189,17 +208,29 @@ impl Snapshot {
         Some(made.image.location().image_spec())
     }
 
-    /// Notices that another client has removed it: what was read may be newer than the moment then.
+    /// Notices that another client has removed it, or what it was cloned from: what was read may not have been there then. It is
+    /// opened again, because librbd answers from memory otherwise, also if the cluster does not listen to this client any more.
     pub fn check(&self) {
-        let Some(name) = self.lock().made.as_ref().map(|made| made.name.clone()) else {
+        let made = |made: &Made| (made.name.clone(), made.overlap);
+        let Some((name, overlap)) = self.lock().made.as_ref().map(made) else {
             return;
         };
-        let lost = match self.live.has_snapshot(&name) {
-            Ok(true) => return,
-            Ok(false) => "another client has removed it".into(),
-            Err(e) => e.to_string(),
-        };
-        self.lock().lost = Some(format!("its snapshot {name} is lost: {lost}"));
+        let again = self.live.open_snapshot(&name);
+        match again.map(|again| again.overlap().map(|now| now == overlap)) {
+            Ok(Ok(true)) => {}
+            Ok(Ok(false)) => self.lose("another client has flattened the image"),
+            Ok(Err(e)) => self.lose(&e.to_string()),
+            Err(RbdError::Missing(_)) => self.lose("another client has removed it"),
+            Err(e) => self.lose(&e.to_string()),
+        }
+    }
+
+    /// What clients have read may be wrong.
+    pub fn lose(&self, why: &str) {
+        let mut state = self.lock();
+        if let Some(made) = &state.made {
+            state.lost = Some(format!("its snapshot {} is lost: {why}", made.name));
+        }
     }
 
     /// Why the backup is not of its moment.
@@ -222,7 +253,9 @@ impl Snapshot {
     }
 
     fn remove(&self, made: Made) {
-        let Made { name, image, disk } = made;
+        let Made {
+            name, image, disk, ..
+        } = made;
         drop(disk);
         // An I/O thread must not be the one that closes it.
         let begun = Instant::now();
@@ -237,7 +270,7 @@ impl Snapshot {
         if let Err(e) = self.live.remove_snapshot(name) {
             let image = self.live.location().image_spec();
             warn!(
-                "disk {}: the snapshot of its backup cannot be removed: {e}; the next backup removes it, or 'rbd snap rm {image}@{name}'",
+                "disk {}: {image}@{name} cannot be removed: {e}; a later backup of the disk removes it, or 'rbd snap rm'",
                 self.disk
             );
         }
