@@ -121,8 +121,8 @@ impl RbdImage {
     /// The cluster refuses.
     pub fn remove_abandoned(&self, snapshot: &AbandonedSnapshot) -> io::Result<()> {
         match self.library().rbd_snap_remove_by_id {
-            // SAFETY: the image is open.
             Some(remove) if snapshot.is_in_trash => {
+                // SAFETY: the image is open.
                 self.check_removed(unsafe { remove(self.handle(), snapshot.id) })
             }
             _ => self.remove_snapshot(&snapshot.name),

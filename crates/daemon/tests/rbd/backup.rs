@@ -14,40 +14,32 @@ use testkit::random::Random;
 use testkit::server::Server;
 use testkit::vm::find_program;
 
-use super::blocklist::blocklist;
 use super::cluster::{CephVersion, Cluster, ringdisk};
 use crate::backup::moment::{NUMBERED, check};
 use crate::backup::{DISK_BYTES, numbers, write};
 
 on_each_release!(
     backup_is_of_one_moment,
-    backups_without_a_snapshot_copy_old_data,
     backups_of_an_image_and_a_file_are_of_one_moment,
     clones_and_images_without_a_map_are_copied_whole,
-    guests_pay_nothing_once_there_is_a_snapshot,
     holes_are_told_and_not_read,
     increments_continue_after_a_restart,
-    readers_without_a_snapshot_are_not_told_zeroes,
-    snapshots_left_by_a_kill_are_removed,
-    snapshots_left_in_the_trash_are_removed,
-    snapshots_that_could_not_be_removed_are_removed_later,
-    snapshots_removed_by_others_fail_the_backup,
 );
 
-const OK: u8 = 0;
-const MIB: u64 = 1 << 20;
+pub(super) const OK: u8 = 0;
+pub(super) const MIB: u64 = 1 << 20;
 /// Bytes of each image, in objects of 4 MiB.
-const BYTES: u64 = 128 * MIB;
+pub(super) const BYTES: u64 = 128 * MIB;
 
 /// A served image, and its NBD server.
-struct Served {
-    cluster: Cluster,
-    server: Server,
+pub(super) struct Served {
+    pub(super) cluster: Cluster,
+    pub(super) server: Server,
 }
 
 impl Served {
     /// `None` if there is no Ceph, or no client.
-    fn new(version: CephVersion, test: &str, name: &str) -> Option<Self> {
+    pub(super) fn new(version: CephVersion, test: &str, name: &str) -> Option<Self> {
         for program in ["nbdinfo", "nbdcopy", "qemu-img"] {
             if find_program(program).is_none() {
                 println!("skipped: {test}: there is no {program}");
@@ -59,16 +51,16 @@ impl Served {
         Some(Self::of(cluster, name))
     }
 
-    fn of(cluster: Cluster, name: &str) -> Self {
+    pub(super) fn of(cluster: Cluster, name: &str) -> Self {
         Self::with(cluster, name, "none")
     }
 
-    fn with(mut cluster: Cluster, name: &str, cache: &str) -> Self {
+    pub(super) fn with(mut cluster: Cluster, name: &str, cache: &str) -> Self {
         let disk = cluster.disk(name, &format!("name={name},cache={cache}"));
         Self::start(cluster, &[&disk])
     }
 
-    fn start(cluster: Cluster, disks: &[&str]) -> Self {
+    pub(super) fn start(cluster: Cluster, disks: &[&str]) -> Self {
         let control = cluster.control().display().to_string();
         let nbd = cluster.folder.path().join("nbd.sock").display().to_string();
         let state = cluster.folder.path().join("state");
@@ -80,28 +72,28 @@ impl Served {
     }
 
     /// Serves another image instead.
-    fn another(self, name: &str) -> Self {
+    pub(super) fn another(self, name: &str) -> Self {
         let Self { cluster, server } = self;
         drop(server);
         Self::of(cluster, name)
     }
 
-    fn connect(&self) -> Device {
+    pub(super) fn connect(&self) -> Device {
         Device::connect(self.server.socket(), &DeviceConfig::default()).unwrap()
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(super) fn path(&self, name: &str) -> PathBuf {
         self.cluster.folder.path().join(name)
     }
 
-    fn uri(&self, export: &str) -> String {
+    pub(super) fn uri(&self, export: &str) -> String {
         let socket = self.path("nbd.sock");
         format!("nbd+unix:///{export}?socket={}", socket.display())
     }
 
     /// Runs a subcommand that must succeed.
     #[track_caller]
-    fn done(&self, arguments: &[&str]) {
+    pub(super) fn done(&self, arguments: &[&str]) {
         let control = self.cluster.control().display().to_string();
         let output = ringdisk(&[arguments, &["--control", &control]].concat());
         assert!(output.status.success(), "{arguments:?}: {output:?}");
@@ -109,7 +101,7 @@ impl Served {
 
     /// The extents of a context: offset, length, type.
     #[track_caller]
-    fn map(&self, export: &str, context: &str) -> Vec<(u64, u64, u64)> {
+    pub(super) fn map(&self, export: &str, context: &str) -> Vec<(u64, u64, u64)> {
         let map = format!("--map={context}");
         let output = run("nbdinfo", &["--json", &map, &self.uri(export)]);
         let extents: Value = serde_json::from_str(&output).unwrap();
@@ -120,13 +112,13 @@ impl Served {
             .collect()
     }
 
-    fn allocation(&self, export: &str) -> Vec<(u64, u64, u64)> {
+    pub(super) fn allocation(&self, export: &str) -> Vec<(u64, u64, u64)> {
         self.map(export, "base:allocation")
     }
 
     /// What a client copies of an export.
     #[track_caller]
-    fn copy(&self, export: &str) -> Vec<u8> {
+    pub(super) fn copy(&self, export: &str) -> Vec<u8> {
         let to = self.path("copy.raw");
         let _ = fs::remove_file(&to);
         let copy = ["--connections=4", &self.uri(export), to.to_str().unwrap()];
@@ -134,12 +126,12 @@ impl Served {
         fs::read(&to).unwrap()
     }
 
-    fn rbd(&mut self, arguments: &[&str]) -> String {
+    pub(super) fn rbd(&mut self, arguments: &[&str]) -> String {
         self.cluster.ceph().rbd(arguments).unwrap()
     }
 
     /// The names of the image's snapshots, as the cluster has them.
-    fn snapshots(&mut self, name: &str) -> Vec<String> {
+    pub(super) fn snapshots(&mut self, name: &str) -> Vec<String> {
         let image = format!("{POOL}/{name}");
         let listed = self.rbd(&["snap", "ls", "--format=json", &image]);
         let listed: Value = serde_json::from_str(&listed).unwrap();
@@ -150,7 +142,7 @@ impl Served {
     }
 
     /// The number of snapshots in the trash.
-    fn in_trash(&mut self, name: &str) -> usize {
+    pub(super) fn in_trash(&mut self, name: &str) -> usize {
         let image = format!("{POOL}/{name}");
         let listed = self.rbd(&["snap", "ls", "--all", "--format=json", &image]);
         let listed: Value = serde_json::from_str(&listed).unwrap();
@@ -161,7 +153,7 @@ impl Served {
 
     /// Runs a subcommand that must fail, and returns its message.
     #[track_caller]
-    fn failed(&self, arguments: &[&str]) -> String {
+    pub(super) fn failed(&self, arguments: &[&str]) -> String {
         let control = self.cluster.control().display().to_string();
         let output = ringdisk(&[arguments, &["--control", &control]].concat());
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
@@ -169,7 +161,7 @@ impl Served {
     }
 
     /// The only open backup.
-    fn open_backup(&self) -> Value {
+    pub(super) fn open_backup(&self) -> Value {
         let control = self.cluster.control().display().to_string();
         let listed = ringdisk(&["backup", "list", "--json", "--control", &control]);
         let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
@@ -178,14 +170,14 @@ impl Served {
 }
 
 #[track_caller]
-fn run(program: &str, arguments: &[&str]) -> String {
+pub(super) fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     assert!(output.status.success(), "{program}: {output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
 
 /// Objects that have data, by their number, as extents of `base:allocation`.
-fn objects(numbers: &[u64]) -> Vec<(u64, u64, u64)> {
+pub(super) fn objects(numbers: &[u64]) -> Vec<(u64, u64, u64)> {
     let mut extents: Vec<(u64, u64, u64)> = Vec::new();
     for number in 0..BYTES / (4 * MIB) {
         let state = if numbers.contains(&number) { 0 } else { 3 };
@@ -198,7 +190,7 @@ fn objects(numbers: &[u64]) -> Vec<(u64, u64, u64)> {
 }
 
 /// With data in the objects 0, 2 and 31.
-fn write_some(device: &mut Device) {
+pub(super) fn write_some(device: &mut Device) {
     for at in [MIB, 9 * MIB, BYTES - 4096] {
         assert_eq!(device.queues[0].write(at / 512, &[7; 4096]), OK);
     }
@@ -438,263 +430,4 @@ fn increments_continue_after_a_restart(version: CephVersion) {
         served.done(&["backup", "end"]);
         assert!(backup == served.cluster.content("restarted"));
     }
-}
-
-/// Writes to many places, and discards in between.
-fn change(device: &mut Device, random: &mut Random) {
-    for n in 0..200 {
-        let at = random.below(BYTES / 4096) * 8;
-        let done = match n % 8 {
-            0 => device.queues[0].run(Op::Discard, at / 8192 * 8192, 4 << 20),
-            _ => device.queues[0].write(at, &[n as u8 | 1; 4096]),
-        };
-        assert_eq!(done, OK);
-    }
-}
-
-const SNAPSHOT_IS_MADE: &str = "its backup reads";
-
-/// Nothing is copied then, the objects that the image had are told as they were, and nothing is left behind. What was in librbd's
-/// cache at the moment belongs to the backup.
-fn guests_pay_nothing_once_there_is_a_snapshot(version: CephVersion) {
-    let test = "guests_pay_nothing_once_there_is_a_snapshot";
-    let Some(mut served) = Served::new(version, test, "snapped") else {
-        return;
-    };
-    let Served { cluster, server } = served;
-    drop(server);
-    served = Served::with(cluster, "snapped", "writeback");
-    let mut device = served.connect();
-    write_some(&mut device);
-    let mut before = vec![0; BYTES as usize];
-    for at in [MIB, 9 * MIB, BYTES - 4096] {
-        before[at as usize..][..4096].fill(7);
-    }
-    served.done(&["backup", "begin", "snapped"]);
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    let backup = served.open_backup();
-    let names = served.snapshots("snapped");
-    let [name] = &names[..] else {
-        panic!("{names:?}");
-    };
-    assert!(name.starts_with("ringdisk-backup-"), "{name}");
-    let full = format!("{POOL}/snapped@{name}");
-    assert_eq!(backup["snapshots"], serde_json::json!([full]));
-
-    change(&mut device, &mut Random(3));
-    let after = served.open_backup();
-    assert_eq!([&after["memory"], &after["file"]], [0, 0], "{after}");
-    assert_eq!(served.allocation("snapped-backup"), objects(&[0, 2, 31]));
-    assert!(served.copy("snapped-backup") == before);
-    assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
-    assert!(served.cluster.content("snapped") != before);
-    served.done(&["backup", "end"]);
-    assert_eq!(served.snapshots("snapped"), [""; 0]);
-}
-
-fn backups_without_a_snapshot_copy_old_data(version: CephVersion) {
-    let test = "backups_without_a_snapshot_copy_old_data";
-    let Some(mut served) = Served::new(version, test, "limited") else {
-        return;
-    };
-    let image = format!("{POOL}/limited");
-    served.rbd(&["snap", "create", "--no-progress", &format!("{image}@one")]);
-    served.rbd(&["snap", "limit", "set", "--limit=1", &image]);
-    let mut device = served.connect();
-    write_some(&mut device);
-    let before = served.cluster.content("limited");
-    served.done(&["backup", "begin", "limited"]);
-    served.server.wait_for_log(&["copies old data"]);
-    change(&mut device, &mut Random(4));
-    let backup = served.open_backup();
-    assert_eq!(backup["snapshots"], serde_json::json!([]));
-    assert!(served.copy("limited-backup") == before);
-    served.done(&["backup", "end"]);
-}
-
-/// Its reader may have got newer data. The bitmap keeps what it had.
-fn snapshots_removed_by_others_fail_the_backup(version: CephVersion) {
-    let test = "snapshots_removed_by_others_fail_the_backup";
-    let Some(mut served) = Served::new(version, test, "unsnapped") else {
-        return;
-    };
-    let mut device = served.connect();
-    served.done(&["bitmap", "add", "unsnapped", "nightly"]);
-    write_some(&mut device);
-    let dirty = |served: &Served| {
-        let all = served.map("unsnapped-backup", "qemu:dirty-bitmap:nightly");
-        let dirty = all.into_iter().filter(|&(_, _, state)| state == 1);
-        dirty.map(|(at, len, _)| (at, len)).collect::<Vec<_>>()
-    };
-    let begin = ["backup", "begin", "unsnapped", "--bitmap", "nightly"];
-    served.done(&begin);
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    let first = dirty(&served);
-    assert!(!first.is_empty());
-    let name = served.snapshots("unsnapped").remove(0);
-    served.rbd(&[
-        "snap",
-        "rm",
-        "--no-progress",
-        &format!("{POOL}/unsnapped@{name}"),
-    ]);
-    let error = served.failed(&["backup", "end"]);
-    assert!(error.contains("another client has removed it"), "{error}");
-    served.done(&begin);
-    assert_eq!(dirty(&served), first);
-    assert!(served.copy("unsnapped-backup") == served.cluster.content("unsnapped"));
-    served.done(&["backup", "end"]);
-}
-
-/// The next backup removes them, and a process that stops leaves none. The bitmap continues.
-fn snapshots_left_by_a_kill_are_removed(version: CephVersion) {
-    let test = "snapshots_left_by_a_kill_are_removed";
-    let Some(mut served) = Served::new(version, test, "left") else {
-        return;
-    };
-    let begin = ["backup", "begin", "left", "--bitmap", "nightly"];
-    served.done(&begin);
-    served.done(&["backup", "end"]);
-    served.done(&begin);
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    let left = served.snapshots("left").remove(0);
-    let Served {
-        cluster,
-        mut server,
-    } = served;
-    server.signal(rustix::process::Signal::KILL);
-    server.ended().unwrap();
-    served = Served::of(cluster, "left");
-    assert_eq!(served.snapshots("left"), [left.as_str()]);
-    let mut device = served.connect();
-    write_some(&mut device);
-    served.done(&begin);
-    served
-        .server
-        .wait_for_log(&[&left, "which an earlier backup had left, is removed"]);
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    let now = served.snapshots("left");
-    assert!(now.len() == 1 && now[0] != left, "{now:?}");
-    let dirty = served.map("left-backup", "qemu:dirty-bitmap:nightly");
-    let dirty: u64 = dirty.iter().filter(|e| e.2 == 1).map(|e| e.1).sum();
-    assert!((1..BYTES / 4).contains(&dirty), "{dirty}");
-
-    let Served {
-        cluster,
-        mut server,
-    } = served;
-    assert!(server.terminate().unwrap().success(), "{}", server.log());
-    drop(device);
-    served = Served::of(cluster, "left");
-    assert_eq!(served.snapshots("left"), [""; 0]);
-    served.done(&begin);
-    let again = served.map("left-backup", "qemu:dirty-bitmap:nightly");
-    let again: u64 = again.iter().filter(|e| e.2 == 1).map(|e| e.1).sum();
-    assert_eq!(again, dirty);
-    served.done(&["backup", "end"]);
-    assert_eq!(served.snapshots("left"), [""; 0]);
-}
-
-/// A host that was fenced: another one has taken the lock and removed the snapshot. OSDs answer reads of it with zeroes.
-fn readers_without_a_snapshot_are_not_told_zeroes(version: CephVersion) {
-    let test = "readers_without_a_snapshot_are_not_told_zeroes";
-    let Some(mut served) = Served::new(version, test, "fenced") else {
-        return;
-    };
-    let mut device = served.connect();
-    write_some(&mut device);
-    let before = served.cluster.content("fenced");
-    served.done(&["backup", "begin", "fenced"]);
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    assert!(served.copy("fenced-backup") == before);
-    let name = served.snapshots("fenced").remove(0);
-    blocklist(&mut served.cluster, "fenced");
-    served.rbd(&[
-        "snap",
-        "rm",
-        "--no-progress",
-        &format!("{POOL}/fenced@{name}"),
-    ]);
-    let copy = ["--connections=4", &served.uri("fenced-backup"), "null:"];
-    let read = Command::new("nbdcopy").args(copy).output().unwrap();
-    assert!(!read.status.success(), "{read:?}");
-    let error = served.failed(&["backup", "end"]);
-    assert!(error.contains("snapshot"), "{error}");
-}
-
-/// A kill during the removal of a snapshot leaves it without its name.
-fn snapshots_left_in_the_trash_are_removed(version: CephVersion) {
-    let test = "snapshots_left_in_the_trash_are_removed";
-    let Some(mut served) = Served::new(version, test, "trashed") else {
-        return;
-    };
-    let mut killed_in_time = false;
-    for delay_ms in (5..45).chain(5..45).step_by(4) {
-        let mut device = served.connect();
-        write_some(&mut device);
-        served.done(&["backup", "begin", "trashed"]);
-        served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-        let control = served.cluster.control();
-        let end = thread::spawn(move || {
-            let control = control.display().to_string();
-            ringdisk(&["backup", "end", "--control", &control])
-        });
-        served.server.wait_for_log(&["NBD: export", "removed"]);
-        thread::sleep(Duration::from_millis(delay_ms));
-        let Served {
-            cluster,
-            mut server,
-        } = served;
-        server.signal(rustix::process::Signal::KILL);
-        server.ended().unwrap();
-        end.join().unwrap();
-        served = Served::of(cluster, "trashed");
-        killed_in_time = served.in_trash("trashed") > 0;
-        if killed_in_time {
-            break;
-        }
-    }
-    assert!(killed_in_time, "no kill has left a snapshot in the trash");
-    // The guest's write shows that the killed process has ended.
-    let mut device = served.connect();
-    write_some(&mut device);
-    served.done(&["backup", "begin", "trashed"]);
-    served
-        .server
-        .wait_for_log(&["which an earlier backup had left, is removed"]);
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    assert_eq!(served.in_trash("trashed"), 0);
-    served.done(&["backup", "end"]);
-    assert_eq!(
-        (
-            served.in_trash("trashed"),
-            served.snapshots("trashed").len()
-        ),
-        (0, 0)
-    );
-}
-
-fn snapshots_that_could_not_be_removed_are_removed_later(version: CephVersion) {
-    let test = "snapshots_that_could_not_be_removed_are_removed_later";
-    let Some(mut served) = Served::new(version, test, "protected") else {
-        return;
-    };
-    let mut device = served.connect();
-    write_some(&mut device);
-    served.done(&["backup", "begin", "protected"]);
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    let first = served.snapshots("protected").remove(0);
-    let full = format!("{POOL}/protected@{first}");
-    served.rbd(&["snap", "protect", &full]);
-    served.done(&["backup", "end"]);
-    served.server.wait_for_log(&[&full, "cannot be removed"]);
-    served.rbd(&["snap", "unprotect", &full]);
-    served.done(&["backup", "begin", "protected", "--id=second"]);
-    served
-        .server
-        .wait_for_log(&[&full, "which an earlier backup had left, is removed"]);
-    // Of an open backup, nothing is removed.
-    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
-    served.done(&["backup", "end", "--id=second"]);
-    assert_eq!(served.snapshots("protected"), [""; 0]);
 }

@@ -33,3 +33,4 @@ mod lab;
 mod load;
 mod lock;
 mod resize;
+mod snapshots;
