@@ -1,10 +1,11 @@
 //! `ringdisk backup`: disks as they were at one moment.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use block::{format_size, parse_size};
-use control::{Client, ClientError};
+use control::{Client, ClientError, CommandError};
 use serde_json::{Value, json};
 
 use super::export::uri;
@@ -13,6 +14,7 @@ use super::interrupt::Interrupt;
 use super::{CommandLineError, CommandResult, Connection, row, table};
 use crate::config::nbd::id_of;
 use crate::server::connection_info::quote;
+use crate::server::handover::HandoverInProgress;
 use crate::token::token;
 
 /// How long the server may take to accept the command that ends a backup which may have begun, and again to answer.
@@ -200,12 +202,25 @@ fn undo(
     error: CommandLineError,
 ) -> CommandLineError {
     let arguments = json!({ "target-id": id, "success": false, "x-ringdisk-token": token });
-    let ended = Client::connect(connection.path(), UNDO)
-        .and_then(|mut client| client.call("backup-access-teardown", arguments));
+    let deadline = Instant::now() + UNDO;
+    let ended = loop {
+        let ended = Client::connect(connection.path(), UNDO)
+            .and_then(|mut client| client.call("backup-access-teardown", arguments.clone()));
+        match ended {
+            // An upgrade is under way, which may fail before it has ended the backup.
+            Err(ClientError::Refused { error, .. })
+                if is_upgrading(&error) && Instant::now() < deadline =>
+            {
+                thread::sleep(Duration::from_millis(100));
+            }
+            ended => break ended,
+        }
+    };
     let error = Box::new(error);
     match ended {
         // It had not begun; or its process has ended, and the backup with it.
-        Ok(_) | Err(ClientError::Refused { .. } | ClientError::NobodyListens(_)) => {
+        Ok(_) | Err(ClientError::NobodyListens(_)) => CommandLineError::NotOpen(error),
+        Err(ClientError::Refused { error: refusal, .. }) if !is_upgrading(&refusal) => {
             CommandLineError::NotOpen(error)
         }
         Err(why) => {
@@ -220,6 +235,10 @@ fn undo(
             }
         }
     }
+}
+
+fn is_upgrading(refusal: &CommandError) -> bool {
+    refusal.desc == HandoverInProgress.to_string()
 }
 
 /// Exports what has begun. Returns what is printed, as JSON and as text.

@@ -358,7 +358,7 @@ impl Server {
             None => Ok(()),
         };
         self.release_backup(&backup);
-        end_snapshots(&backup);
+        end_snapshots(std::slice::from_ref(&backup));
         if is_success {
             self.no_longer_moving(&names);
         }
@@ -375,13 +375,17 @@ impl Server {
     }
 
     /// Ends a backup without its clients' consent. Waits for no request of the guests.
-    fn stop_backup(&self, backup: &Backup, why: &str) {
+    fn stop_backup(&self, backup: &Arc<Backup>, why: &str) {
+        self.stop_reading(backup, why);
+        end_snapshots(std::slice::from_ref(backup));
+    }
+
+    fn stop_reading(&self, backup: &Backup, why: &str) {
         for disk in &backup.disks {
             disk.moment.fleece.end(why);
         }
         self.release_backup(backup);
         self.disconnect_backup(backup);
-        end_snapshots(backup);
     }
 
     /// Ends the backups of a disk, or of all disks. Their bitmaps have all that they had. Returns the ids of those that had
@@ -400,13 +404,15 @@ impl Server {
             ids.iter().filter_map(|id| open.remove(id)).collect()
         };
         let mut failed = Vec::new();
-        for backup in ended {
+        for backup in &ended {
             error!("backup '{}' has failed: {why}", backup.id);
             if backup.failure().is_none() {
                 failed.push(backup.id.clone());
             }
-            self.stop_backup(&backup, why);
+            self.stop_reading(backup, why);
         }
+        // Of all at once, since each waits for its cluster.
+        end_snapshots(&ended);
         failed
     }
 
@@ -497,10 +503,10 @@ fn settle(disk: &BackupDisk) -> Result<(), BackupError> {
     Ok(())
 }
 
-/// Removes the snapshots of a backup that no client reads any more. Nobody waits for long for a cluster that does not answer.
-fn end_snapshots(backup: &Backup) {
+/// Removes the snapshots of backups that no client reads any more. Nobody waits for long for a cluster that does not answer.
+fn end_snapshots(backups: &[Arc<Backup>]) {
     let deadline = Instant::now() + ANSWER_TIMEOUT;
-    let disks = backup.disks.iter();
+    let disks = backups.iter().flat_map(|backup| &backup.disks);
     let ending = disks.filter_map(|disk| {
         let (name, snapshot) = (&disk.device.disk.name, disk.moment.snapshot.clone()?);
         let end = move || {

@@ -38,7 +38,7 @@ pub struct HandoverState {
     socket_watches: Mutex<Vec<(Arc<BoundPath>, Arc<OwnedFd>)>>,
     /// Whether everything has been handed over. Commands hold it for reading, a handover for writing.
     handed_over: RwLock<bool>,
-    /// A handover waits for commands to end. No others begin, or there could always be one.
+    /// A handover waits for commands to end. Others wait for it, or there could always be one.
     is_awaited: AtomicBool,
     /// This process has been told to stop.
     stopping: AtomicBool,
@@ -105,13 +105,13 @@ impl HandoverState {
         files.filter_map(socket_file).collect()
     }
 
-    /// Prevents handovers while the returned guard exists.
+    /// Prevents handovers while the returned guard exists. Waits until one has begun that waits for its turn, or has given up.
     ///
     /// # Errors
     /// A handover is under way or has succeeded.
     pub fn inhibit(&self) -> Result<HandoverInhibitor<'_>, HandoverInProgress> {
-        if self.is_awaited.load(Ordering::Acquire) {
-            return Err(HandoverInProgress);
+        while self.is_awaited.load(Ordering::Acquire) {
+            thread::sleep(Duration::from_millis(2));
         }
         let handed_over = match self.handed_over.try_read() {
             Ok(handed_over) => handed_over,

@@ -20,6 +20,7 @@ use crate::backup::{DISK_BYTES, numbers, write};
 
 on_each_release!(
     backup_is_of_one_moment,
+    backups_begin_before_the_first_write_after_a_restart,
     backups_of_an_image_and_a_file_are_of_one_moment,
     clones_and_images_without_a_map_are_copied_whole,
     holes_are_told_and_not_read,
@@ -333,6 +334,29 @@ fn backup_is_of_one_moment(version: CephVersion) {
         increment[range.clone()].copy_from_slice(&now[range]);
     }
     assert!(increment == now, "a change is missing");
+    served.done(&["backup", "end"]);
+}
+
+/// The first write changes the mark of the image's lock, which is that of no other client.
+fn backups_begin_before_the_first_write_after_a_restart(version: CephVersion) {
+    let test = "backups_begin_before_the_first_write_after_a_restart";
+    let Some(mut served) = Served::new(version, test, "unwritten") else {
+        return;
+    };
+    let begin = ["backup", "begin", "unwritten", "--bitmap", "nightly"];
+    write_some(&mut served.connect());
+    served.done(&begin);
+    served.done(&["backup", "end"]);
+    let Served {
+        cluster,
+        mut server,
+    } = served;
+    assert!(server.terminate().unwrap().success(), "{}", server.log());
+    served = Served::of(cluster, "unwritten");
+    let mut device = served.connect();
+    served.done(&begin);
+    write_some(&mut device);
+    assert!(served.copy("unwritten-backup") == served.cluster.content("unwritten"));
     served.done(&["backup", "end"]);
 }
 

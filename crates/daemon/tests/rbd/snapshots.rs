@@ -21,6 +21,7 @@ on_each_release!(
     snapshots_left_in_the_trash_are_removed,
     snapshots_that_could_not_be_removed_are_removed_later,
     snapshots_removed_by_others_fail_the_backup,
+    writes_of_others_fail_a_backup_that_copies,
 );
 
 /// Writes to many places, and discards in between.
@@ -93,6 +94,44 @@ fn backups_without_a_snapshot_copy_old_data(version: CephVersion) {
     assert_eq!(backup["snapshots"], json!([]));
     assert!(served.copy("limited-backup") == before);
     served.done(&["backup", "end"]);
+}
+
+/// Old data of what others write is not copied. With a snapshot, they may write.
+fn writes_of_others_fail_a_backup_that_copies(version: CephVersion) {
+    let test = "writes_of_others_fail_a_backup_that_copies";
+    let Some(mut served) = Served::new(version, test, "shared") else {
+        return;
+    };
+    let image = format!("{POOL}/shared");
+    let mut device = served.connect();
+    write_some(&mut device);
+    let write = |served: &mut Served| {
+        served.rbd(&[
+            "bench",
+            "--io-type=write",
+            "--io-size=4K",
+            "--io-total=64K",
+            &image,
+        ]);
+    };
+    let before = served.cluster.content("shared");
+    served.done(&["backup", "begin", "shared"]);
+    served.server.wait_for_log(&[SNAPSHOT_IS_MADE]);
+    write(&mut served);
+    assert!(served.cluster.content("shared") != before);
+    assert!(served.copy("shared-backup") == before);
+    served.done(&["backup", "end"]);
+
+    write_some(&mut device);
+    let snap = format!("{image}@one");
+    served.rbd(&["snap", "create", "--no-progress", &snap]);
+    served.rbd(&["snap", "limit", "set", "--limit=1", &image]);
+    write_some(&mut device);
+    served.done(&["backup", "begin", "shared"]);
+    served.server.wait_for_log(&["copies old data"]);
+    write(&mut served);
+    let error = served.failed(&["backup", "end"]);
+    assert!(error.contains("another client has had the lock"), "{error}");
 }
 
 /// Its reader may have got newer data. The bitmap keeps what it had.

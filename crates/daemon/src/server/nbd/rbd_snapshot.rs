@@ -36,11 +36,16 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How long I/O threads may take to forget a snapshot that no client reads any more.
 const DETACH: Duration = Duration::from_secs(1);
 
+const FOREIGN: &str =
+    "another client has had the lock of its image, and may have written what the backup then has";
+
 /// The snapshot of an image for a backup.
 pub struct Snapshot {
     live: Arc<RbdImage>,
     /// The name of the disk.
     disk: String,
+    /// The mark of the image's lock at the moment. Another one means that another client may have written since.
+    mark: Option<String>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -74,9 +79,10 @@ impl Snapshot {
         let Some(live) = node.rbd().filter(|_| !disk.facts.read_only).cloned() else {
             return Ok(None);
         };
-        let this = Self {
+        let mut this = Self {
             live,
             disk: disk.name.clone(),
+            mark: None,
             state: Mutex::default(),
             changed: Condvar::new(),
         };
@@ -90,8 +96,9 @@ impl Snapshot {
             true => Err(io::Error::other("another client has its lock")),
             false => node.own_image(),
         });
-        if let Err(e) = owned {
-            this.give_up(&mut this.lock(), &e.to_string());
+        match owned {
+            Ok(mark) => this.mark = mark,
+            Err(e) => this.give_up(&mut this.lock(), &e.to_string()),
         }
         Ok(Some(Arc::new(this)))
     }
@@ -124,7 +131,15 @@ impl Snapshot {
     }
 
     fn run(&self, live: &Disk, fleece: &Fleece) {
-        let made = self.try_make(live);
+        let mut made = self.try_make(live);
+        if let Ok(snapshot) = &made
+            && !self.is_ours().unwrap_or(false)
+        {
+            // It may have newer data, and so may the disk.
+            fleece.fail(FOREIGN);
+            self.remove_by_name(&snapshot.name);
+            made = Err(io::Error::other(FOREIGN));
+        }
         let mut state = self.lock();
         match made {
             Err(e) => self.give_up(&mut state, &e.to_string()),
@@ -201,6 +216,12 @@ impl Snapshot {
         state.made.as_ref().map(|made| made.disk.clone())
     }
 
+    /// Whether no other client has had the image's lock since the moment, as far as a lock tells.
+    fn is_ours(&self) -> io::Result<bool> {
+        let mark = self.mark.as_deref();
+        mark.map_or(Ok(true), |mark| self.live.has_mark(mark))
+    }
+
     /// The name of the snapshot, if there is one, as in `pool/image@snapshot`.
     pub fn name(&self) -> Option<String> {
         let state = self.lock();
@@ -212,15 +233,22 @@ impl Snapshot {
     /// opened again, because librbd answers from memory otherwise, also if the cluster does not listen to this client any more.
     pub fn check(&self) {
         let made = |made: &Made| (made.name.clone(), made.overlap);
-        let Some((name, overlap)) = self.lock().made.as_ref().map(made) else {
-            return;
+        let made = self.lock().made.as_ref().map(made);
+        let Some((name, overlap)) = made else {
+            return match self.is_ours() {
+                Ok(true) => {}
+                Ok(false) => self.lose(FOREIGN),
+                Err(e) => self.lose(&e.to_string()),
+            };
         };
         let again = self.live.open_snapshot(&name);
         match again.map(|again| again.overlap().map(|now| now == overlap)) {
             Ok(Ok(true)) => {}
             Ok(Ok(false)) => self.lose("another client has flattened the image"),
             Ok(Err(e)) => self.lose(&e.to_string()),
-            Err(RbdError::Missing(_)) => self.lose("another client has removed it"),
+            Err(RbdError::Missing(_)) => {
+                self.lose("another client has removed it, or renamed the image");
+            }
             Err(e) => self.lose(&e.to_string()),
         }
     }
@@ -228,9 +256,10 @@ impl Snapshot {
     /// What clients have read may be wrong.
     pub fn lose(&self, why: &str) {
         let mut state = self.lock();
-        if let Some(made) = &state.made {
-            state.lost = Some(format!("its snapshot {} is lost: {why}", made.name));
-        }
+        state.lost = Some(match &state.made {
+            Some(made) => format!("its snapshot {} is lost: {why}", made.name),
+            None => why.into(),
+        });
     }
 
     /// Why the backup is not of its moment.
