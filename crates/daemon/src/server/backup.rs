@@ -122,6 +122,8 @@ impl Backup {
             let look = move || {
                 node.rbd().inspect(|rbd| rbd.settle());
                 snapshot.inspect(|snapshot| snapshot.check());
+                // So that bitmaps show it, also if the backup has failed before.
+                let _ = node.check_owner();
                 Ok(node.file_size())
             };
             (disk, deadline::begin(disk.node.name(), look))

@@ -195,6 +195,11 @@ pub enum BackupError {
          its image"
     )]
     Changes(String),
+    #[error(
+        "disk '{0}': its image cannot be locked: {1}; another client may write to it during the backup: back it up where its VM \
+         runs, or, if that client was killed, in half a minute"
+    )]
+    Foreign(String, io::Error),
     #[error("disk '{0}': its cluster does not answer; begin the backup when it does")]
     Silent(String),
     #[error(

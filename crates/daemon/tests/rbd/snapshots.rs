@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use testkit::ceph::POOL;
-use testkit::driver::{Device, Op};
+use testkit::driver::{Device, DeviceConfig, Op};
 use testkit::random::Random;
 
 use super::backup::{BYTES, MIB, OK, Served, objects, write_some};
@@ -14,6 +14,7 @@ use super::blocklist::blocklist;
 use super::cluster::{CephVersion, ringdisk};
 
 on_each_release!(
+    backups_of_images_that_others_have_locked_are_refused,
     backups_without_a_snapshot_copy_old_data,
     guests_pay_nothing_once_there_is_a_snapshot,
     readers_without_a_snapshot_are_not_told_zeroes,
@@ -93,6 +94,29 @@ fn backups_without_a_snapshot_copy_old_data(version: CephVersion) {
     let backup = served.open_backup();
     assert_eq!(backup["snapshots"], json!([]));
     assert!(served.copy("limited-backup") == before);
+    served.done(&["backup", "end"]);
+}
+
+/// They may write at any time. After a write of its own guest, the image can be backed up.
+fn backups_of_images_that_others_have_locked_are_refused(version: CephVersion) {
+    let test = "backups_of_images_that_others_have_locked_are_refused";
+    let Some(mut served) = Served::new(version, test, "elsewhere") else {
+        return;
+    };
+    let access = served.cluster.ceph().options();
+    let socket = served.cluster.socket("other").display().to_string();
+    let disk = format!("file=rbd:{POOL}/elsewhere,socket={socket}{access}");
+    let control = served.path("other.qmp").display().to_string();
+    let _other = served.cluster.start(&["--control", &control, &disk]);
+    let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
+    write_some(&mut device);
+    let error = served.failed(&["backup", "begin", "elsewhere"]);
+    assert!(
+        error.contains("cannot be locked") && error.contains("back it up where"),
+        "{error}"
+    );
+    write_some(&mut served.connect());
+    served.done(&["backup", "begin", "elsewhere"]);
     served.done(&["backup", "end"]);
 }
 

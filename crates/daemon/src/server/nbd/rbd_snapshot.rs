@@ -2,7 +2,7 @@
 //!
 //! librbd holds back writes while it makes a snapshot, so none is made at the moment itself. Old data is copied at first, as for
 //! any disk, and the snapshot is made when the backup has begun. What was not copied until then was not written either: the
-//! snapshot has it as it was at the moment. Then the fleece is [sealed](Fleece::seal), and guests pay nothing for the backup any
+//! snapshot has it as it was at the moment. Then the fleece is [sealed](Fleece::seal), and nothing is copied for the backup any
 //! more. Its clients wait until the snapshot is there.
 //!
 //! The fleece is also what makes this safe with versions of Ceph before June 2023 (issue 61616): writes that librbd holds back
@@ -36,8 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How long I/O threads may take to forget a snapshot that no client reads any more.
 const DETACH: Duration = Duration::from_secs(1);
 
-const FOREIGN: &str =
-    "another client has had the lock of its image, and may have written what the backup then has";
+const FOREIGN: &str = "another client has had the lock of its image, and may have written to it";
 
 /// The snapshot of an image for a backup.
 pub struct Snapshot {
@@ -57,7 +56,7 @@ struct State {
     /// It is not used any more, or never will be.
     is_over: bool,
     made: Option<Made>,
-    /// Why it has not what it had.
+    /// Why clients may have read something else than what it had.
     lost: Option<String>,
 }
 
@@ -74,33 +73,30 @@ impl Snapshot {
     /// librbd would do that for a snapshot, and bitmaps would take it for the work of another client.
     ///
     /// # Errors
-    /// The cluster does not answer.
+    /// The cluster does not answer, or another client has the lock: it may write at any time, and nobody would preserve what it
+    /// replaces.
     pub fn of(disk: &Disk, node: &Node) -> Result<Option<Arc<Self>>, BackupError> {
         let Some(live) = node.rbd().filter(|_| !disk.facts.read_only).cloned() else {
             return Ok(None);
         };
-        let mut this = Self {
-            live,
-            disk: disk.name.clone(),
-            mark: None,
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        };
+        let name = disk.name.clone();
         // The lock is not taken from another client, which may be using the image.
-        let image = this.live.clone();
+        let image = live.clone();
         let is_foreign = move || Ok(image.lock() == Some(false) && image.has_other_owner()?);
         let deadline = Instant::now() + ANSWER_TIMEOUT;
-        let is_foreign = with_deadline(&this.disk, deadline, move || Ok(is_foreign()))
-            .map_err(|_| BackupError::Silent(this.disk.clone()))?;
+        let is_foreign = with_deadline(&name, deadline, move || Ok(is_foreign()))
+            .map_err(|_| BackupError::Silent(name.clone()))?;
         let owned = is_foreign.and_then(|is_foreign| match is_foreign {
-            true => Err(io::Error::other("another client has its lock")),
+            true => Err(io::Error::other("another client has it")),
             false => node.own_image(),
         });
-        match owned {
-            Ok(mark) => this.mark = mark,
-            Err(e) => this.give_up(&mut this.lock(), &e.to_string()),
-        }
-        Ok(Some(Arc::new(this)))
+        Ok(Some(Arc::new(Self {
+            live,
+            mark: owned.map_err(|e| BackupError::Foreign(name.clone(), e))?,
+            disk: name,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        })))
     }
 
     /// Makes it, in a thread of its own. No write is in flight that was so at the moment.
@@ -131,16 +127,14 @@ impl Snapshot {
     }
 
     fn run(&self, live: &Disk, fleece: &Fleece) {
-        let mut made = self.try_make(live);
-        if let Ok(snapshot) = &made
-            && !self.is_ours().unwrap_or(false)
-        {
-            // It may have newer data, and so may the disk.
-            fleece.fail(FOREIGN);
-            self.remove_by_name(&snapshot.name);
-            made = Err(io::Error::other(FOREIGN));
-        }
+        let made = self.try_make(live);
+        let is_foreign = made.is_ok() && !self.is_ours().unwrap_or(false);
         let mut state = self.lock();
+        if is_foreign {
+            // It may have newer data, and so may the disk.
+            state.is_over = true;
+            fleece.fail(FOREIGN);
+        }
         match made {
             Err(e) => self.give_up(&mut state, &e.to_string()),
             Ok(made) if state.is_over => {
