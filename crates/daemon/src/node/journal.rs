@@ -281,3 +281,26 @@ pub(super) fn boot() -> io::Result<[u8; 16]> {
         .map(u128::to_be_bytes)
         .map_err(io::Error::other)
 }
+
+#[cfg(test)]
+mod tests {
+    /// systemd.exec(5), `RuntimeDirectoryPreserve`: with `restart`, the directory is removed when a start fails, and when the
+    /// service is stopped.
+    #[test]
+    fn systemd_never_removes_journals() {
+        let unit = include_str!("../../../../packaging/ringdisk.service");
+        let values = |key: &str| {
+            let lines = unit.lines().filter_map(|line| line.split_once('='));
+            let values = lines.filter(|(name, _)| *name == key);
+            values
+                .map(|(_, value)| value.to_owned())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(values("RuntimeDirectory"), ["ringdisk"]);
+        assert_eq!(values("RuntimeDirectoryPreserve"), ["yes"]);
+        // In none of them would the next start find them.
+        for key in ["DynamicUser", "TemporaryFileSystem", "ExecStopPost"] {
+            assert!(values(key).is_empty(), "{key}");
+        }
+    }
+}

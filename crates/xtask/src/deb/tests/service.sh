@@ -220,11 +220,29 @@ wait $writes
 confined "$(is MainPID)"
 ok 'the service restarts after a kill, with all data'
 
+# Nor does a start that fails take what was acknowledged.
+disk_io write image 5 </run/end >/run/written &
+writes=$!
+exec 3>/run/end
+wait_for 'grep -q written /run/written'
+{ three; echo 'queues = "two"'; } | config
+systemctl kill -s KILL ringdisk
+wait_for '[ "$(is ActiveState) $(is ExecMainStatus)" = "failed 2" ]'
+[ -n "$(find /run/ringdisk/journals -name '*.journal')" ]
+three | config
+since=$(date '+%F %T')
+systemctl start ringdisk
+says 'from the journal of a killed process'
+disk_io verify image 5
+exec 3>&-
+wait $writes
+ok 'a start that fails after a kill keeps the journals'
+
 # ---- stop and removal
 
 systemctl stop ringdisk
 [ "$(is ActiveState) $(is Result) $(is ExecMainStatus)" = 'inactive success 0' ]
-[ ! -e /run/ringdisk ]
+[ -z "$(find /run/ringdisk ! -type d)" ]
 [ "$(processes)" = 0 ]
 ok 'the service stops'
 
@@ -236,12 +254,12 @@ says '/etc/ringdisk/ringdisk.toml, line 10: queues'
 three | config
 systemctl start ringdisk
 serves 'device file image kept'
-disk_io verify image 4
+disk_io verify image 5
 ok 'systemd does not restart it after a configuration error'
 
 dpkg -r ringdisk >/run/dpkg
 [ "$(processes)" = 0 ]
-[ ! -e /run/ringdisk ]
+[ -z "$(find /run/ringdisk ! -type d)" ]
 [ -e /etc/ringdisk/ringdisk.toml ]
 dpkg -P ringdisk >/run/dpkg
 [ ! -e /etc/ringdisk ]
