@@ -34,6 +34,7 @@ pub use sandbox_mode::SandboxMode;
 
 use self::conflicts::check_conflicts;
 use self::cpus::Cpus;
+use self::disk_keys::QUEUES_MAX;
 use self::file_keys::{EXPORT_KEYS, GROUP_NAME, MAPPING, NewThread, THREAD_KEYS, TOP_KEYS, named};
 use self::keys::Form;
 use self::nbd::{NbdAddress, NbdExportSpec};
@@ -361,7 +362,7 @@ fn disk(table: &Table<'_>) -> Result<DiskSpec, Mistake> {
             let problem = format!("iothreads and {} exclude each other", MAPPING.name);
             return Err(Mistake::new(entry.key_span, problem));
         }
-        disk.iothreads = mapping(&entry, disk.queues)?;
+        disk.iothreads = mapping(&entry, &mut disk.queues)?;
     }
     Ok(disk)
 }
@@ -378,8 +379,8 @@ fn unknown_thread<'a>(disk: &'a DiskSpec, threads: &[(String, ThreadSpec)]) -> O
 }
 
 /// QEMU's map of queues to I/O threads: either no thread names its queues, and they take turns; or all do, and each
-/// queue is named once. Returns the thread of each queue.
-fn mapping(entry: &Entry<'_>, queues: u16) -> Result<Vec<String>, Mistake> {
+/// queue is named once, which gives the disk its number of `queues` if it has none. Returns the thread of each queue.
+fn mapping(entry: &Entry<'_>, queues: &mut Option<u16>) -> Result<Vec<String>, Mistake> {
     let mut threads: Vec<(String, Option<Vec<u16>>)> = Vec::new();
     for table in entry.tables()? {
         let (mut id, mut vqs) = (None, None);
@@ -387,7 +388,7 @@ fn mapping(entry: &Entry<'_>, queues: u16) -> Result<Vec<String>, Mistake> {
             match (part.key, part.elements()) {
                 ("iothread", _) => id = Some(part.text()?),
                 ("vqs", Some(elements)) => {
-                    let form = Form::Number(0, u64::from(queues) - 1);
+                    let form = Form::Number(0, u64::from(queues.unwrap_or(QUEUES_MAX)) - 1);
                     let queue = |queue: Entry<'_>| {
                         let text = queue.text()?;
                         form.check(&text).map_err(|e| queue.mistake(e))?;
@@ -417,6 +418,9 @@ fn mapping(entry: &Entry<'_>, queues: u16) -> Result<Vec<String>, Mistake> {
             Ok(threads.into_iter().map(|(id, _)| id).collect())
         };
     }
+    let named = threads.iter().filter_map(|(_, vqs)| vqs.as_ref()).flatten();
+    let last = named.max().copied().unwrap_or(0);
+    let queues = *queues.get_or_insert(last + 1);
     let mut map = vec![None; usize::from(queues)];
     for (id, vqs) in &threads {
         let Some(vqs) = vqs else {

@@ -219,6 +219,12 @@ impl Inherited {
         }
     }
 
+    /// The number of queues of a disk in the old process, if that is of a version that gave every disk one. Others pass
+    /// on defaults with the [changes made at run time](Self::overrides).
+    pub fn queues(&self, disk: &str) -> Option<u16> {
+        self.parts().disks.get(disk)?.spec.queues
+    }
+
     /// Whether the old process has a disk of this name.
     pub fn has_disk(&self, name: &str) -> bool {
         self.parts().disks.contains_key(name)

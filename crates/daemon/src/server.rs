@@ -48,6 +48,7 @@ use crate::server::connection_info::ConnectionInfo;
 use crate::server::export::{Export, ExportContext};
 use crate::server::iothreads::IoThreads;
 use crate::socket::Socket;
+use crate::state::Remembered;
 use crate::state::store::{Configured, StateStore};
 
 use backup::OpenBackups;
@@ -102,8 +103,8 @@ struct ServerState {
     moving: Vec<String>,
     /// Detached disks whose storage had not answered, with their files.
     still_open: Vec<(String, Vec<Identity>)>,
-    /// Write caches that guests chose before this process started, by export.
-    write_caches: BTreeMap<String, bool>,
+    /// What guests depend on, by export, served or not.
+    remembered: BTreeMap<String, Remembered>,
     /// When the guests' choices were last persisted.
     choices_persisted: Option<Instant>,
     /// A thread will persist them again.
@@ -382,7 +383,8 @@ impl Server {
         if node.spec.read_only && !spec.read_only {
             return Err(ServerError::ReadOnly(name.into()));
         }
-        let threads = self.threads.assign(spec.queues, &spec.iothreads)?;
+        let queues = state.queues(spec, self.context.inherited.queues(name));
+        let threads = self.threads.assign(queues, &spec.iothreads)?;
         let disk = node.disk(&DiskParameters {
             name: spec.id.clone(),
             read_only: spec.read_only,
@@ -401,13 +403,13 @@ impl Server {
             let (socket, path) = (spec.socket.clone(), node.filename.clone());
             return Err(ServerError::OtherFile(name.into(), socket, path));
         }
-        let remembered = state.write_caches.remove(&spec.id);
+        let remembered = state.remembered.get(&spec.id).copied().unwrap_or_default();
         let around = ExportContext {
             events: self.events.clone(),
             // What was handed over is newer than the state file, also if it is no choice.
             write_cache: match &inherited {
                 Some(export) => export.write_cache,
-                None => remembered,
+                None => remembered.write_cache,
             },
             capacity_read: inherited.as_ref().and_then(|e| e.capacity_read),
             inherited,
@@ -436,8 +438,15 @@ impl Server {
         // No other can be added now.
         self.end_nbd_exports_of(id);
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
+        let device = export.as_ref().map(|export| export.device.clone());
         let result = with_deadline(id, deadline, move || export.map_or(Ok(()), stop));
-        self.state().stopping.retain(|(other, _)| other != id);
+        {
+            let mut state = self.state();
+            state.stopping.retain(|(other, _)| other != id);
+            if let Some(device) = device {
+                state.remember_choice(id, device.chosen_write_cache());
+            }
+        }
         info!("disk {id}: no longer served");
         let id = id.to_owned();
         let event = Event::BlockExportDeleted(BlockExportDeleted { id });

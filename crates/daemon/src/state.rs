@@ -6,6 +6,7 @@
 pub mod store;
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::time::Duration;
 
 use block::ThrottleLimits;
@@ -36,8 +37,21 @@ pub struct Overrides {
     pub exports: Vec<ExportOverride>,
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
-    /// Guests' choices of a write cache, by export.
-    pub write_caches: BTreeMap<String, bool>,
+    /// What guests depend on and no configuration says, by export.
+    pub remembered: BTreeMap<String, Remembered>,
+    /// Written by a version that gave every disk a number of queues, and did not say which of them were defaults.
+    pub queues_unmarked: bool,
+}
+
+/// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed
+/// and added again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Remembered {
+    /// The number of queues, if the configuration leaves it to ringdisk: later starts may find other CPUs, but the
+    /// guest's device keeps its queues.
+    pub queues: Option<u16>,
+    /// The guest's choice of a write cache, if it differs from the cache mode.
+    pub write_cache: Option<bool>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -73,6 +87,9 @@ struct Document {
     throttle_groups: Vec<GroupEntry>,
     iothreads: Vec<ThreadEntry>,
     write_caches: BTreeMap<String, bool>,
+    /// Numbers of queues that are defaults. Older versions do not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    queues: Option<BTreeMap<String, u16>>,
 }
 
 /// A disk, in the syntax of the command line.
@@ -121,6 +138,20 @@ struct ThreadEntry {
     poll_cpu: Option<u8>,
 }
 
+impl Document {
+    fn remembered(&self) -> Result<BTreeMap<String, Remembered>, String> {
+        let mut all: BTreeMap<String, Remembered> = BTreeMap::new();
+        for (id, on) in &self.write_caches {
+            all.entry(id.clone()).or_default().write_cache = Some(*on);
+        }
+        for (id, queues) in self.queues.iter().flatten() {
+            disk_keys::check("queues", queues).map_err(|e| format!("queues of '{id}': {e}"))?;
+            all.entry(id.clone()).or_default().queues = Some(*queues);
+        }
+        Ok(all)
+    }
+}
+
 impl Overrides {
     /// Parses the file.
     ///
@@ -139,6 +170,7 @@ impl Overrides {
             ));
         }
         let document: Document = serde_json::from_slice(bytes).map_err(text)?;
+        let remembered = document.remembered()?;
         let disk = |text: &str| text.parse::<DiskSpec>().map_err(|e| e.to_string());
         let name = |text: &str| spec::name(text);
         Ok(Self {
@@ -211,7 +243,8 @@ impl Overrides {
                 };
                 Ok((name(&entry.id)?, thread))
             })?,
-            write_caches: document.write_caches,
+            remembered,
+            queues_unmarked: document.queues.is_none(),
         })
     }
 
@@ -247,10 +280,35 @@ impl Overrides {
                 poll_max_us: thread.polling.max.as_micros() as u64,
                 poll_cpu: Some(thread.polling.cpu).filter(|&cpu| cpu != Polling::default().cpu),
             }),
-            write_caches: self.write_caches.clone(),
+            write_caches: self.remembered_as(|it| it.write_cache),
+            queues: (!self.queues_unmarked).then(|| self.remembered_as(|it| it.queues)),
         };
         // Cannot fail: only strings, numbers, and maps with string keys.
         serde_json::to_string_pretty(&document).unwrap_or_default() + "\n"
+    }
+
+    fn remembered_as<T>(&self, field: fn(&Remembered) -> Option<T>) -> BTreeMap<String, T> {
+        let each = self.remembered.iter();
+        each.filter_map(|(id, it)| Some((id.clone(), field(it)?)))
+            .collect()
+    }
+
+    /// With numbers of queues told apart, if an older version has not done it: disks that are configured without one had
+    /// the default.
+    pub fn with_marked_queues(mut self, configured: &[DiskSpec]) -> Self {
+        if !mem::take(&mut self.queues_unmarked) {
+            return self;
+        }
+        let changed = self.disks.iter_mut();
+        let changed = changed.flat_map(|d| [Some(&mut d.disk), d.configured.as_mut()]);
+        for disk in self.detached.iter_mut().chain(changed.flatten()) {
+            let by_default = |other: &DiskSpec| other.name == disk.name && other.queues.is_none();
+            if configured.iter().any(by_default) {
+                let remembered = self.remembered.entry(disk.name.clone()).or_default();
+                remembered.queues = disk.queues.take().or(remembered.queues);
+            }
+        }
+        self
     }
 
     /// Whether a configured disk was detached.
@@ -372,7 +430,20 @@ mod tests {
             }],
             groups: vec![("g".into(), limits)],
             threads: vec![("t".into(), ThreadSpec::default())],
-            write_caches: [("b".into(), false)].into(),
+            remembered: [
+                ("b", Some(4), Some(false)),
+                ("e", None, Some(true)),
+                ("new", Some(16), None),
+            ]
+            .map(|(id, queues, write_cache)| {
+                let remembered = Remembered {
+                    queues,
+                    write_cache,
+                };
+                (id.to_owned(), remembered)
+            })
+            .into(),
+            queues_unmarked: false,
         }
     }
 
@@ -380,6 +451,39 @@ mod tests {
     fn state_file_reads_back_as_written() {
         let text = overrides().text();
         assert_eq!(Overrides::parse(text.as_bytes()), Ok(overrides()), "{text}");
+    }
+
+    /// Files of versions that wrote every number of queues: a detached disk whose configuration has none stays detached, and
+    /// disks keep their numbers, whatever the default is now.
+    #[test]
+    fn numbers_of_queues_of_older_versions_are_defaults() {
+        let old = overrides()
+            .text()
+            .replace("\"/vms/gone.raw\"", "\"file=/vms/gone.raw,name=gone\"");
+        let mut old: serde_json::Value = serde_json::from_str(&old).unwrap();
+        old.as_object_mut().unwrap().remove("queues");
+        old["gone"][0] = "file=/vms/gone.raw,name=gone,queues=3".into();
+        old["disks"][0]["disk"] = "file=/vms/b.raw,name=b,queues=5,iops=7".into();
+        old["disks"][0]["instead-of"] = "file=/vms/b.raw,name=b,queues=5".into();
+        let old = Overrides::parse(old.to_string().as_bytes()).unwrap();
+        assert!(old.queues_unmarked);
+        assert_eq!(Overrides::parse(old.text().as_bytes()).as_ref(), Ok(&old));
+
+        let configured = ["/vms/b.raw", "/vms/gone.raw"].map(disk);
+        let marked = old.clone().with_marked_queues(&configured);
+        let start = marked.apply(&configured);
+        assert_eq!(start.disks, [disk("/vms/b.raw,iops=7")]);
+        assert!(start.outdated.is_empty(), "{start:?}");
+        let queues = |id: &str| marked.remembered.get(id).and_then(|it| it.queues);
+        assert_eq!((queues("b"), queues("gone")), (Some(5), Some(3)));
+        assert_eq!(marked.remembered["b"].write_cache, Some(false));
+
+        // Where the operator has written a number, it counts.
+        let configured = ["/vms/b.raw,queues=5", "/vms/gone.raw,queues=2"].map(disk);
+        let marked = old.with_marked_queues(&configured);
+        let start = marked.apply(&configured);
+        assert_eq!(start.disks[0].queues, Some(5));
+        assert_eq!(start.disks[1].name, "gone");
     }
 
     #[test]

@@ -143,9 +143,9 @@ pub static DISK_KEYS: &[DiskKey] = &[
             Form::Number(1, QUEUES_MAX as u64),
             "number of queues",
         )
-        .by_default("the number of CPUs, up to 16"),
-        |disk, text| set(&mut disk.queues, text),
-        |disk| Some(disk.queues.to_string()),
+        .by_default("the number of CPUs, up to 16, when the disk is first served"),
+        |disk, text| set_some(&mut disk.queues, text),
+        |disk| disk.queues.map(|queues| queues.to_string()),
     ),
     DiskKey::new(
         key(

@@ -87,7 +87,11 @@ impl DiskSpec {
         use super::spec::name;
 
         assert!(name(&self.name).is_ok(), "{self:?}");
-        assert!((1..=QUEUES_MAX).contains(&self.queues), "{self:?}");
+        assert!(
+            self.queues
+                .is_none_or(|queues| (1..=QUEUES_MAX).contains(&queues)),
+            "{self:?}"
+        );
         assert!(self.queue_size.is_power_of_two(), "{self:?}");
         assert!((QUEUE_SIZE_MIN..=guest::Virtqueue::MAX_SIZE).contains(&self.queue_size));
         assert!(self.serial.len() <= guest::blk::ID_BYTES && self.serial.is_ascii());
@@ -179,7 +183,7 @@ mod tests {
         assert_eq!(disk.name, "vm1");
         assert_eq!(disk.file, FileSpec::Path("/vms/vm1.raw".into()));
         assert_eq!((disk.cache, disk.queue_size), (CacheMode::None, 256));
-        assert!(disk.queues >= 1 && !disk.read_only);
+        assert!(disk.queues.is_none() && !disk.read_only);
         assert_eq!(parse("/dev/vg0/5 % full").unwrap().name, "disk5---full");
     }
 
@@ -193,7 +197,7 @@ mod tests {
         assert_eq!(disk.file, FileSpec::Path("/a,b.img".into()));
         assert_eq!(disk.name, "x");
         assert_eq!(disk.cache, CacheMode::Writeback);
-        assert_eq!((disk.queues, disk.queue_size), (3, 1024));
+        assert_eq!((disk.queues, disk.queue_size), (Some(3), 1024));
         assert_eq!((disk.read_only, disk.serial.as_str()), (true, "S 1"));
         assert_eq!(disk.socket, Some("/run/x.sock".into()));
         let disk = parse(
@@ -211,7 +215,7 @@ mod tests {
         assert_eq!(disk.limits.iops_total.max, 200);
         assert_eq!(disk.throttle_group.as_deref(), Some("bronze"));
         assert_eq!(parse("null:64G").unwrap().file, FileSpec::Null(64 << 30));
-        assert_eq!(parse("vm1.raw,queues=2").unwrap().queues, 2);
+        assert_eq!(parse("vm1.raw,queues=2").unwrap().queues, Some(2));
         assert_eq!(
             parse("/x/A=b.raw").unwrap().file,
             FileSpec::Path("/x/A=b.raw".into())

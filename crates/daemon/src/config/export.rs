@@ -13,7 +13,8 @@ pub struct ExportSpec {
     pub id: String,
     pub socket: PathBuf,
     pub socket_access: SocketAccess,
-    pub queues: u16,
+    /// None for the number that the server decides once for the export.
+    pub queues: Option<u16>,
     pub queue_size: u16,
     /// Ids or numbers of I/O threads; none for the next ones of the pool.
     pub iothreads: Vec<String>,

@@ -377,7 +377,8 @@ pub static MAPPING: Key = key(
     "iothread-vq-mapping",
     Form::Text("LIST"),
     "the same as `iothreads` in QEMU's syntax, instead of it: a list of `{ iothread = \"ID\", vqs = [0, 2] }`. Either no \
-     entry has `vqs`, and the threads take turns, or every entry has it, and each queue is named exactly once",
+     entry has `vqs`, and the threads take turns, or every entry has it, and each queue is named exactly once; without \
+     `queues`, the disk then has the queues that are named",
 )
 .by_default("none");
 

@@ -8,9 +8,6 @@ use image::Format;
 use rbd::Location;
 use thiserror::Error;
 
-/// The most queues that a disk has by default.
-const QUEUES_DEFAULT_MAX: usize = 16;
-
 const QUEUE_SIZE_DEFAULT: u16 = 256;
 
 /// A disk to be served. [`DISK_KEYS`](super::disk_keys::DISK_KEYS) says how each field is written and what it means.
@@ -25,7 +22,8 @@ pub struct DiskSpec {
     pub socket_access: SocketAccess,
     pub cache: CacheMode,
     pub aio: Aio,
-    pub queues: u16,
+    /// None for the number that the [server](crate::server::Server) decides once for the disk.
+    pub queues: Option<u16>,
     pub queue_size: u16,
     pub read_only: bool,
     pub serial: String,
@@ -120,7 +118,6 @@ impl Problem {
 impl DiskSpec {
     /// A disk on this file, with the default of every other key.
     pub fn new(name: String, file: FileSpec) -> Self {
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             name,
             file,
@@ -129,7 +126,7 @@ impl DiskSpec {
             socket_access: SocketAccess::default(),
             cache: CacheMode::None,
             aio: Aio::Auto,
-            queues: cpus.min(QUEUES_DEFAULT_MAX) as u16,
+            queues: None,
             queue_size: QUEUE_SIZE_DEFAULT,
             read_only: false,
             serial: String::new(),

@@ -206,3 +206,25 @@ proptest::proptest! {
         Config::check(&text);
     }
 }
+
+/// A mapping that names queues gives the disk its number of queues: whether a file is valid must not depend on the
+/// CPUs of the host.
+#[test]
+fn mapping_of_queues_gives_their_number() {
+    let disk = |vqs: [&str; 2]| {
+        let [first, second] = vqs;
+        Config::parse(&format!(
+            "[[disk]]\nfile = \"a.raw\"\niothread-vq-mapping = [\n{{ iothread = \"0\", vqs = {first} }},\n\
+             {{ iothread = \"1\", vqs = {second} }}]\n"
+        ))
+        .map(|config| config.disks[0].clone())
+        .map_err(|mistake| mistake.problem)
+    };
+    let mapped = disk(["[0, 2, 40]", "[1]"]).unwrap_err();
+    assert!(mapped.contains("queue 3 has no thread"), "{mapped}");
+    let mapped = disk(["[0, 2]", "[1, 3, 4]"]).unwrap();
+    assert_eq!(mapped.queues, Some(5));
+    assert_eq!(mapped.iothreads, ["0", "1", "0", "1", "1"]);
+    assert!(disk(["[]", "[]"]).unwrap_err().contains("queue 0"));
+    assert!(disk(["[0]", "[256]"]).is_err());
+}

@@ -22,7 +22,10 @@ const DEFAULT_MAX: usize = 16;
 /// The pool (`iothread0` and so on), to which queues are assigned in turn, and named threads, which serve only the
 /// disks that name them.
 pub struct IoThreads {
+    /// Those that exist or can be started.
     pool: Vec<ThreadSpec>,
+    /// How many of the pool get queues in turn. Disks may name the others.
+    in_turn: usize,
     /// NUMA nodes to choose from, for threads without configured CPUs.
     nodes: Option<Arc<Nodes>>,
     state: Mutex<State>,
@@ -90,12 +93,12 @@ pub enum IoThreadError {
 
 impl IoThreads {
     /// A pool of `n` threads, by default one per CPU. All have the same polling; thread i runs on CPU i of `cpus`, in
-    /// turn.
+    /// turn. If the number is the default, disks may name every thread that a host with more CPUs would have: whether a
+    /// disk can be served must not depend on the number of CPUs.
     pub fn new(n: Option<usize>, cpus: &Cpus, polling: Polling) -> Self {
-        let n = n.unwrap_or_else(|| {
-            thread::available_parallelism().map_or(1, |n| n.get().min(DEFAULT_MAX))
-        });
-        let pool = (0..n)
+        let default = || thread::available_parallelism().map_or(1, |n| n.get().min(DEFAULT_MAX));
+        let in_turn = n.unwrap_or_else(default);
+        let pool = (0..n.unwrap_or(DEFAULT_MAX))
             .map(|i| ThreadSpec {
                 cpus: cpus.turn(i),
                 polling,
@@ -103,6 +106,7 @@ impl IoThreads {
             .collect();
         Self {
             pool,
+            in_turn,
             nodes: Nodes::here(),
             state: Mutex::default(),
         }
@@ -113,13 +117,13 @@ impl IoThreads {
         self.pool[0].polling
     }
 
-    /// Starts all threads of the pool.
+    /// Starts all threads of the pool that get queues in turn.
     ///
     /// # Errors
     /// One of them cannot be started.
     pub fn all(&self) -> Result<Vec<NamedThread>, IoThreadError> {
         let mut state = self.state();
-        (0..self.pool.len())
+        (0..self.in_turn)
             .map(|i| self.of_pool(&mut state, i))
             .collect()
     }
@@ -138,7 +142,7 @@ impl IoThreads {
             .map(|queue| match wanted {
                 [] => {
                     let i = state.next;
-                    state.next = (i + 1) % self.pool.len();
+                    state.next = (i + 1) % self.in_turn;
                     self.of_pool(&mut state, i)
                 }
                 _ => self.named(&mut state, &wanted[queue % wanted.len()]),

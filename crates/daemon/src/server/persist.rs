@@ -1,6 +1,6 @@
 //! Persists changes that were made at run time: see [`store`](crate::state::store).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,13 +8,21 @@ use std::time::{Duration, Instant};
 use datapath::ThrottleGroup;
 use tracing::error;
 
-use super::{NodeEntry, Server, ServerState};
+use super::{DISKS_MAX, NodeEntry, Server, ServerState};
+use crate::config::export::ExportSpec;
+use crate::config::spec::DiskSpec;
 use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore};
-use crate::state::{ExportOverride, NodeOverride, Overrides};
+use crate::state::{ExportOverride, NodeOverride, Overrides, Remembered};
 
 /// Time between two writes of what guests have chosen.
 const CHOICES: Duration = Duration::from_secs(1);
+
+/// The most queues that a disk has by default.
+const QUEUES_DEFAULT_MAX: usize = 16;
+
+/// Limit of exports of which something is remembered: as many as can be served, and as many again that were removed.
+const REMEMBERED_MAX: usize = 2 * DISKS_MAX;
 
 impl Server {
     /// Persists all changes, those until now and those to come. Called once.
@@ -101,9 +109,38 @@ impl Server {
         state.detached.extend(detached);
     }
 
-    /// Remembers the write caches that guests had chosen, for exports that will be added.
-    pub fn remember_write_caches(&self, choices: &BTreeMap<String, bool>) {
-        self.state().write_caches.clone_from(choices);
+    /// Remembers what guests depend on, for exports that are configured or will be added. Others are gone for good.
+    pub fn remember(&self, configured: &Configured, overrides: &Overrides) {
+        let Overrides {
+            disks,
+            detached,
+            nodes,
+            exports,
+            ..
+        } = overrides;
+        let disks = disks.iter().map(|changed| &changed.disk);
+        let nodes = nodes.iter().map(|node| &node.disk);
+        let disks = disks.chain(nodes).chain(detached).chain(&configured.disks);
+        let exports = exports.iter().map(|export| export.spec.id.as_str());
+        let ids: BTreeSet<&str> = disks
+            .map(|disk| disk.name.as_str())
+            .chain(exports)
+            .collect();
+        let remembered = overrides.remembered.iter();
+        let remembered = remembered.filter(|(id, _)| ids.contains(id.as_str()));
+        self.state().remembered = remembered.map(|(id, it)| (id.clone(), *it)).collect();
+    }
+
+    /// A configuration of a served disk, with the number of queues that it has by default if `other` configures just that
+    /// number.
+    pub fn with_queues(&self, before: &DiskSpec, other: &DiskSpec) -> DiskSpec {
+        let mut before = before.clone();
+        let state = self.state();
+        let remembered = state.remembered.get(&before.name);
+        if before.queues.is_none() && remembered.is_some_and(|it| it.queues == other.queues) {
+            before.queues = other.queues;
+        }
+        before
     }
 
     /// Everything that is served.
@@ -118,8 +155,6 @@ impl Server {
             spec: export.spec.clone(),
         };
         let group = |(name, group): (&String, &Arc<ThrottleGroup>)| (name.clone(), group.limits());
-        let choice =
-            |export: &Export| Some((export.id.clone(), export.device.chosen_write_cache()?));
         Inventory {
             configured: state.configured.clone(),
             detached: state.detached.clone(),
@@ -127,7 +162,53 @@ impl Server {
             exports: state.exports.values().map(export).collect(),
             groups: state.groups.iter().map(group).collect(),
             threads: self.threads.added(),
-            write_caches: state.exports.values().filter_map(choice).collect(),
+            remembered: state.remembered(),
+        }
+    }
+}
+
+impl ServerState {
+    /// What guests depend on, with the present choices of those that are connected.
+    fn remembered(&self) -> BTreeMap<String, Remembered> {
+        let mut all = self.remembered.clone();
+        for export in self.exports.values() {
+            let remembered = all.entry(export.id.clone()).or_default();
+            remembered.write_cache = export.device.chosen_write_cache();
+        }
+        all.retain(|_, it| *it != Remembered::default());
+        all
+    }
+
+    /// The number of queues of an export: the configured one, otherwise the one that it had before, otherwise one for each
+    /// CPU, which is remembered from now on.
+    pub(super) fn queues(&mut self, spec: &ExportSpec, inherited: Option<u16>) -> u16 {
+        let remembered = self.remembered.entry(spec.id.clone()).or_default();
+        if let Some(queues) = spec.queues {
+            remembered.queues = None;
+            return queues;
+        }
+        let default = || thread::available_parallelism().map_or(1, usize::from);
+        let default = || default().min(QUEUES_DEFAULT_MAX) as u16;
+        let queues = inherited.or(remembered.queues).unwrap_or_else(default);
+        remembered.queues = Some(queues);
+        queues
+    }
+
+    /// Remembers the choice of a guest whose export has been removed.
+    pub(super) fn remember_choice(&mut self, id: &str, write_cache: Option<bool>) {
+        let remembered = self.remembered.entry(id.to_owned()).or_default();
+        remembered.write_cache = write_cache;
+        if self.remembered.len() > REMEMBERED_MAX {
+            let Self {
+                exports,
+                configured,
+                remembered,
+                ..
+            } = self;
+            remembered.retain(|other, _| {
+                let is_configured = configured.disks.iter().any(|disk| disk.name == *other);
+                other == id || is_configured || exports.contains_key(other)
+            });
         }
     }
 }

@@ -169,7 +169,9 @@ impl<'a> Change<'a> {
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
                 Some(_) if server.node_of(&disk.name).is_none() => change.detached.push(disk),
-                Some(before) => match effect_of_reload(before, disk) {
+                // The default, written down, is no change for the guest.
+                Some(before) => match effect_of_reload(&server.with_queues(before, disk), disk) {
+                    None => {}
                     Some(ReloadEffect::Throttle) => change.throttled.push(disk),
                     Some(ReloadEffect::Move) if is_path(before) && is_path(disk) => {
                         change.moved.push(disk);

@@ -19,6 +19,7 @@ impl Server {
         configured: &Configured,
         overrides: &Overrides,
     ) -> Result<(Vec<ConnectionInfo>, Overrides), ServerError> {
+        let overrides = &overrides.clone().with_marked_queues(&configured.disks);
         let disks = overrides.apply(&configured.disks);
         for name in &disks.outdated {
             info!(
@@ -35,7 +36,7 @@ impl Server {
         let mut absent = Overrides::default();
         self.start_threads_and_groups(configured, overrides, &mut absent);
         self.remember_detached(overrides);
-        self.remember_write_caches(&overrides.write_caches);
+        self.remember(configured, overrides);
         let ready = disks.disks.into_iter();
         let ready = ready.map(|spec| self.attach_at_start(spec));
         let mut ready: Vec<ConnectionInfo> = ready.collect::<Result<_, _>>()?;

@@ -1,5 +1,6 @@
 //! Persists changes that are made at run time in a state file.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -15,7 +16,7 @@ use tracing::error;
 use crate::config::export::ExportSpec;
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec};
-use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides};
+use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides, Remembered};
 
 /// The file in the directory.
 const NAME: &str = "state.json";
@@ -53,8 +54,8 @@ pub struct Inventory {
     pub exports: Vec<ExportOverride>,
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
-    /// Write caches that guests have chosen, by export.
-    pub write_caches: Vec<(String, bool)>,
+    /// What guests depend on, by export.
+    pub remembered: BTreeMap<String, Remembered>,
 }
 
 #[derive(Debug, Error)]
@@ -310,7 +311,8 @@ impl Inventory {
         overrides
             .threads
             .extend(self.threads.iter().filter(new).cloned());
-        overrides.write_caches = self.write_caches.iter().cloned().collect();
+        overrides.remembered = self.remembered.clone();
+        overrides.queues_unmarked = false;
         overrides
     }
 }

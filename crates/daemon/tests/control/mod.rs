@@ -7,6 +7,7 @@ mod bitmaps_of_qemu;
 mod bitmaps_of_raw;
 mod churn;
 mod cli;
+mod host_cpus;
 mod limits;
 mod persisted_state;
 mod qemu_client;

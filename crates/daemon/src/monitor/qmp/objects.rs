@@ -176,7 +176,7 @@ pub(super) fn add_export(
         id: options.id.to_string(),
         socket: device.addr.path().clone(),
         socket_access: SocketAccess::default(),
-        queues,
+        queues: Some(queues),
         queue_size: node.queue_size,
         iothreads: options
             .iothread
