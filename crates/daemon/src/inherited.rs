@@ -103,6 +103,8 @@ pub struct InheritedExport {
     pub session: Option<(UnixStream, SavedSession)>,
     pub write_cache: Option<bool>,
     pub capacity_read: Option<u64>,
+    /// The disk's size in bytes, if it is known.
+    pub size: Option<u64>,
     /// The guest is served only after it opens.
     pub gate: Arc<Gate>,
 }

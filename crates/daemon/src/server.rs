@@ -32,11 +32,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use block::ThrottleLimits;
+use block::{ThrottleLimits, format_size};
 use control::{BlockExportDeleted, BlockImageCorrupted, Event, EventHub};
-use datapath::ThrottleGroup;
+use datapath::{Disk, ThrottleGroup};
 use engine::Identity;
-use tracing::{error, info};
+use image::Format;
+use tracing::{error, info, warn};
 
 use crate::config::conflicts::ConflictError;
 use crate::config::export::ExportSpec;
@@ -403,6 +404,11 @@ impl Server {
             let (socket, path) = (spec.socket.clone(), node.filename.clone());
             return Err(ServerError::OtherFile(name.into(), socket, path));
         }
+        if let Some(size) = inherited.as_ref().and_then(|export| export.size)
+            && node.format == Format::Raw
+        {
+            keep_size(&disk, size);
+        }
         let remembered = state.remembered.get(&spec.id).copied().unwrap_or_default();
         let around = ExportContext {
             events: self.events.clone(),
@@ -571,6 +577,19 @@ impl Server {
 
     fn state(&self) -> MutexGuard<'_, ServerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Keeps the size that a disk had in the old process, if its file is shorter now: a guest's disk never shrinks, and a file
+/// that grows again does not have the lost data.
+fn keep_size(disk: &Disk, size: u64) {
+    let now = disk.size();
+    if now < size {
+        let (name, now, before) = (&disk.name, format_size(now), format_size(size));
+        warn!(
+            "disk {name}: its file has only {now} and the disk {before}, as in the old process; requests beyond will fail"
+        );
+        disk.grow(size);
     }
 }
 

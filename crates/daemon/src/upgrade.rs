@@ -3,6 +3,7 @@
 pub mod client;
 pub mod donor;
 pub mod launch_record;
+mod process_settings;
 pub mod protocol;
 pub mod socket;
 pub mod successor;

@@ -516,8 +516,15 @@ fn announce(
         let explained = explained.map(|disks| explain::text(&disks) + "\n");
         connection_info::text(ready) + &explained.unwrap_or_default() + "ready"
     };
-    let mut out = io::stdout().lock();
-    // The reader may have gone; disks are served regardless.
-    let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+    // In a thread: a reader that has gone, or that does not read a pipe which is full, must keep this process neither from
+    // serving nor from stopping.
+    let write = move || {
+        let mut out = io::stdout().lock();
+        let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+    };
+    let writes = thread::Builder::new().name("announce".to_owned());
+    if let Err(e) = writes.spawn(write) {
+        error!("the disks are served, but how to connect to them is not printed: {e}");
+    }
     sd_notify::tell(sd_notify::READY);
 }

@@ -239,6 +239,14 @@ impl Server {
         nodes.iter().try_for_each(flush_metadata)
     }
 
+    /// A disk with requests that wait until its storage works again.
+    pub fn stalled_disk(&self) -> Option<String> {
+        let state = self.state();
+        let mut exports = state.exports.values();
+        let stalled = exports.find(|export| export.disk.stalled() > 0);
+        stalled.map(|export| export.id.clone())
+    }
+
     /// Asks all exports to pause.
     pub fn pause(&self) -> Vec<PendingPause> {
         let state = self.state();

@@ -15,6 +15,7 @@ use serde_json::json;
 use crate::client::{CommandLineError, CommandResult, Connection};
 use crate::monitor::control_socket;
 use crate::upgrade::launch_record::{LaunchRecord, path_of};
+use crate::upgrade::process_settings;
 use crate::upgrade::protocol::{
     Channel, Launched, Outcome, ReplyOrFailure, UpgradeReply, UpgradeRequest, program,
 };
@@ -203,6 +204,11 @@ fn launch(
             "it is a service, and the service manager would not recognise a process started outside of it; 'systemctl \
              reload ringdisk' upgrades to the installed program",
         ));
+    }
+    if let Ok(running) = socket_peercred(&channel) {
+        for problem in process_settings::adopt(running.pid, record.umask)? {
+            eprintln!("ringdisk: the new process does not get {problem}");
+        }
     }
     let child = Command::new(&program)
         .args(record.taking_over())

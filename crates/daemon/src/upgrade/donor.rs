@@ -153,6 +153,7 @@ fn hand_over(
     let Some(mut handed_over) = server.handover.begin(Instant::now() + PAUSE) else {
         return Err(UpgradeError::Busy);
     };
+    check_none_waits(server)?;
     flush_while_served(server)?;
     check_not_stopping(server)?;
 
@@ -163,6 +164,8 @@ fn hand_over(
     nbd.disconnect(Instant::now() + PAUSE)
         .map_err(UpgradeError::Stuck)?;
     let begin = Instant::now();
+    // Without a record of requests in flight, a queue that stops would report them as failed.
+    check_none_waits(server)?;
     // Dropping a paused export resumes it, unless it was told to leave.
     let paused = pause(server, begin + PAUSE)?;
     check_not_stopping(server)?;
@@ -246,6 +249,15 @@ fn flush_while_served(server: &Server) -> Result<(), UpgradeError> {
     Ok(())
 }
 
+/// Checks that no request waits until its storage works again. It must be neither lost nor reported as failed, and the new
+/// process does not have it.
+fn check_none_waits(server: &Server) -> Result<(), UpgradeError> {
+    match server.stalled_disk() {
+        Some(id) => Err(UpgradeError::Stalled(id)),
+        None => Ok(()),
+    }
+}
+
 fn check_not_stopping(server: &Server) -> Result<(), UpgradeError> {
     if server.handover.is_stopping() {
         return Err(UpgradeError::Stopping);
@@ -281,6 +293,7 @@ struct PausedExport {
     file: Option<FileIdentity>,
     write_cache: Option<bool>,
     capacity_read: Option<u64>,
+    size: u64,
     listener: OwnedFd,
     connection: Option<(OwnedFd, SavedSession)>,
     leave: Sender<()>,
@@ -317,6 +330,7 @@ fn wait_for_pause(pending: PendingPause, deadline: Instant) -> Result<PausedExpo
             // As the last front-end has set it.
             write_cache: pending.device.chosen_write_cache(),
             capacity_read: pending.device.capacity_read(),
+            size: pending.device.disk.size(),
             listener: paused.listener,
             connection: paused.connection,
             leave: paused.leave,
@@ -381,6 +395,7 @@ fn send(
             file: export.file,
             write_cache: export.write_cache,
             capacity_read: export.capacity_read,
+            size: Some(export.size),
             session,
         });
     }

@@ -15,6 +15,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::process_settings::own_umask;
+
 /// Variables that are passed on: of the service manager, the runtime directory, and the log level.
 const ENVIRONMENT: [&str; 6] = [
     "NOTIFY_SOCKET",
@@ -38,6 +40,9 @@ pub struct LaunchRecord {
     pub arguments: Vec<OsString>,
     pub environment: Vec<(String, OsString)>,
     pub directory: PathBuf,
+    /// Its umask. Older versions did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub umask: Option<u32>,
 }
 
 impl LaunchRecord {
@@ -54,6 +59,7 @@ impl LaunchRecord {
             arguments: arguments.collect(),
             environment: ENVIRONMENT.into_iter().filter_map(set).collect(),
             directory: std::env::current_dir()?,
+            umask: own_umask(),
         })
     }
 

@@ -223,6 +223,9 @@ pub struct HandoverExport {
     /// The size that the front-end has read, in sectors.
     #[serde(default)]
     pub capacity_read: Option<u64>,
+    /// The disk's size in bytes, which stays if its file has become shorter.
+    #[serde(default)]
+    pub size: Option<u64>,
     pub session: Option<HandoverSession>,
 }
 

@@ -189,6 +189,7 @@ fn inherited_export(
         session,
         write_cache: export.write_cache,
         capacity_read: export.capacity_read,
+        size: export.size,
         gate,
     })
 }

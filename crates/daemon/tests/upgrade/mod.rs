@@ -3,6 +3,7 @@
 mod dirty_log;
 mod failure;
 mod files;
+mod inheritance;
 mod sockets;
 
 use std::fs;
