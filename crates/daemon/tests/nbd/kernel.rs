@@ -56,6 +56,35 @@ fn kernel_client_shares_the_disk_with_its_guest() {
     assert!(after[at(0)] == before[at(0)] && after[4 << 20..] == before[4 << 20..]);
 }
 
+/// The kernel has simple replies only, and many requests in flight on one connection. Those of a backup that are longer than its
+/// share of the storage are served in pieces, while others are answered.
+#[test]
+fn kernel_client_reads_a_backup() {
+    let test = "kernel_client_reads_a_backup";
+    if let Some(missing) = vm::missing(false) {
+        return println!("skipped: {test}: {missing}");
+    }
+    if !have(&["nbd-client"], test) {
+        return;
+    }
+    // Requests of several threads end in any order.
+    let (served, port) = Served::start_on_tcp(Disk::new(), "aio=threads");
+    served.done(&["backup", "begin", "vm"]);
+    let script = BACKUP
+        .replace("HOST", HOST_OF_NETWORK)
+        .replace("PORT", &port);
+    let logs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("vm").join(test);
+    let arguments = served.server.ready["disks"][0]["qemu"].as_array().unwrap();
+    let arguments = arguments.iter().filter_map(Value::as_str);
+    let guest = Vm::new(logs)
+        .nbd_client()
+        .disk(vm::Disk::Printed(arguments.map(str::to_owned).collect()));
+    let output = guest.run(&script, LIMIT).unwrap();
+    let output = output.checked().unwrap();
+    assert_eq!(output.lines.last().unwrap(), "same");
+    served.done(&["backup", "end"]);
+}
+
 /// `cmp` reads both devices from the server: the guest's caches are empty after each step.
 const SCRIPT: &str = "
 ip link set lo up
@@ -73,6 +102,38 @@ fill v | dd of=/dev/vda bs=64k seek=32 iflag=fullblock conv=fsync,notrunc 2>/dev
 blkdiscard -o 3145728 -l 1048576 /dev/nbd0
 forget
 cmp /dev/nbd0 /dev/vda
+grep . /sys/block/nbd0/queue/max* 2>&1
+cat /sys/block/nbd0/stat
+cat /proc/diskstats
+nbd-client -d /dev/nbd0 2>&1
+echo same
+";
+
+/// Several readers with requests of different lengths, while the guest overwrites the disk.
+const BACKUP: &str = "
+ip link set lo up
+ip link set eth0 up
+ip address add 10.0.2.15/24 dev eth0
+cat /dev/vda >/before
+nbd-client -N vm-backup -b 512 HOST PORT /dev/nbd0 2>&1
+echo 4096 >/sys/block/nbd0/queue/max_sectors_kb
+compare() {
+    for round in 1 2 3; do
+        case $1 in
+            4k) dd if=/dev/nbd0 bs=4k count=256 iflag=direct 2>/dev/null | cmp -n 1048576 - /before ;;
+            *) dd if=/dev/nbd0 bs=$1 iflag=direct 2>/dev/null | cmp - /before ;;
+        esac
+    done
+}
+readers=
+for size in 4M 4M 4k 4k 4k 4k 4k 4k; do
+    compare $size &
+    readers=\"$readers $!\"
+done
+head -c 8388608 /dev/zero | tr '\\0' v | dd of=/dev/vda bs=64k iflag=fullblock conv=fsync,notrunc 2>/dev/null
+for reader in $readers; do
+    wait $reader
+done
 nbd-client -d /dev/nbd0 2>&1
 echo same
 ";

@@ -7,6 +7,7 @@ mod guestfish;
 mod hostile;
 mod kernel;
 mod raw;
+mod simple;
 mod tls;
 
 use std::path::{Path, PathBuf};

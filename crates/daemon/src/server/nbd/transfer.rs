@@ -196,13 +196,13 @@ impl<'a> Transfer<'a> {
 
     /// Whether replies wait for the client.
     fn has_output(&self) -> bool {
-        !self.output.parts.is_empty() || self.stream.is_unsent()
+        !self.output.is_empty() || self.stream.is_unsent()
     }
 
     /// Whether the next request that has arrived may be started.
     fn has_room(&self) -> bool {
         let is_stopped = matches!(self.reading, Reading::Stopped(_));
-        !is_stopped && !self.free.is_empty() && self.output.bytes < REPLY_BYTES_MAX
+        !is_stopped && !self.free.is_empty() && self.output.bytes() < REPLY_BYTES_MAX
     }
 
     /// Whether the socket may be read. The input is full if a request in it waits for a buffer.
@@ -213,15 +213,16 @@ impl<'a> Transfer<'a> {
     /// Sends replies, as far as the client takes them. Returns whether it took any.
     fn send(&mut self) -> Result<bool, TransferError> {
         let mut any = false;
-        while !self.output.parts.is_empty() {
-            let mut slices = Vec::with_capacity(PARTS.min(self.output.parts.len()));
+        while !self.output.is_empty() {
+            let parts = self.output.parts().take(PARTS);
+            let mut slices = Vec::with_capacity(parts.len());
             let mut offered = 0;
-            for (i, part) in self.output.parts.iter().take(PARTS).enumerate() {
+            for (i, part) in parts.enumerate() {
                 let bytes = match part {
                     Part::Bytes(bytes) => &bytes[..],
                     Part::Data(buffer) => self.queue.bytes(buffer),
                 };
-                let skip = if i == 0 { self.output.sent } else { 0 };
+                let skip = if i == 0 { self.output.sent() } else { 0 };
                 offered += bytes.len() - skip;
                 slices.push(IoSlice::new(&bytes[skip..]));
             }
@@ -305,7 +306,7 @@ impl<'a> Transfer<'a> {
         if socket.contains(PollFlags::HUP) && !wanted.contains(PollFlags::IN) {
             return Err(Errno::CONNRESET.into());
         }
-        if sleeps && events == 0 && is_idle && self.output.parts.is_empty() {
+        if sleeps && events == 0 && is_idle && self.output.is_empty() {
             self.memory.shrink(&mut self.queue);
         }
         Ok(())

@@ -171,7 +171,7 @@ impl Transfer<'_> {
                     self.refuse(cookie, offset, refusal);
                 }
                 NextInput::Piece(job) => {
-                    let len = job.left.min(PIECE);
+                    let len = job.left.min(job.piece_max);
                     let len = self.share().map_or(len, |share| share.piece(len)) as usize;
                     match (self.memory.alloc(&mut self.queue, len), job.work) {
                         (Err(_), _) => {
@@ -303,7 +303,8 @@ impl Transfer<'_> {
             at: 0,
             left: 0,
             fua: false,
-            is_replied: false,
+            reply: None,
+            piece_max: PIECE,
             entered: None,
         };
         (job.work, job.at, job.left, job.fua) = match command {

@@ -11,7 +11,7 @@ use nbd::{BASE_ALLOCATION, Context, ErrorCode, Mode, Negotiated, Refusal, Reques
 use tracing::{debug, warn};
 
 use super::{Reading, STOPPED, Transfer, TransferError};
-use crate::server::nbd::output::Part;
+use crate::server::nbd::output::OpenReply;
 use crate::server::nbd::status::{self, BitmapLost, Source};
 use crate::server::share::Entered;
 
@@ -41,8 +41,10 @@ pub(super) struct Job {
     pub left: u64,
     /// A flush comes last.
     pub fua: bool,
-    /// Data that was read has been put into the reply.
-    pub is_replied: bool,
+    /// The reply of a read, which lacks data.
+    pub reply: Option<OpenReply>,
+    /// No piece of it is longer.
+    pub piece_max: u64,
     /// The operation that the disk works on, where it is counted.
     pub entered: Option<Entered>,
 }
@@ -188,21 +190,26 @@ impl Transfer<'_> {
             .add(|out| replies.done(job.cookie, job.offset, out));
     }
 
-    /// Answers a read with data, which may be a piece of it.
+    /// Answers a read with data, which may be a piece of it. Simple replies have one header for all pieces.
     fn reply_data(&mut self, job: &mut Job, data: Buffer) {
         let (replies, len) = (self.replies, data.len() as u32);
         let (at, is_last) = (job.at - u64::from(len), job.left == 0);
-        if replies.mode != Mode::Simple || !job.is_replied {
-            self.output
-                .add(|out| replies.data_header(job.cookie, (job.offset, at), len, is_last, out));
-        }
-        self.output.parts.push_back(Part::Data(data));
-        job.is_replied = true;
+        let header = |out: &mut Vec<u8>| {
+            replies.data_header(job.cookie, (job.offset, at), len, is_last, out);
+        };
+        let is_simple = replies.mode == Mode::Simple;
+        let reply = match job.reply.take() {
+            Some(reply) => reply,
+            None if is_simple && !is_last => self.output.begin(u64::from(len) + job.left, header),
+            None => return self.output.add_with_data(data, header),
+        };
+        job.piece_max = len.into();
+        job.reply = self.output.push(reply, data);
     }
 
     /// Answers a request with an error, although a part of it may be done.
     fn fail(&mut self, job: &Job, refusal: Refusal) -> Result<(), TransferError> {
-        if job.is_replied && self.replies.mode == Mode::Simple {
+        if job.reply.is_some() {
             return Err(TransferError::CutShort);
         }
         let has_more = job.left > 0;
