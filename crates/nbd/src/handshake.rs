@@ -17,8 +17,19 @@ pub const OPTION_BYTES_MAX: usize = 32 << 10;
 /// Limit of the data that is skipped for one option in bytes. A client with a longer one is disconnected.
 const SKIP_BYTES_MAX: u32 = 1 << 20;
 
-/// Limit of options in one handshake. A client that lists exports sends about three for each.
-pub const OPTIONS_MAX: usize = 4096;
+/// Limit of the exports of a server.
+pub const EXPORTS_MAX: usize = 4096;
+
+/// Limit of options in one handshake. A client that lists exports sends up to three for each: information, and the contexts with
+/// and without a query.
+pub const OPTIONS_MAX: usize = 3 * EXPORTS_MAX + 256;
+
+/// Limit of the bytes of all options in one handshake: a name, and some queries, in each of them. 55 MB.
+const BYTES_MAX: u64 = (OPTIONS_MAX * (NAME_BYTES_MAX + 256)) as u64;
+
+/// The same for what comes before TLS, where nothing can be negotiated.
+const OPTIONS_BEFORE_TLS_MAX: usize = 32;
+const BYTES_BEFORE_TLS_MAX: u64 = 64 << 10;
 
 const INIT_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -183,8 +194,11 @@ pub enum HandshakeError {
     #[error("an option has {0} bytes of data")]
     TooLong(u32),
     /// The client negotiates without end.
-    #[error("the client has sent {OPTIONS_MAX} options")]
-    TooMany,
+    #[error("the client has sent more than {0} options")]
+    TooMany(usize),
+    /// The client sends without end.
+    #[error("the client has sent more than {0} bytes of options")]
+    TooMuch(u64),
     /// NBD_OPT_EXPORT_NAME has no reply for errors.
     #[error(
         "the client asked for export '{0}' in a way that cannot be answered with an error: {1}"
@@ -234,7 +248,9 @@ pub struct Handshake {
     has_client_flags: bool,
     is_fixed: bool,
     no_zeroes: bool,
+    /// Options that have arrived, and their bytes.
     options: usize,
+    bytes: u64,
     /// Bytes to skip before the next option.
     skip: usize,
     mode: Mode,
@@ -271,7 +287,6 @@ impl Handshake {
             has_client_flags: self.has_client_flags,
             is_fixed: self.is_fixed,
             no_zeroes: self.no_zeroes,
-            options: self.options,
             tls: Tls::On,
             ..Self::default()
         }
@@ -311,7 +326,7 @@ impl Handshake {
             return Ok((0, Step::Continue));
         };
         if len as usize > OPTION_BYTES_MAX {
-            self.count()?;
+            self.count(len)?;
             if len > SKIP_BYTES_MAX || option == OPT_EXPORT_NAME {
                 return Err(HandshakeError::TooLong(len));
             }
@@ -323,15 +338,38 @@ impl Handshake {
         let Some(data) = fields.bytes(len as usize) else {
             return Ok((0, Step::Continue));
         };
-        self.count()?;
+        self.count(len)?;
         let step = self.option(option, data, exports, out)?;
         Ok((16 + data.len(), step))
     }
 
-    fn count(&mut self) -> Result<(), HandshakeError> {
+    /// Whether the next message in `input` has arrived and asks to use an export: [`advance`](Self::advance) ends the handshake
+    /// if there is such an export.
+    pub fn asks_to_begin(&self, input: &[u8]) -> bool {
+        let mut fields = Fields::new(input);
+        let mut next = || {
+            let _magic = fields.u64()?;
+            let (option, len) = (fields.u32()?, fields.u32()?);
+            fields.bytes(len as usize)?;
+            Some(option)
+        };
+        let is_option = self.has_client_flags && self.skip == 0;
+        is_option && matches!(next(), Some(OPT_EXPORT_NAME | OPT_GO))
+    }
+
+    /// Counts an option with so many bytes of data.
+    fn count(&mut self, len: u32) -> Result<(), HandshakeError> {
         self.options += 1;
-        if self.options > OPTIONS_MAX {
-            return Err(HandshakeError::TooMany);
+        self.bytes += 16 + u64::from(len);
+        let (options, bytes) = match self.tls {
+            Tls::Required => (OPTIONS_BEFORE_TLS_MAX, BYTES_BEFORE_TLS_MAX),
+            Tls::Off | Tls::On => (OPTIONS_MAX, BYTES_MAX),
+        };
+        if self.options > options {
+            return Err(HandshakeError::TooMany(options));
+        }
+        if self.bytes > bytes {
+            return Err(HandshakeError::TooMuch(bytes));
         }
         Ok(())
     }

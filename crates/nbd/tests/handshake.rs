@@ -244,7 +244,45 @@ fn endless_negotiation_ends() {
         handshake.advance(&list, &Two, &mut out).unwrap();
     }
     let end = handshake.advance(&list, &Two, &mut out);
-    assert_eq!(end, Err(HandshakeError::TooMany));
+    assert_eq!(end, Err(HandshakeError::TooMany(OPTIONS_MAX)));
+    // Few options with much data, which is skipped. Before TLS, much less is enough.
+    for (tls, most) in [(Tls::Off, 64 << 20), (Tls::Required, 64 << 10)] {
+        let mut handshake = Handshake::new(tls);
+        handshake.advance(&FLAGS, &Two, &mut out).unwrap();
+        let (long, data) = (option(99, &vec![0; 1 << 20]), vec![0; 1 << 20]);
+        let mut taken = 0;
+        let end = loop {
+            out.clear();
+            match handshake.advance(&long[..16], &Two, &mut out) {
+                Ok((used, _)) => taken += used,
+                Err(end) => break end,
+            }
+            taken += handshake.advance(&data, &Two, &mut out).unwrap().0;
+        };
+        assert!(matches!(end, HandshakeError::TooMuch(_)), "{end}");
+        assert!(taken <= most, "{taken}");
+    }
+    let mut handshake = Handshake::new(Tls::Required);
+    handshake.advance(&FLAGS, &Two, &mut out).unwrap();
+    let end = (0..100).find_map(|_| handshake.advance(&list, &Two, &mut out).err());
+    assert!(matches!(end, Some(HandshakeError::TooMany(_))), "{end:?}");
+}
+
+/// Before a client may use an export, it may have to wait: the server sees the message that asks for it.
+#[test]
+fn the_last_option_is_seen_before_it_is_answered() {
+    let mut handshake = Handshake::default();
+    let mut out = Vec::new();
+    assert!(!handshake.asks_to_begin(&[&FLAGS[..], &go("disk")].concat()));
+    handshake.advance(&FLAGS, &Two, &mut out).unwrap();
+    let go = go("disk");
+    assert!(!handshake.asks_to_begin(&go[..go.len() - 1]));
+    assert!(!handshake.asks_to_begin(&option(3, &[])));
+    assert!(!handshake.asks_to_begin(&option(6, &go[16..])));
+    assert!(handshake.asks_to_begin(&go));
+    assert!(handshake.asks_to_begin(&option(1, b"disk")));
+    let step = handshake.advance(&go, &Two, &mut out).unwrap().1;
+    assert!(matches!(step, Step::Ready(_)), "{step:?}");
 }
 
 /// Before TLS, nothing is told and nothing is negotiated; and nothing from before it is used afterwards.

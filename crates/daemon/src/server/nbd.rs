@@ -10,6 +10,7 @@ pub mod listener;
 mod connection;
 mod memory;
 mod output;
+mod places;
 mod queue;
 pub mod rbd_snapshot;
 mod status;
@@ -22,6 +23,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use control::{BlockExportDeleted, Event};
+use nbd::EXPORTS_MAX;
 use tracing::{info, warn};
 
 use super::clients::END_TIMEOUT;
@@ -33,9 +35,6 @@ use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::inherited::NbdService;
 use export::{Exports, Moment, NbdExport, locked};
 use listener::{BoundNbd, Listener};
-
-/// Limit of exports.
-const EXPORTS_MAX: usize = 4096;
 
 /// The exports, and the listening socket.
 #[derive(Default)]

@@ -24,6 +24,9 @@ const INFO: u32 = 6;
 const STRUCTURED_REPLY: u32 = 8;
 const LIST_META_CONTEXT: u32 = 9;
 
+/// Options of one handshake: three for each of the exports that there may be, and some others.
+const OPTIONS: usize = 3 * 4096 + 256;
+
 /// The data of an option that begins with a name.
 fn named(name: &[u8], rest: &[u8]) -> Vec<u8> {
     [&(name.len() as u32).to_be_bytes(), name, rest].concat()
@@ -102,17 +105,40 @@ fn handshakes_without_sense_are_ended() {
         let _ = replies.read_to_end(&mut bytes);
         bytes.len()
     });
-    let flood = header(LIST, 0).repeat(4096);
+    let flood = header(LIST, 0).repeat(OPTIONS);
     client.send(&flood);
     // The server may have ended the connection already.
     let _ = std::io::Write::write(&mut client.stream(), &flood);
     // A reply with the name, and one that ends the list.
-    assert_eq!(reader.join().unwrap(), 4096 * (20 + 6 + 20));
+    assert_eq!(reader.join().unwrap(), OPTIONS * (20 + 6 + 20));
     good.read(1, 0, 512);
     // Later lines about clients are left out.
     served
         .server
         .wait_for_log(&["NBD", "disconnected", "40000 bytes"]);
+}
+
+/// As `nbdinfo --list` does, for as many exports as there may be: it asks for each by its name, twice.
+#[test]
+fn all_exports_can_be_asked_for_in_one_handshake() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let mut client = Client::greeted(&served.nbd());
+    client.option(STRUCTURED_REPLY, &[]);
+    assert_eq!(client.option_reply().0, ACK);
+    client.option(LIST, &[]);
+    while client.option_reply().0 != ACK {}
+    for _ in 0..4096 {
+        for (option, data) in [
+            (INFO, named(b"vm", &[0; 2])),
+            (LIST_META_CONTEXT, named(b"vm", &[0; 4])),
+        ] {
+            client.option(option, &data);
+            while client.option_reply().0 != ACK {}
+        }
+    }
+    client.option(1, b"vm");
+    client.stream().read_exact(&mut [0; 10]).unwrap();
 }
 
 /// What a client has not sent completely is not done; what is wrong is refused; the others go on.

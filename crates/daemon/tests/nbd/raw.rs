@@ -237,38 +237,51 @@ fn clients_that_do_not_read_delay_nobody() {
         client.read(i, i * 4096, 4096);
     }
     // Its handshake takes too long.
-    let log = [
-        "NBD",
-        "disconnected",
-        "the handshake has taken more than 10 s",
-    ];
+    let log = ["NBD", "disconnected", "it has negotiated nothing for 10 s"];
     served.server.wait_for_log(&log);
     drop(silent);
     client.read(7, 0, 4096);
 }
 
-/// More clients than there may be.
+/// More clients than there may be wait until others leave, in their order. Listing the exports needs no place.
 #[test]
-fn connections_are_limited() {
+fn more_clients_wait() {
     let served = Served::start(Disk::new(), "");
     served.done(&["export", "vm"]);
     let mut clients: Vec<_> = (0..100)
         .map(|_| Client::connect(&served.nbd(), "vm"))
         .collect();
-    let mut refused = UnixStream::connect(served.nbd()).unwrap();
-    assert_eq!(refused.read(&mut [0; 18]).unwrap_or(0), 0);
+    let ask = || {
+        let mut client = Client::greeted(&served.nbd());
+        client.option(1, b"vm");
+        client
+    };
+    let waiting = |client: &Client| {
+        let stream = client.stream();
+        stream.set_nonblocking(true).unwrap();
+        let nothing = (&stream).read(&mut [0; 10]);
+        assert_eq!(nothing.unwrap_err().kind(), ErrorKind::WouldBlock);
+        stream.set_nonblocking(false).unwrap();
+    };
+    let leaves = ask();
     served
         .server
-        .wait_for_log(&["NBD", "100 clients are connected"]);
+        .wait_for_log(&["NBD", "waits until one of 100 clients leaves"]);
+    let (mut first, second) = (ask(), ask());
+    assert_eq!(Client::list(&served.nbd()), Some(vec!["vm".into()]));
+    waiting(&leaves);
+    // It does not keep its place in the queue.
+    drop(leaves);
     for client in &mut clients {
         client.read(1, 0, 512);
     }
+    waiting(&first);
+    waiting(&second);
     drop(clients.pop());
-    // There is room for another once its queue has stopped.
-    loop {
-        let mut next = UnixStream::connect(served.nbd()).unwrap();
-        if next.read_exact(&mut [0; 18]).is_ok() {
-            break;
-        }
-    }
+    first.stream().read_exact(&mut [0; 10]).unwrap();
+    first.read(1, 0, 512);
+    waiting(&second);
+    // The export is what it is when there is a place.
+    served.done(&["export", "vm", "--remove", "--force"]);
+    second.expect_end();
 }

@@ -1,6 +1,8 @@
 //! Clients with TLS, and those without it.
 
 use std::fs;
+use std::io::Write;
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -364,6 +366,39 @@ fn clients_need_a_certificate_of_the_authority() {
     let other = Authority::new(open.served.path("other"));
     let error = open.size(&other.sign("client", "client")).unwrap_err();
     assert!(error.contains("certificate"), "{error}");
+}
+
+/// Peers that say nothing, more than there are places for, and some that send without end: a client with a certificate is served,
+/// and so are clients that are connected.
+#[test]
+fn peers_without_a_certificate_keep_nobody_out() {
+    if !have(&TOOLS, "peers_without_a_certificate_keep_nobody_out") {
+        return;
+    }
+    let secured = Secured::start("");
+    let address = format!("127.0.0.1:{}", secured.port());
+    let silent: Vec<_> = (0..150)
+        .map(|_| TcpStream::connect(&address).unwrap())
+        .collect();
+    assert_eq!(secured.size(&secured.client), Ok(DISK_BYTES.to_string()));
+    let log = &secured.served.server;
+    log.wait_for_log(&["NBD", "64 peers are in the handshake", "it came first"]);
+    drop(silent);
+    for (option, len, times) in [(99, 1 << 20, 1), (99, 16 << 10, 5), (3, 0, 33)] {
+        let client = Client::greeted_at(&address);
+        let header = [
+            b"IHAVEOPT",
+            &[option, len].map(u32::to_be_bytes).concat()[..],
+        ]
+        .concat();
+        for _ in 0..times {
+            // The server may have ended the connection already.
+            let bytes = [&header[..], &vec![0; len as usize]].concat();
+            let _ = client.stream().write_all(&bytes);
+        }
+        client.expect_end();
+    }
+    assert_eq!(secured.size(&secured.client), Ok(DISK_BYTES.to_string()));
 }
 
 /// Certificates are added and removed by command, and the next process reads them again.

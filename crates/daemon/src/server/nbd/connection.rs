@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use datapath::LogLimiter;
 use guest::LocalQueue;
 use nbd::{
     ExportInfo, GREETING, Handshake, HandshakeError, Negotiated, OPTION_BYTES_MAX, Step, Tls,
@@ -16,6 +17,7 @@ use tracing::info;
 
 use super::export::{Exports, NbdExport, locked};
 use super::memory::{CONNECTION_MAX, ConnectionMemory, SharedMemory};
+use super::places::{CLIENTS_MAX, ClientPlace, HandshakePlace, Places};
 use super::queue::ClientQueue;
 use super::stream::{Received, Stream};
 use super::transfer::{Offered, Transfer, TransferError};
@@ -23,14 +25,14 @@ use crate::server::clients::Client;
 use crate::server::share::Unfinished;
 use crate::server::tls::TlsCredentials;
 
-/// How long a handshake may take.
+/// How long the handshake of TLS may take, and the time from one option to the next.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Error)]
 pub enum ConnectionError {
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
-    #[error("the handshake has taken more than {} s", HANDSHAKE.as_secs())]
+    #[error("it has negotiated nothing for {} s", HANDSHAKE.as_secs())]
     TooSlow,
     #[error(
         "it has sent {0} bytes between STARTTLS and the reply, which an attacker may have added"
@@ -48,6 +50,9 @@ pub enum ConnectionError {
 pub struct Serving {
     pub exports: Arc<Mutex<Exports>>,
     pub memory: Arc<SharedMemory>,
+    pub places: Arc<Places>,
+    /// Limits lines of the log about clients that wait.
+    pub waits: LogLimiter,
     /// Clients must use TLS.
     pub tls: Option<Arc<TlsCredentials>>,
 }
@@ -59,18 +64,22 @@ pub struct Serving {
 pub fn serve(
     socket: &OwnedFd,
     server: &Serving,
+    place: HandshakePlace,
     stop: &Arc<OwnedFd>,
     peer: &str,
 ) -> Result<(), ConnectionError> {
     let exports = &*server.exports;
     let mut greeted = Greeted {
         stream: Stream::new(socket),
+        server,
+        peer,
+        place,
         stop,
         deadline: Instant::now() + HANDSHAKE,
         input: Vec::new(),
     };
-    let tls = server.tls.as_deref();
-    let Some(Agreed { negotiated, reply }) = greeted.negotiate(&Named(exports), tls)? else {
+    let agreed = greeted.negotiate()?;
+    let Some((Agreed { negotiated, reply }, _its_place)) = agreed else {
         return Ok(());
     };
     let name = negotiated.export.name.clone();
@@ -102,7 +111,13 @@ pub fn serve(
     let _measuring = export.device.disk.measure();
     info!("NBD: {peer} uses export '{name}'");
     greeted.send(&reply)?;
-    let Greeted { input, stream, .. } = greeted;
+    let Greeted {
+        input,
+        stream,
+        place,
+        ..
+    } = greeted;
+    drop(place);
     let queue = (queue, &mut memory, &mut unfinished);
     let offered = Offered {
         export: &export,
@@ -145,6 +160,9 @@ struct Agreed {
 /// A connection before requests are served. The socket does not block.
 struct Greeted<'a> {
     stream: Stream<'a>,
+    server: &'a Serving,
+    peer: &'a str,
+    place: HandshakePlace,
     stop: &'a OwnedFd,
     deadline: Instant,
     /// Bytes that have arrived and were not used yet.
@@ -153,30 +171,42 @@ struct Greeted<'a> {
 
 impl Greeted<'_> {
     /// Returns `None` if the client or this process ends the connection.
-    fn negotiate(
-        &mut self,
-        exports: &Named<'_>,
-        tls: Option<&TlsCredentials>,
-    ) -> Result<Option<Agreed>, ConnectionError> {
+    fn negotiate(&mut self) -> Result<Option<(Agreed, ClientPlace)>, ConnectionError> {
+        let exports = Named(&self.server.exports);
         self.send(&GREETING)?;
+        let tls = self.server.tls.as_deref();
         let mut handshake = Handshake::new(tls.map_or(Tls::Off, |_| Tls::Required));
+        let mut is_protected = tls.is_none();
         let mut out = Vec::new();
         loop {
-            let (used, step) = handshake.advance(&self.input, exports, &mut out)?;
-            self.input.drain(..used);
-            match step {
-                Step::Ready(negotiated) => {
-                    let reply = out;
-                    return Ok(Some(Agreed { negotiated, reply }));
+            // Before the export is looked up: it may change while the client waits.
+            let client_place = if is_protected && handshake.asks_to_begin(&self.input) {
+                match self.wait_for_place()? {
+                    Some(place) => Some(place),
+                    None => return Ok(None),
                 }
-                Step::End => {
+            } else {
+                None
+            };
+            let (used, step) = handshake.advance(&self.input, &exports, &mut out)?;
+            self.input.drain(..used);
+            if used > 0 && is_protected {
+                self.deadline = Instant::now() + HANDSHAKE;
+            }
+            match (step, client_place) {
+                (Step::Ready(negotiated), Some(place)) => {
+                    let reply = out;
+                    return Ok(Some((Agreed { negotiated, reply }, place)));
+                }
+                (Step::Ready(_), None) => return Ok(None),
+                (Step::End, _) => {
                     // It may have closed the socket already, as the specification lets it.
                     if self.send(&out).is_ok() {
                         self.stream.close();
                     }
                     return Ok(None);
                 }
-                Step::StartTls => {
+                (Step::StartTls, _) => {
                     self.send(&out)?;
                     out.clear();
                     if !self.input.is_empty() {
@@ -184,10 +214,17 @@ impl Greeted<'_> {
                     }
                     if let Some(tls) = tls {
                         self.stream.start_tls(tls.config.clone())?;
+                        if !self.shake_hands()? {
+                            return Ok(None);
+                        }
+                        if tls.spec.verify_peer {
+                            self.place.keep();
+                        }
                     }
                     handshake = handshake.protected();
+                    is_protected = true;
                 }
-                Step::Continue => {}
+                (Step::Continue, _) => {}
             }
             self.send(&out)?;
             out.clear();
@@ -195,6 +232,49 @@ impl Greeted<'_> {
                 return Ok(None);
             }
         }
+    }
+
+    /// The handshake of TLS. Returns false if this process ends the connection.
+    fn shake_hands(&mut self) -> Result<bool, ConnectionError> {
+        loop {
+            match self.stream.shake_hands() {
+                Ok(()) => return Ok(true),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                    if !self.wait(PollFlags::IN)? {
+                        return Ok(false);
+                    }
+                }
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+
+    /// Returns `None` if the client or this process ends the connection meanwhile.
+    fn wait_for_place(&mut self) -> Result<Option<ClientPlace>, ConnectionError> {
+        let place = self.place.ask()?;
+        if place.turn().is_some() {
+            let peer = self.peer;
+            self.server.waits.log(|left_out| {
+                info!("NBD: {peer} waits until one of {CLIENTS_MAX} clients leaves{left_out}");
+            });
+        }
+        while let Some(turn) = place.turn() {
+            let mut ready = [
+                PollFd::new(self.stop, PollFlags::IN),
+                PollFd::new(self.stream.socket(), PollFlags::RDHUP),
+                PollFd::new(turn, PollFlags::IN),
+            ];
+            match poll(&mut ready, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(e) => return Err(io::Error::from(e).into()),
+            }
+            if ready[..2].iter().any(|fd| !fd.revents().is_empty()) {
+                return Ok(None);
+            }
+        }
+        self.deadline = Instant::now() + HANDSHAKE;
+        Ok(Some(place))
     }
 
     /// Returns false if the connection ends.

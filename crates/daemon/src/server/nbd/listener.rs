@@ -6,23 +6,22 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 use datapath::LogLimiter;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 use tracing::{error, info, warn};
 
 use super::connection::{self, Serving};
 use super::export::{Exports, locked};
 use super::memory::SharedMemory;
+use super::places::{HANDSHAKES_MAX, Places, Room, event, signal};
 use crate::config::nbd::NbdAddress;
 use crate::server::error::{NbdError, ServerError};
 use crate::server::tls::TlsCredentials;
 use crate::socket::Socket;
 use crate::socket::accept::Backoff;
-
-/// Limit of connections, with those in the handshake.
-const CONNECTIONS_MAX: usize = 100;
 
 /// A socket that listens.
 pub struct BoundNbd {
@@ -129,6 +128,8 @@ impl Listener {
         let serving = Arc::new(Serving {
             exports,
             memory: Arc::new(SharedMemory::default()),
+            places: Places::new().map_err(fail)?,
+            waits: LogLimiter::default(),
             tls: tls.clone(),
         });
         let thread = thread::Builder::new()
@@ -163,15 +164,11 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        signal(&self.stop);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
-}
-
-fn event() -> io::Result<OwnedFd> {
-    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
 fn listen(bound: &BoundNbd, stop: &OwnedFd, serving: &Arc<Serving>) {
@@ -179,17 +176,39 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, serving: &Arc<Serving>) {
     let mut clients: Vec<Weak<OwnedFd>> = Vec::new();
     let (mut accepting, lines) = (Backoff::default(), Arc::new(LogLimiter::default()));
     loop {
+        let room = serving.places.room(Instant::now());
+        let until = match &room {
+            Room::Full(until) => *until,
+            Room::Free | Room::Replacing(_) => None,
+        };
+        if let Room::Replacing(peer) = &room {
+            lines.log(|left_out| {
+                warn!(
+                    "NBD: {peer} was disconnected: {HANDSHAKES_MAX} peers are in the handshake, and it came first{left_out}"
+                );
+            });
+        }
+        let has_room = matches!(room, Room::Free);
+        let wanted = if has_room {
+            PollFlags::IN
+        } else {
+            PollFlags::empty()
+        };
         let mut ready = [
             PollFd::new(stop, PollFlags::IN),
-            PollFd::from_borrowed_fd(bound.fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(bound.fd(), wanted),
+            PollFd::new(serving.places.ended(), PollFlags::IN),
         ];
-        match poll(&mut ready, None) {
+        let timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        match poll(&mut ready, timeout.as_ref()) {
             Err(rustix::io::Errno::INTR) => continue,
             Err(e) => {
                 error!("NBD: cannot wait for clients: {e}");
                 break;
             }
             Ok(_) if !ready[0].revents().is_empty() => break,
+            Ok(_) if !has_room || ready[1].revents().is_empty() => continue,
             Ok(_) => {}
         }
         clients.retain(|client| client.strong_count() > 0);
@@ -209,12 +228,6 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, serving: &Arc<Serving>) {
             }
         };
         accepting.succeeded();
-        if clients.len() >= CONNECTIONS_MAX {
-            lines.log(|left_out| {
-                warn!("NBD: {peer} was disconnected: {CONNECTIONS_MAX} clients are connected{left_out}");
-            });
-            continue;
-        }
         match start_client(socket, peer, serving, &lines) {
             Ok(client) => clients.push(client),
             Err(e) => lines.log(|left_out| {
@@ -224,7 +237,7 @@ fn listen(bound: &BoundNbd, stop: &OwnedFd, serving: &Arc<Serving>) {
         }
     }
     for stop in clients.iter().filter_map(Weak::upgrade) {
-        let _ = rustix::io::write(&stop, &1u64.to_ne_bytes());
+        signal(&stop);
     }
 }
 
@@ -236,9 +249,10 @@ fn start_client(
 ) -> io::Result<Weak<OwnedFd>> {
     let stop = Arc::new(event()?);
     let client = Arc::downgrade(&stop);
+    let place = serving.places.enter(&peer, &stop);
     let (serving, lines) = (serving.clone(), lines.clone());
     let serve = move || {
-        if let Err(e) = connection::serve(&socket, &serving, &stop, &peer) {
+        if let Err(e) = connection::serve(&socket, &serving, place, &stop, &peer) {
             lines.log(|left_out| warn!("NBD: {peer} was disconnected: {e}{left_out}"));
         }
     };

@@ -9,10 +9,15 @@ use rustls::{ServerConfig, ServerConnection};
 /// Limit of what is encrypted and waits for the client in bytes.
 const ENCRYPTED_MAX: usize = 128 << 10;
 
+/// Limit of the client's part of the handshake of TLS in bytes. A chain of certificates has some thousand.
+const TLS_HANDSHAKE_MAX: usize = 128 << 10;
+
 /// A connection, whose socket does not block.
 pub struct Stream<'a> {
     socket: Socket<'a>,
     tls: Option<Box<ServerConnection>>,
+    /// Bytes of the handshake of TLS that have arrived.
+    shaken: usize,
 }
 
 /// What was read.
@@ -25,8 +30,12 @@ pub struct Received {
 
 impl<'a> Stream<'a> {
     pub fn new(socket: &'a OwnedFd) -> Self {
-        let (socket, tls) = (Socket(socket), None);
-        Self { socket, tls }
+        let socket = Socket(socket);
+        Self {
+            socket,
+            tls: None,
+            shaken: 0,
+        }
     }
 
     pub fn socket(&self) -> &'a OwnedFd {
@@ -41,6 +50,33 @@ impl<'a> Stream<'a> {
         let mut tls = ServerConnection::new(config).map_err(explain)?;
         tls.set_buffer_limit(Some(ENCRYPTED_MAX));
         self.tls = Some(Box::new(tls));
+        Ok(())
+    }
+
+    /// Continues the handshake of TLS with what has arrived, until it is over: the client has shown the certificate that it must
+    /// have.
+    ///
+    /// # Errors
+    /// Nothing has arrived (`WouldBlock`), the client is gone, or what it sends is not accepted.
+    pub fn shake_hands(&mut self) -> io::Result<()> {
+        let Some(tls) = &mut self.tls else {
+            return Ok(());
+        };
+        while tls.is_handshaking() {
+            match tls.read_tls(&mut self.socket)? {
+                0 => return Err(ErrorKind::UnexpectedEof.into()),
+                bytes => self.shaken += bytes,
+            }
+            if self.shaken > TLS_HANDSHAKE_MAX {
+                let text = format!("TLS: the handshake has more than {TLS_HANDSHAKE_MAX} bytes");
+                return Err(io::Error::new(ErrorKind::InvalidData, text));
+            }
+            let processed = tls.process_new_packets();
+            // What the client is to know of an error, and the server's part of the handshake.
+            let flushed = flush(tls, &mut self.socket);
+            processed.map_err(explain)?;
+            flushed?;
+        }
         Ok(())
     }
 
