@@ -113,6 +113,11 @@ impl UserAccount {
         })
     }
 
+    /// All groups of the user.
+    pub fn groups(&self) -> &[u32] {
+        &self.groups
+    }
+
     /// Makes all threads of this process run as that user, permanently.
     ///
     /// # Errors

@@ -164,12 +164,16 @@ impl Inherited {
         made_at(&self.parts().sockets, socket)
     }
 
-    /// The file of a disk at a path, as the old process has it open. If the path no longer exists, this is the file
-    /// that the old process used for the disk: its guest continues there.
+    /// The file of a disk at a path, as the old process has it open. If this process cannot find the path, this is the
+    /// file that the old process used for the disk: its guest continues there. The old process may say of a file that it
+    /// has open what it likes: this process will have the same user, and no more rights.
     pub fn file(&self, disk: &str, path: &Path, write: bool) -> Option<OwnedFd> {
         let there = match fs::metadata(path) {
             Ok(there) => Identity::of(&there).into(),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            Err(e)
+                if [io::ErrorKind::NotFound, io::ErrorKind::PermissionDenied]
+                    .contains(&e.kind()) =>
+            {
                 let parts = self.parts();
                 let inherited = parts.disks.get(disk)?;
                 let was_there =

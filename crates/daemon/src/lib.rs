@@ -13,6 +13,7 @@ mod monitor;
 mod node;
 mod profile;
 mod resource_limits;
+mod rights;
 mod sandbox;
 mod sd_notify;
 mod serve;

@@ -33,6 +33,7 @@ use crate::config::SandboxMode as Mode;
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::credentials::{self, UserAccount};
+use crate::rights::Rights;
 
 /// What the operator has configured.
 #[derive(Clone, Debug, Default)]
@@ -129,6 +130,24 @@ impl Sandbox {
             cluster,
             files: files.ok(),
             user,
+        })
+    }
+
+    /// From now on, this thread and those that it starts open files with the rights of the configured user, except for
+    /// what the operator has named. Call this before anything is opened that another process, an image or a state file
+    /// names.
+    ///
+    /// # Errors
+    /// This process cannot become that user.
+    pub fn assume_rights(&self, named: &[DiskSpec]) -> Result<Rights, SandboxError> {
+        let rights = Rights::assume(self.user.as_ref(), named);
+        if self.user.is_some() {
+            // As after a change of the user: see `seal`.
+            let _ = set_dumpable_behavior(DumpableBehavior::Dumpable);
+        }
+        rights.map_err(|e| {
+            let user = self.user.as_ref().map(|user| user.name.clone());
+            SandboxError::Become(user.unwrap_or_default(), e)
         })
     }
 

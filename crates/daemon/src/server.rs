@@ -46,7 +46,8 @@ use crate::node::context::OpenContext;
 use crate::node::{DiskParameters, FileUse, Node, NodeError};
 use crate::sandbox::Sandbox;
 use crate::server::connection_info::ConnectionInfo;
-use crate::server::export::{Export, ExportContext};
+use crate::server::error::ExportError;
+use crate::server::export::{Export, ExportContext, ExportSocket};
 use crate::server::iothreads::IoThreads;
 use crate::socket::Socket;
 use crate::state::Remembered;
@@ -224,8 +225,11 @@ impl Server {
     /// Opens a disk without serving it.
     pub fn add_node(&self, spec: DiskSpec) -> Result<(), ServerError> {
         let spec = self.context.inherited.on_its_file(spec);
-        self.sandbox.check_file(&spec.file)?;
-        let there = identity(&spec.file);
+        let rights = &self.context.rights;
+        let there = rights.with_file(&spec.file, !spec.read_only, || {
+            self.sandbox.check_file(&spec.file)?;
+            Ok::<_, ServerError>(identity(&spec.file))
+        })?;
         {
             let state = self.state();
             state.check_new_node(&spec)?;
@@ -358,7 +362,11 @@ impl Server {
         spec: &ExportSpec,
         socket: Option<Socket>,
     ) -> Result<ConnectionInfo, ServerError> {
-        self.sandbox.check_socket(&spec.socket)?;
+        let rights = self.context.rights.clone();
+        let access = spec.socket_access;
+        rights.with_socket(&spec.socket, access, || {
+            self.sandbox.check_socket(&spec.socket)
+        })?;
         let node = self.state().entry(name)?.node.clone();
         // Refreshes the size that the new disk will have.
         let _ = node.file_size();
@@ -410,15 +418,22 @@ impl Server {
             keep_size(&disk, size);
         }
         let remembered = state.remembered.get(&spec.id).copied().unwrap_or_default();
+        let chosen = inherited.as_ref().map(|export| export.write_cache);
+        let capacity_read = inherited.as_ref().and_then(|e| e.capacity_read);
+        let socket = match (inherited, socket) {
+            (Some(inherited), _) => ExportSocket::Inherited(Box::new(inherited)),
+            (None, Some(socket)) => ExportSocket::Bound(socket),
+            (None, None) => {
+                let bind = || Socket::bind(&spec.socket, access);
+                let bound = rights.with_socket(&spec.socket, access, bind);
+                ExportSocket::Bound(bound.map_err(ExportError::from)?)
+            }
+        };
         let around = ExportContext {
             events: self.events.clone(),
             // What was handed over is newer than the state file, also if it is no choice.
-            write_cache: match &inherited {
-                Some(export) => export.write_cache,
-                None => remembered.write_cache,
-            },
-            capacity_read: inherited.as_ref().and_then(|e| e.capacity_read),
-            inherited,
+            write_cache: chosen.unwrap_or(remembered.write_cache),
+            capacity_read,
             socket,
             changed: Box::new(move || {
                 if let Some(server) = me.upgrade() {

@@ -20,7 +20,8 @@ pub struct AllowedDirectories {
 
 #[derive(Debug)]
 struct Directory {
-    fd: OwnedFd,
+    /// Or why it cannot be opened, which matters only if an image names a file there.
+    fd: Result<OwnedFd, Errno>,
     /// The absolute path as the operator wrote it, and the canonical path.
     paths: [PathBuf; 2],
 }
@@ -68,7 +69,16 @@ pub enum AllowedError {
     )]
     Missing(String),
     /// The kernel does not open the file.
-    #[error("it names '{name}', which cannot be opened: {source}")]
+    #[error(
+        "it names '{name}', which cannot be opened: {source}{advice}",
+        advice = match source.kind() {
+            io::ErrorKind::PermissionDenied => {
+                "; the user as which ringdisk runs must be able to open it; with --user, root opens it only in a directory that \
+                --allow-backing names"
+            }
+            _ => "",
+        }
+    )]
     Open { name: String, source: io::Error },
     /// The file is neither a regular file nor a block device.
     #[error("it names '{0}', which is neither a file nor a block device")]
@@ -91,7 +101,7 @@ impl AllowedDirectories {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let open = || -> io::Result<Directory> {
                 Ok(Directory {
-                    fd: open(path, flags, Mode::empty())?,
+                    fd: Ok(open(path, flags, Mode::empty())?),
                     paths: [std::path::absolute(path)?, path.canonicalize()?],
                 })
             };
@@ -103,12 +113,24 @@ impl AllowedDirectories {
         })
     }
 
-    /// Allows the directory of an image: the default if the operator does not say otherwise.
+    /// Allows the directory of an image: the default if the operator does not say otherwise. Most images name no file, so
+    /// a directory that this process may not search is an error only for an image that does.
     ///
     /// # Errors
     /// The directory cannot be opened.
     pub fn of_image(image: &Path) -> io::Result<Self> {
-        Self::new([image.parent().unwrap_or(Path::new("/"))])
+        let directory = image.parent().unwrap_or(Path::new("/"));
+        match Self::new([directory]) {
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                let path = std::path::absolute(directory)?;
+                let fd = Err(Errno::ACCESS);
+                let paths = [path.clone(), path];
+                Ok(Self {
+                    directories: vec![Directory { fd, paths }],
+                })
+            }
+            directories => directories,
+        }
     }
 
     /// Opens a file that an image in the directory `from` names.
@@ -185,7 +207,8 @@ impl Directory {
         // Opening a pipe must not block. The kind of the file is checked afterwards.
         let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-        openat2(&self.fd, below, flags, Mode::empty(), resolve)
+        let fd = self.fd.as_ref().map_err(|&errno| errno)?;
+        openat2(fd, below, flags, Mode::empty(), resolve)
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) fn open_chain(
     let filename = || path.display().to_string();
     let directories = context
         .allow_backing
-        .allowed_directories(path)
+        .allowed_directories(path, &context.rights)
         .map_err(|e| NodeError::Allow(filename(), e))?;
     let mut opener = Opener {
         cache: spec.cache,
@@ -60,7 +60,9 @@ pub(super) fn open_chain(
     let journal = if read_only {
         None
     } else {
-        let journal = context.journals.open(&spec.name, file);
+        // Those of other users too, which only root sees.
+        let open = || context.journals.open(&spec.name, file);
+        let journal = context.rights.as_operator(open);
         journal.map_err(|e| NodeError::Journal(filename(), e))?
     };
     let (journal, journal_path) = journal.unzip();
@@ -81,7 +83,8 @@ pub(super) fn open_chain(
             }
         },
     };
-    let chain = Chain::open(top, &directories, &mut opener, options);
+    let open = || Chain::open(top, &directories, &mut opener, options);
+    let chain = context.allow_backing.open_with(&context.rights, open);
     let chain = chain.map_err(|e| match journal_path.clone() {
         Some(path) if e.is_journal_error() => NodeError::Replay(path, e),
         path => {
@@ -102,7 +105,8 @@ pub(super) fn open_chain(
         let is_top = Arc::ptr_eq(file, &files[0]);
         let opened_again = is_top && locking == Locking::None && !spec.read_only;
         if !opened_again && !ours.contains(&file.identity()) {
-            let checked = context.journals.check_none(&spec.name, file);
+            let check = || context.journals.check_none(&spec.name, file);
+            let checked = context.rights.as_operator(check);
             checked.map_err(|e| NodeError::Journal(filename(), e))?;
         }
     }

@@ -11,9 +11,12 @@ use engine::{DiskFile, Identity, Locking, OpenError};
 use image::{AllowedDirectories, FileRole, OpenFiles, Storage};
 use tracing::warn;
 
+use crate::config::spec::FileSpec;
 use crate::inherited::Inherited;
 use crate::node::journal::Journals;
+use crate::node::paths::warn_if_renamed;
 use crate::node::storage::FileStorage;
+use crate::rights::Rights;
 
 /// Directories in which an image may name backing files and data files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -50,13 +53,28 @@ impl AllowBacking {
     ///
     /// # Errors
     /// One of the directories cannot be opened.
-    pub fn allowed_directories(&self, image: &Path) -> io::Result<AllowedDirectories> {
+    pub fn allowed_directories(
+        &self,
+        image: &Path,
+        rights: &Rights,
+    ) -> io::Result<AllowedDirectories> {
         match self {
             Self::Beside => AllowedDirectories::of_image(&std::path::absolute(image)?),
-            Self::In(directories) => AllowedDirectories::new(directories).map_err(|e| {
-                let text = format!("{e}; --allow-backing names directories that are there");
-                io::Error::new(e.kind(), text)
-            }),
+            Self::In(directories) => {
+                let open = || AllowedDirectories::new(directories);
+                rights.as_operator(open).map_err(|e| {
+                    let text = format!("{e}; --allow-backing names directories that are there");
+                    io::Error::new(e.kind(), text)
+                })
+            }
+        }
+    }
+
+    /// Opens files that images name: as the operator, if the operator has named their directories.
+    pub fn open_with<T>(&self, rights: &Rights, open: impl FnOnce() -> T) -> T {
+        match self {
+            Self::Beside => open(),
+            Self::In(_) => rights.as_operator(open),
         }
     }
 }
@@ -72,6 +90,8 @@ pub struct OpenContext {
     pub stop: Arc<AtomicBool>,
     /// Files that were inherited.
     pub inherited: Arc<Inherited>,
+    /// With whose rights files are opened.
+    pub rights: Arc<Rights>,
 }
 
 impl OpenContext {
@@ -88,17 +108,26 @@ impl OpenContext {
         read_only: bool,
         locking: Locking,
     ) -> Result<(DiskFile, Locking), OpenError> {
-        let (opened, locking) = match self.inherited.file(disk, path, !read_only) {
-            Some(file) => {
-                let held = Locking::Held;
-                (DiskFile::adopt(file, path, cache, read_only, held), held)
-            }
-            None => (
-                DiskFile::open_with(path, cache, read_only, locking),
-                locking,
-            ),
+        let open = || {
+            let (opened, locking) = match self.inherited.file(disk, path, !read_only) {
+                Some(file) => {
+                    let held = Locking::Held;
+                    (DiskFile::adopt(file, path, cache, read_only, held), held)
+                }
+                None => (
+                    DiskFile::open_with(path, cache, read_only, locking),
+                    locking,
+                ),
+            };
+            opened.map(|file| {
+                if locking == Locking::Held {
+                    warn_if_renamed(disk, path, &file);
+                }
+                (file, locking)
+            })
         };
-        opened.map(|file| (file, locking))
+        let file = FileSpec::Path(path.into());
+        self.rights.with_file(&file, !read_only, open)
     }
 
     /// Like [`open`](Self::open), for an open file that an image has named. `ours` are the files that this process has

@@ -11,7 +11,6 @@ use rbd::{Location, RbdImage};
 use tracing::{info, warn};
 
 use super::chain::{chain_facts, open_chain};
-use super::paths::warn_if_renamed;
 use super::recorded_bitmaps::{Medium, RecordedBitmaps};
 use super::{Node, NodeError, NodeState, SharedNode, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
@@ -47,7 +46,12 @@ impl Node {
     ) -> Result<Self, NodeError> {
         let mut opened = match &spec.file {
             FileSpec::Null(size) => open_null(&spec, *size),
-            FileSpec::Rbd(location) => open_rbd(&spec, location)?,
+            FileSpec::Rbd(location) => {
+                let open = || open_rbd(&spec, location);
+                context
+                    .rights
+                    .with_file(&spec.file, !spec.read_only, open)?
+            }
             FileSpec::Path(path) => open_file(&spec, path, context, ours)?,
         };
         let filename = opened.filename;
@@ -187,9 +191,6 @@ fn open_file(
     let (file, locking) = context.open(&spec.name, path, spec.cache, spec.read_only, locking)?;
     let format = format_of(spec, path, file.backing())?;
     let file = Arc::new(file);
-    if locking == Locking::Held {
-        warn_if_renamed(&spec.name, path, &file);
-    }
     let mut opened = Opened {
         image: Image::raw(),
         file: Some(file.clone()),

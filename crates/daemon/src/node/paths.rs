@@ -165,7 +165,7 @@ fn files_named_by(
     };
     let directories = context
         .allow_backing
-        .allowed_directories(path)
+        .allowed_directories(path, &context.rights)
         .map_err(allow)?;
     let named = Chain::referenced_files(top, &directories)?.into_iter();
     let named = named.map(|(device, inode)| Identity { device, inode });

@@ -63,6 +63,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let own_upgrade_socket = settings.open_upgrade_socket(args.take_over);
     // While this is the only thread.
     let sandbox = settings.enter_sandbox(args, &config, &specs, &persistent)?;
+    let rights = Arc::new(sandbox.assume_rights(&specs)?);
     log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
     let threads = IoThreads::new(settings.iothreads, &settings.cpus, settings.polling);
     // A process that takes over does what takes time before guests begin to wait.
@@ -83,20 +84,23 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         );
     }
     let allow_backing = AllowBacking::new(&settings.backing);
-    allow_backing.warn_missing();
+    rights.as_operator(|| allow_backing.warn_missing());
     let context = OpenContext {
         allow_backing,
         journals,
         state: settings.state.clone(),
         stop,
         inherited: inherited.clone(),
+        rights: rights.clone(),
     };
     let server = Server::new(threads, context, sandbox.clone());
     if let Some(fleece) = &settings.fleece {
         server.backups.set_directory(fleece);
     }
     let store = match &settings.state {
-        Some(directory) => Some(StateStore::open(directory, inherited.lock())?),
+        Some(directory) => {
+            Some(rights.as_operator(|| StateStore::open(directory, inherited.lock()))?)
+        }
         None => None,
     };
     // If the configuration has changed since, a reload applies that once guests are served.
@@ -328,7 +332,8 @@ impl Service {
             started.map_err(|e| ServeError::Metrics(address, e))
         };
         let metrics = settings.metrics.map(start).transpose()?;
-        let socket = bind_control(settings, &self.inherited)?;
+        let rights = &self.server.context.rights;
+        let socket = rights.as_operator(|| bind_control(settings, &self.inherited))?;
         let nbd = self.open_nbd(settings)?;
         self.sandbox.seal()?;
         if let Some(predecessor) = predecessor {
@@ -374,11 +379,17 @@ impl Service {
             }
             (None, Some(address)) => {
                 let (tls, exports) = (settings.tls.clone(), self.nbd_exports.clone());
-                (BoundNbd::bind(address)?, tls, exports)
+                let rights = &self.server.context.rights;
+                (
+                    rights.as_operator(|| BoundNbd::bind(address))?,
+                    tls,
+                    exports,
+                )
             }
             (None, None) => return Ok(None),
         };
-        Ok(Some((self.server.ready_nbd(bound, tls)?, exports)))
+        let ready = self.server.ready_nbd(bound, tls, settings.tls.as_ref())?;
+        Ok(Some((ready, exports)))
     }
 
     /// Disks are served whether or not their NBD exports are.

@@ -68,10 +68,14 @@ pub struct ExportContext {
     pub capacity_read: Option<u64>,
     /// Called when the guest changes its write cache.
     pub changed: Box<dyn Fn() + Send + Sync>,
-    /// The export of the old process, if there is one.
-    pub inherited: Option<InheritedExport>,
-    /// The socket, if it has been made already.
-    pub socket: Option<Socket>,
+    pub socket: ExportSocket,
+}
+
+/// The socket of an export.
+pub enum ExportSocket {
+    Bound(Socket),
+    /// With everything else of the export of the old process.
+    Inherited(Box<InheritedExport>),
 }
 
 /// A paused export: copies of its socket and of its front-end's connection and session. The export continues with its
@@ -100,7 +104,6 @@ impl Export {
             write_cache,
             capacity_read,
             changed,
-            inherited,
             socket,
         } = around;
         let id = spec.id.clone();
@@ -108,15 +111,9 @@ impl Export {
             let id = id.clone();
             move |e| ExportError::System(id, what, e)
         };
-        let (bound, first) = match inherited {
-            None => {
-                let bound = match socket {
-                    Some(socket) => socket,
-                    None => Socket::bind(&spec.socket, spec.socket_access)?,
-                };
-                (bound, First::default())
-            }
-            Some(inherited) => (
+        let (bound, first) = match socket {
+            ExportSocket::Bound(socket) => (socket, First::default()),
+            ExportSocket::Inherited(inherited) => (
                 Socket::adopt(inherited.listener, &spec.socket, inherited.made),
                 First {
                     session: inherited.session,

@@ -19,6 +19,7 @@ mod transfer;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -211,7 +212,8 @@ impl Server {
         Ok(())
     }
 
-    /// Reads the certificates for a socket, unless they are those that were added with an id.
+    /// Reads the certificates for a socket, unless they are those that were added with an id. The operator has named
+    /// `configured`.
     ///
     /// # Errors
     /// They cannot be used.
@@ -219,6 +221,7 @@ impl Server {
         &self,
         bound: BoundNbd,
         tls: Option<TlsSpec>,
+        configured: Option<&TlsSpec>,
     ) -> Result<ReadyNbd, ServerError> {
         let Some(spec) = tls else {
             return Ok(ReadyNbd { bound, tls: None });
@@ -227,7 +230,18 @@ impl Server {
         let same = added.values().find(|tls| tls.spec == spec).cloned();
         let tls = match same {
             Some(tls) => tls,
-            None => Arc::new(TlsCredentials::read(spec).map_err(NbdError::from)?),
+            None => {
+                let read = || TlsCredentials::read(spec.clone());
+                let is_named =
+                    |dir: &Path| std::path::absolute(dir).is_ok_and(|dir| dir == spec.dir);
+                let read = match configured {
+                    Some(named) if named.dir == spec.dir || is_named(&named.dir) => {
+                        self.context.rights.as_operator(read)
+                    }
+                    _ => read(),
+                };
+                Arc::new(read.map_err(NbdError::from)?)
+            }
         };
         let tls = Some(tls);
         Ok(ReadyNbd { bound, tls })

@@ -4,6 +4,7 @@ mod dirty_log;
 mod failure;
 mod files;
 mod inheritance;
+mod rights;
 mod sockets;
 
 use std::fs;

@@ -1,0 +1,218 @@
+//! With whose rights this process opens files while it is root and will become another user (`--user`).
+//!
+//! The process must not lend root's access to the user that it becomes: what a process of that user has written (the
+//! state file, a handover, the names in an image) may have been written by an attacker. So from [`Rights::assume`] on,
+//! everything is opened with the rights of that user. The exceptions are what the operator has named on the command
+//! line or in the configuration, which this process has read itself: [`Rights::as_operator`].
+
+use std::path::{Path, PathBuf};
+
+use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
+use rustix::process::geteuid;
+use rustix::thread::{Gid as ThreadGroup, set_thread_groups};
+use std::io;
+
+use crate::config::sockets;
+use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
+use crate::credentials::UserAccount;
+
+/// With whose rights files are opened.
+#[derive(Default)]
+pub struct Rights {
+    /// The user that root becomes later; `None` if this process stays what it is.
+    switch: Option<Switch>,
+    /// The files that the operator has named, and whether they may be written.
+    files: Vec<(FileSpec, bool)>,
+    sockets: Vec<(PathBuf, SocketAccess)>,
+}
+
+struct Switch {
+    user: UserAccount,
+    /// The group and the groups of this process before.
+    gid: u32,
+    groups: Vec<u32>,
+}
+
+impl Rights {
+    /// Makes this thread, and those that it starts, open files with the rights of `user`. `named` are the disks that the
+    /// operator has configured.
+    ///
+    /// # Errors
+    /// Only root can.
+    pub fn assume(user: Option<&UserAccount>, named: &[DiskSpec]) -> io::Result<Self> {
+        let switch = user.map(Switch::new).transpose()?;
+        if let Some(switch) = &switch {
+            switch.to_user()?;
+        }
+        let file = |disk: &DiskSpec| (disk.file.clone(), !disk.read_only);
+        let socket = |disk: &DiskSpec| (sockets::path(disk), disk.socket_access);
+        Ok(Self {
+            switch,
+            files: named.iter().map(file).collect(),
+            sockets: named.iter().map(socket).collect(),
+        })
+    }
+
+    /// Opens what the operator has named, with root's rights until this process has become another user.
+    pub fn as_operator<T>(&self, open: impl FnOnce() -> T) -> T {
+        let switch = self.switch.as_ref();
+        let Some(switch) = switch.filter(|_| geteuid().is_root() && !is_root_here()) else {
+            return open();
+        };
+        if switch.to_root().is_err() {
+            // What follows reports that it is not permitted.
+            return open();
+        }
+        let _back = Back(switch);
+        open()
+    }
+
+    /// Opens the file of a disk: as the operator, if the operator has named it for this access.
+    pub fn with_file<T>(&self, file: &FileSpec, write: bool, open: impl FnOnce() -> T) -> T {
+        let is_named = |(named, writable): &(FileSpec, bool)| named == file && *writable >= write;
+        if self.files.iter().any(is_named) {
+            self.as_operator(open)
+        } else {
+            open()
+        }
+    }
+
+    /// Makes the socket of a disk: as the operator, if the operator has named it with this access.
+    pub fn with_socket<T>(&self, path: &Path, access: SocketAccess, make: impl FnOnce() -> T) -> T {
+        let is_named = |named: &(PathBuf, SocketAccess)| named.0 == path && named.1 == access;
+        if self.sockets.iter().any(is_named) {
+            self.as_operator(make)
+        } else {
+            make()
+        }
+    }
+}
+
+/// Returns to the rights of the user.
+struct Back<'a>(&'a Switch);
+
+impl Drop for Back<'_> {
+    fn drop(&mut self) {
+        if self.0.to_user().is_err() {
+            // Root's rights must not stay.
+            std::process::abort();
+        }
+    }
+}
+
+impl Switch {
+    fn new(user: &UserAccount) -> io::Result<Self> {
+        let groups = nix::unistd::getgroups()?;
+        Ok(Self {
+            user: user.clone(),
+            gid: rustix::process::getegid().as_raw(),
+            groups: groups.into_iter().map(Gid::as_raw).collect(),
+        })
+    }
+
+    fn to_user(&self) -> io::Result<()> {
+        set_rights(self.user.uid, self.user.gid, self.user.groups())
+    }
+
+    fn to_root(&self) -> io::Result<()> {
+        set_rights(0, self.gid, &self.groups)
+    }
+}
+
+/// Sets the rights of this thread. The kernel takes the capabilities away that override them unless the user is root,
+/// and gives them back (capabilities(7), "Effect of user ID changes on capabilities").
+fn set_rights(uid: u32, gid: u32, groups: &[u32]) -> io::Result<()> {
+    let all: Vec<_> = groups
+        .iter()
+        .map(|&gid| ThreadGroup::from_raw(gid))
+        .collect();
+    set_thread_groups(&all)?;
+    // These calls report no errors.
+    setfsgid(Gid::from_raw(gid));
+    setfsuid(Uid::from_raw(uid));
+    let (now_uid, now_gid) = (setfsuid(NONE_UID), setfsgid(NONE_GID));
+    if (now_uid.as_raw(), now_gid.as_raw()) == (uid, gid) {
+        Ok(())
+    } else {
+        Err(io::ErrorKind::PermissionDenied.into())
+    }
+}
+
+/// An id that is not valid: the calls change nothing, and return the present one.
+const NONE_UID: Uid = Uid::from_raw(u32::MAX);
+const NONE_GID: Gid = Gid::from_raw(u32::MAX);
+
+fn is_root_here() -> bool {
+    setfsuid(NONE_UID).is_root()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    use super::*;
+
+    #[test]
+    fn root_opens_only_what_the_operator_has_named() {
+        if !geteuid().is_root() {
+            return println!("skipped: root_opens_only_what_the_operator_has_named: needs root");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for name in ["named", "read", "other"] {
+            fs::write(path(name), "").unwrap();
+            fs::set_permissions(path(name), fs::Permissions::from_mode(0o600)).unwrap();
+        }
+        let disk = |name: &str| FileSpec::Path(path(name));
+        let named = [
+            DiskSpec::new("named".into(), disk("named")),
+            DiskSpec {
+                read_only: true,
+                ..DiskSpec::new("read".into(), disk("read"))
+            },
+        ];
+        // Another thread, so that the other tests keep their rights.
+        let in_a_thread = || {
+            let user = UserAccount::find("nobody").unwrap();
+            let rights = Rights::assume(Some(&user), &named).unwrap();
+            let open = |name: &str, write: bool| {
+                let open = || File::options().read(true).write(write).open(path(name));
+                rights.with_file(&disk(name), write, open).is_ok()
+            };
+            assert!(open("named", true) && open("named", false) && open("read", false));
+            assert!(!open("read", true) && !open("other", false));
+            assert!(
+                File::open(path("named")).is_err(),
+                "root's rights have stayed"
+            );
+            let nested = || {
+                rights.as_operator(|| ());
+                File::open(path("other")).is_ok()
+            };
+            assert!(rights.as_operator(nested));
+            let panics = || rights.as_operator(|| panic!("in the tests"));
+            let panics = std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics));
+            assert!(panics.is_err() && File::open(path("other")).is_err());
+            // A thread that is started now has the same rights.
+            let other = path("other");
+            let opened = std::thread::spawn(move || File::open(other).is_ok());
+            assert!(!opened.join().unwrap());
+            let socket = path("s");
+            let access = SocketAccess::default();
+            rights
+                .with_socket(&socket, access, || File::create(&socket))
+                .unwrap_err();
+        };
+        std::thread::scope(|scope| scope.spawn(in_a_thread).join().unwrap());
+        assert_eq!(fs::metadata(dir.path()).unwrap().uid(), 0);
+    }
+
+    #[test]
+    fn without_another_user_nothing_changes() {
+        let rights = Rights::assume(None, &[]).unwrap();
+        let before = setfsuid(NONE_UID);
+        assert_eq!(rights.as_operator(|| setfsuid(NONE_UID)), before);
+    }
+}
