@@ -259,13 +259,7 @@ impl Seen {
                     ..
                 },
             ) => {
-                // The counters began at 0 when the host started, or when the device was set up again.
-                let is_zero = |number: &str| number == "0";
-                let counted = written.as_deref().unwrap_or_default();
-                id == id_now
-                    && counted
-                        .split(' ')
-                        .all(|number| number.is_empty() || is_zero(number))
+                id == id_now && is_unwritten(written.as_deref())
             }
             (Kind::Image { id, .. }, Kind::Image { id: now, .. }) => id == now,
             _ => false,
@@ -279,15 +273,28 @@ impl Seen {
             (Kind::File { .. }, Kind::File { .. }) => {
                 self.inode == now.inode && self.kind == now.kind
             }
-            (Kind::Device { id, .. }, Kind::Device { id: id_now, .. }) => {
-                // The counters begin at 0 with each boot, and when the device is set up again.
-                let is_counted = self.is_same_boot(now) && self.is_same_disk(now);
-                id == id_now && (!is_counted || self.kind == now.kind)
+            (Kind::Device { .. }, Kind::Device { .. }) if self.is_same_boot(now) => {
+                // What is below a device that was set up again may be another state of it.
+                self.is_same_disk(now) && self.kind == now.kind
             }
+            (
+                Kind::Device { id, .. },
+                Kind::Device {
+                    id: id_now,
+                    written,
+                    ..
+                },
+            ) => id == id_now && is_unwritten(written.as_deref()),
             (Kind::Image { id, .. }, Kind::Image { id: now, .. }) => id == now,
             _ => false,
         }
     }
+}
+
+/// Whether a device's counters say that nothing was written to it since the host started, or it was set up: then they begin at 0.
+fn is_unwritten(counted: Option<&str>) -> bool {
+    let mut numbers = counted.unwrap_or_default().split(' ');
+    numbers.all(|number| number.is_empty() || number == "0")
 }
 
 fn this_boot() -> io::Result<String> {
@@ -398,6 +405,29 @@ mod tests {
                     .is_err()
             );
         }
+    }
+
+    #[test]
+    fn a_device_is_unchanged_if_it_was_neither_written_nor_set_up_again() {
+        let seen = |boot: &str, sequence: &str, written: &str| Seen {
+            boot: boot.into(),
+            device: 0,
+            inode: 7,
+            kind: Kind::Device {
+                id: Some("a".into()),
+                sequence: Some(sequence.into()),
+                written: Some(written.into()),
+            },
+        };
+        let [stored, zero] = ["9 0 72 0 0 0", "0 0 0 0 0 0"];
+        let then = seen("1", "5", stored);
+        assert!(then.is_unchanged(&seen("1", "5", stored)));
+        assert!(!then.is_unchanged(&seen("1", "5", "10 0 80 0 0 0")));
+        for written in [zero, stored] {
+            assert!(!then.is_unchanged(&seen("1", "6", written)));
+        }
+        assert!(then.is_unchanged(&seen("2", "6", zero)));
+        assert!(!then.is_unchanged(&seen("2", "6", "1 0 8 0 0 0")));
     }
 
     #[test]
