@@ -223,6 +223,9 @@ impl<'a> Change<'a> {
             starts: changed.chain(self.added.iter().copied()).collect(),
             moves: self.moved.clone(),
         };
+        for disk in &end.ends {
+            server.backups.check_none(disk).map_err(ServerError::from)?;
+        }
         server.check_target_state(&end)?;
         let leaves = |disk: &str| end.leaves(disk);
         for &disk in &self.moved {

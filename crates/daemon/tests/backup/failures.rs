@@ -148,6 +148,53 @@ fn disks_with_backups_are_not_moved_or_detached() {
     assert_eq!(served.done(&["backup", "list"]), json!([]));
 }
 
+/// A reload that would end or restart a disk of an open backup changes nothing.
+#[test]
+fn disks_with_backups_are_not_restarted_by_a_reload() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let config = |disks: &[(&str, &str)]| {
+        let place = dir.path().display();
+        let mut text = format!("nbd = '{place}/nbd.sock'\ncontrol = '{place}/control.qmp'\n");
+        for (name, keys) in disks {
+            text += &format!(
+                "[[disk]]\nname = '{name}'\nfile = '{place}/{name}.raw'\nsocket = '{place}/{name}.sock'\n{keys}\n"
+            );
+        }
+        std::fs::write(path("ringdisk.toml"), text).unwrap();
+    };
+    for file in ["a.raw", "b.raw"] {
+        let file = std::fs::File::create(path(file)).unwrap();
+        file.set_len(DISK_BYTES).unwrap();
+    }
+    config(&[("a", ""), ("b", "")]);
+    let mut command = Command::new(BINARY);
+    command.args(["serve", "--json", "--config"]);
+    command.arg(path("ringdisk.toml"));
+    let _server = testkit::server::Server::ringdisk_command(command).unwrap();
+    let ringdisk = |arguments: &[&str]| {
+        let mut command = Command::new(BINARY);
+        command.args(arguments).arg("--control");
+        let output = command.arg(path("control.qmp")).output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.code().unwrap(), error)
+    };
+    assert_eq!(ringdisk(&["backup", "begin", "a", "b", "--bitmap=n"]).0, 0);
+    for disks in [&[("a", "")][..], &[("a", ""), ("b", "serial = 'x'")]] {
+        config(disks);
+        let (code, error) = ringdisk(&["reload"]);
+        assert_eq!(code, 1, "{error}");
+        let words = "disk 'b' has an open backup, 'backup'; to end it: ringdisk backup end --id=backup; nothing has been changed";
+        assert!(error.contains(words), "{error}");
+    }
+    // Limits disturb nobody.
+    config(&[("a", ""), ("b", "iops = 1000")]);
+    assert_eq!(ringdisk(&["reload"]).0, 0);
+    assert_eq!(ringdisk(&["backup", "end"]).0, 0);
+    config(&[("a", "")]);
+    assert_eq!(ringdisk(&["reload"]).0, 0);
+}
+
 /// The bitmap of a killed process has all changes since the last backup that succeeded.
 #[test]
 fn a_kill_loses_no_changes() {
