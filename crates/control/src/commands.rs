@@ -77,7 +77,7 @@ commands! {
     /// Exports what disks are at one moment, for a backup.
     BackupAccessSetup(BackupAccessSetup) -> Vec<BackupAccessInfo> = "backup-access-setup",
     /// Ends a backup.
-    BackupAccessTeardown(BackupAccessTeardown) -> Empty = "backup-access-teardown",
+    BackupAccessTeardown(BackupAccessTeardown) -> RingdiskBackupEnd = "backup-access-teardown",
     /// Creates a block node: opens a file.
     BlockdevAdd(BlockdevOptions) -> Empty = "blockdev-add",
     /// Closes a block node that is not in use.

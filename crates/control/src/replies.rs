@@ -134,6 +134,8 @@ record! {
         persistent: bool = "persistent",
         /// Whether it lacks changes, and can only be removed. Absent if not.
         inconsistent: Option<bool> = "inconsistent",
+        /// The last backup with it that succeeded. Absent if there was none, or it may lack changes since.
+        checkpoint: Option<String> = "x-ringdisk-checkpoint",
     }
 }
 

@@ -197,6 +197,8 @@ pub enum CommandLineError {
     NoNbd,
     #[error("there is no NBD export '{0}'; 'ringdisk export' lists them")]
     NoExport(String),
+    #[error("there is no backup '{0}'; 'ringdisk backup list' shows those that are open")]
+    NoBackup(String),
     #[error("guest agent {path}: {1}", path = .0.display())]
     Agent(PathBuf, io::Error),
     #[error("guest agent {path}: the guest has thawed before the moment of the backup; try again", path = .0.display())]

@@ -1,6 +1,7 @@
 //! An opened disk: its file, and what the data path needs of it. QEMU calls it a block node.
 
 pub mod bitmaps;
+pub mod checkpoint;
 pub mod context;
 pub mod journal;
 pub mod progress;

@@ -22,6 +22,9 @@ record! {
         bitmap_mode: Option<BackupAccessSetupBitmapMode> = "bitmap-mode",
         /// The bitmap; the id of the backup if absent.
         bitmap_name: Option<String> = "bitmap-name",
+        /// The checkpoint of the last backup that the client has. With it, the backup is incremental only if the bitmap has this
+        /// checkpoint.
+        since: Option<String> = "x-ringdisk-since",
     }
 }
 
@@ -53,6 +56,28 @@ record! {
         /// The bitmap, which says what to copy; all bits are set if the backup is full.
         bitmap_name: Option<String> = "bitmap-name",
         bitmap_action: Option<BackupBitmapAction> = "bitmap-action",
+        /// The checkpoint of the bitmap: the backup since which an incremental one has the changes.
+        checkpoint: Option<String> = "x-ringdisk-checkpoint",
+        /// Why the backup is full. Absent if it is incremental.
+        full: Option<RingdiskFullBackup> = "x-ringdisk-full",
+    }
+}
+
+words! {
+    /// `RingdiskFullBackup`: why a backup is full.
+    RingdiskFullBackup {
+        /// The client wants that.
+        Wanted = "wanted",
+        /// There is no such bitmap.
+        Missing = "missing",
+        /// The bitmap lacks changes.
+        Inconsistent = "inconsistent",
+        /// The bitmap does not record changes.
+        Disabled = "disabled",
+        /// The client names a checkpoint, and the bitmap has none.
+        NoCheckpoint = "no-checkpoint",
+        /// The bitmap has another checkpoint than the one that the client names.
+        OtherCheckpoint = "other-checkpoint",
     }
 }
 
@@ -112,6 +137,14 @@ record! {
         success: bool = "success",
         /// Only a backup that was begun with it is ended.
         token: Option<String> = "x-ringdisk-token",
+    }
+}
+
+record! {
+    /// `RingdiskBackupEnd`: a backup that has ended.
+    RingdiskBackupEnd {
+        /// Names this backup for `x-ringdisk-since` of the next ones. Absent if it was no success, or had no bitmap.
+        checkpoint: Option<String> = "x-ringdisk-checkpoint",
     }
 }
 

@@ -17,6 +17,9 @@ use crate::server::connection_info::quote;
 use crate::server::handover::HandoverInProgress;
 use crate::token::token;
 
+/// The key of a backup's checkpoint in replies.
+const CHECKPOINT: &str = "x-ringdisk-checkpoint";
+
 /// How long the server may take to accept the command that ends a backup which may have begun, and again to answer.
 const UNDO: Duration = Duration::from_secs(10);
 
@@ -25,7 +28,8 @@ const UNDO: Duration = Duration::from_secs(10);
   ringdisk backup begin vm1 vm2                     both disks at one moment; prints a URI for each
   ringdisk backup begin vm1 --bitmap nightly        incremental, if there is a bitmap 'nightly'; full otherwise
   nbdcopy --connections=4 'nbd+unix:///vm1-backup?socket=/run/ringdisk/nbd.sock' vm1-copy.raw
-  ringdisk backup end                               it was a success
+  ringdisk backup end                               it was a success; prints its checkpoint
+  ringdisk backup begin vm1 --bitmap nightly --since CHECKPOINT
   ringdisk backup end --failed                      it was not: the next one copies the same again
 
 backup.md in /usr/share/doc/ringdisk has recipes for full and incremental backups, and for restoring them.")]
@@ -54,8 +58,12 @@ Old data that the VM overwrites meanwhile is kept in memory, and then in a file 
         /// Bitmap that says what has changed since the last backup; it is created by a full backup, if it cannot be used
         #[arg(long, value_name = "NAME")]
         bitmap: Option<String>,
+        /// Checkpoint of the last backup that you have, as 'ringdisk backup end' printed it: if the bitmap has another one, the
+        /// disk or its bitmap was put back, and the backup is full
+        #[arg(long, value_name = "CHECKPOINT", requires = "bitmap")]
+        since: Option<String>,
         /// Copy everything, and let the bitmap begin again
-        #[arg(long, requires = "bitmap")]
+        #[arg(long, requires = "bitmap", conflicts_with = "since")]
         full: bool,
         /// Limit of old data of each disk in memory, as in 256M; at least 4M are used
         #[arg(long, value_name = "SIZE")]
@@ -97,6 +105,7 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
             disks,
             id,
             bitmap,
+            since,
             full,
             memory,
             bps,
@@ -119,6 +128,9 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
                     if let Some(bitmap) = bitmap {
                         device["bitmap-name"] = bitmap.as_str().into();
                     }
+                    if let Some(since) = since {
+                        device["x-ringdisk-since"] = since.as_str().into();
+                    }
                     device
                 })
                 .collect();
@@ -134,20 +146,61 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
             failed,
             connection,
         } => {
-            let arguments = json!({ "target-id": id, "success": !failed });
-            let done = format!("backup {id} is ended");
-            let ended = connection.order("backup-access-teardown", arguments, &done);
-            ended.map_err(|e| match e {
-                CommandLineError::Client(
-                    e @ (ClientError::HungUp(_)
-                    | ClientError::Timeout { .. }
-                    | ClientError::Io { .. }),
-                ) if !failed => CommandLineError::MayHaveSucceeded(e),
-                e => e,
-            })
+            let mut client = connection.open()?;
+            // If none is open at all, the command says nothing, as in QEMU.
+            if *failed && !is_open(&mut client, id)? {
+                return Err(CommandLineError::NoBackup(id.clone()));
+            }
+            let ended = end(&mut client, id, !failed)?;
+            let mut text = format!("backup {id} is ended");
+            if let Some(checkpoint) = ended[CHECKPOINT].as_str() {
+                text += &format!("; its checkpoint, for --since of the next one:\n{checkpoint}");
+            }
+            connection.say(&ended, &text);
+            Ok(())
         }
         Action::List { connection } => list(connection),
     }
+}
+
+fn is_open(client: &mut Client, id: &str) -> Result<bool, CommandLineError> {
+    let open = client.call("x-ringdisk-backups", json!({}))?;
+    let mut open = open.as_array().into_iter().flatten();
+    Ok(open.any(|backup| backup["id"] == id))
+}
+
+/// Ends a backup. Returns the reply.
+fn end(client: &mut Client, id: &str, is_success: bool) -> Result<Value, CommandLineError> {
+    let arguments = json!({ "target-id": id, "success": is_success });
+    let ended = client.call("backup-access-teardown", arguments);
+    ended.map_err(|e| match e {
+        ClientError::HungUp(_) | ClientError::Timeout { .. } | ClientError::Io { .. }
+            if is_success =>
+        {
+            CommandLineError::MayHaveSucceeded(e)
+        }
+        e => e.into(),
+    })
+}
+
+/// Why a backup of a disk is full although an incremental one was wanted.
+fn why_full(disk: &Value) -> Option<String> {
+    let bitmap = disk["bitmap-name"].as_str()?;
+    let why = match disk["x-ringdisk-full"].as_str()? {
+        "missing" => "there is no such bitmap yet".into(),
+        "inconsistent" => "the bitmap is inconsistent: it lacks changes".into(),
+        "disabled" => "the bitmap is disabled: it lacks changes".into(),
+        "no-checkpoint" => {
+            "the bitmap has no checkpoint: it is an older one, or was changed by a command".into()
+        }
+        "other-checkpoint" => format!(
+            "the bitmap has the checkpoint {}, and not that of --since: the disk or its bitmap was put back, or another \
+             backup was made with it",
+            disk[CHECKPOINT].as_str().unwrap_or_default()
+        ),
+        _ => return None,
+    };
+    Some(format!("bitmap {bitmap}: {why}"))
 }
 
 fn begin(
@@ -249,7 +302,7 @@ fn export(
     server: &Value,
 ) -> Result<(Value, String), CommandLineError> {
     let mut rows = vec![row(["DISK", "SIZE", "BACKUP", "URI"])];
-    let mut all = Vec::new();
+    let (mut all, mut notes) = (Vec::new(), Vec::new());
     for disk in begun.as_array().cloned().unwrap_or_default() {
         let mut disk = disk;
         let name = disk["node-name"].as_str().unwrap_or_default().to_owned();
@@ -276,10 +329,14 @@ fn export(
             },
             uri.clone(),
         ]);
+        if let Some(why) = why_full(&disk) {
+            let name = disk["device"].as_str().unwrap_or_default();
+            notes.push(format!("disk {name} is copied in full: {why}\n"));
+        }
         disk["uri"] = uri.into();
         all.push(disk);
     }
-    Ok((all.into(), table(&rows)))
+    Ok((all.into(), table(&rows) + "\n" + &notes.concat()))
 }
 
 fn list(connection: &Connection) -> CommandResult {

@@ -10,12 +10,13 @@
 //!
 //! The bitmap that a backup is about goes on recording, too. If the backup succeeds, it becomes what was recorded since the
 //! moment. In any other case (it fails, ringdisk is killed, the host crashes) nothing has happened to it, and it has all
-//! changes since the last backup that succeeded. A bitmap that a backup creates exists once it has succeeded.
+//! changes since the last backup that succeeded. A bitmap that a backup creates exists once it has succeeded. In the same step,
+//! the bitmaps get a new [checkpoint].
 
 mod bitmap;
 mod open;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use datapath::{CutDisk, Fleece, Held, cut, end_cut};
@@ -28,12 +29,13 @@ use super::clients::END_TIMEOUT;
 use super::deadline::{self, ANSWER_TIMEOUT, patiently};
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
-use super::nbd::export::Moment;
+use super::nbd::export::{Moment, locked};
 use super::nbd::rbd_snapshot::Snapshot;
 use super::{Server, ServerError};
 use crate::node::Node;
+use crate::node::checkpoint::{self, Checkpoint};
 use crate::token::token;
-pub use bitmap::{BackupBitmap, BitmapMode, BitmapOrigin};
+pub use bitmap::{BackupBitmap, BitmapMode, WantedBitmap, WhyFull};
 use bitmap::{own_image, prepared};
 pub use open::OpenBackups;
 
@@ -49,7 +51,7 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 /// A disk to be backed up.
 pub struct BackupTarget {
     pub disk: String,
-    pub bitmap: Option<(String, BitmapMode)>,
+    pub bitmap: Option<WantedBitmap>,
 }
 
 #[derive(Default)]
@@ -67,6 +69,8 @@ pub struct Backup {
     pub token: String,
     pub disks: Vec<BackupDisk>,
     pub held: Held,
+    /// Once its client has everything: why its bitmaps have not advanced.
+    complete: Mutex<Option<String>>,
 }
 
 /// A disk of an open backup.
@@ -96,8 +100,16 @@ impl Drop for NewFleeces {
 type ServedNode = (Arc<ServedDisk>, Arc<Node>);
 
 impl Backup {
+    /// Why it is still open although its client has everything, if that is so. It cannot fail any more.
+    pub fn why_still_open(&self) -> Option<String> {
+        locked(&self.complete).clone()
+    }
+
     /// Why it has failed, if it has.
     pub fn failure(&self) -> Option<String> {
+        if self.why_still_open().is_some() {
+            return None;
+        }
         let mut failures = self.disks.iter().filter_map(|disk| {
             let name = &disk.device.disk.name;
             if let Some(why) = disk.moment.fleece.failure() {
@@ -183,7 +195,7 @@ impl Server {
             return Err(BackupError::Id(id.into()).into());
         }
         let open = self.backups.lock();
-        if open.contains_key(id) {
+        if open.contains_key(id) || self.backups.is_ending(id) {
             return Err(BackupError::Exists(id.into()).into());
         }
         if open.len() >= BACKUP_DISKS_MAX {
@@ -233,11 +245,11 @@ impl Server {
         });
         let bitmaps: Vec<_> = bitmaps.collect::<Result<_, _>>()?;
         for ((_, node), target) in served.iter().zip(targets) {
-            if let Some((bitmap, _)) = &target.bitmap
-                && self.exported_bitmaps(node).contains_key(bitmap)
+            if let Some(bitmap) = &target.bitmap
+                && self.exported_bitmaps(node).contains_key(&bitmap.name)
             {
                 let disk = node.name().into();
-                return Err(BackupError::BitmapExported(disk, bitmap.clone()));
+                return Err(BackupError::BitmapExported(disk, bitmap.name.clone()));
             }
         }
         let cuts: Vec<_> = served.iter().map(|(_, node)| node.cuts()).collect();
@@ -288,6 +300,7 @@ impl Server {
             token: options.token.unwrap_or_else(token),
             disks: disks.collect(),
             held,
+            complete: Mutex::default(),
         });
         drop(kept);
         self.open_backup(backup)
@@ -300,7 +313,7 @@ impl Server {
             return Err(e);
         }
         let mut open = self.backups.lock();
-        if open.contains_key(&backup.id) {
+        if open.contains_key(&backup.id) || self.backups.is_ending(&backup.id) {
             drop(open);
             self.stop_backup(&backup, "it has not begun");
             return Err(BackupError::Exists(backup.id.clone()));
@@ -316,17 +329,18 @@ impl Server {
     }
 
     /// Ends a backup, if it has this token, and disconnects its clients. If it was a success, its bitmaps have only what has
-    /// changed since its moment; otherwise they have all that they had.
+    /// changed since its moment, and a new checkpoint, durably, which is returned if there is a bitmap; otherwise they have all
+    /// that they had.
     ///
     /// # Errors
-    /// There is no such backup, or one of its disks is being changed: it is still open. Or it was not a success after all,
-    /// and is ended.
+    /// There is no such backup, or one of its disks is being changed, or the bitmaps could not advance: it is still open. Or it
+    /// was not a success after all, and is ended.
     pub fn end_backup(
         &self,
         id: &str,
         token: Option<&str>,
         is_success: bool,
-    ) -> Result<(), ServerError> {
+    ) -> Result<Option<Checkpoint>, ServerError> {
         let (backup, names) = patiently(|| {
             // While it is held, nobody exports a disk of the backup.
             let mut state = self.state();
@@ -342,31 +356,65 @@ impl Server {
             }
             open.remove(id);
             if is_success {
+                self.backups.will_succeed(id);
                 state.moving.extend(names.iter().cloned());
             }
             Ok((backup, names))
         })?;
         self.disconnect_backup(&backup);
-        if is_success {
-            backup.look_for_losses();
+        if !is_success {
+            self.close_backup(&backup);
+            info!("backup '{id}': ended");
+            return Ok(None);
         }
-        let failure = backup.failure().filter(|_| is_success);
+        let ended = self.succeed(&backup);
+        let is_open = matches!(ended, Err(ServerError::Backup(BackupError::StillOpen(..))));
+        if is_open {
+            self.backups.lock().insert(id.into(), backup);
+        } else {
+            self.close_backup(&backup);
+        }
+        self.backups.has_ended(id);
+        self.no_longer_moving(&names);
+        ended.inspect(|_| info!("backup '{id}': ended"))
+    }
+
+    /// The bitmaps of a backup advance, if it has not failed. They get the checkpoint that is returned.
+    fn succeed(&self, backup: &Backup) -> Result<Option<Checkpoint>, ServerError> {
+        let failed = |why| ServerError::from(BackupError::Failed(backup.id.clone(), why));
+        if backup.why_still_open().is_none() {
+            backup.look_for_losses();
+            if let Some(why) = backup.failure() {
+                return Err(failed(why));
+            }
+            // Clients have all of it, so that nothing more is copied for them.
+            for disk in &backup.disks {
+                disk.moment.fleece.end("it was ended");
+            }
+        }
+        if with_bitmaps(backup).next().is_none() {
+            return Ok(None);
+        }
+        let checkpoint = Checkpoint::new();
+        match self.advance_bitmaps(backup, &checkpoint) {
+            Ok(()) => Ok(Some(checkpoint)),
+            Err(e @ ServerError::Backup(BackupError::Changes(_))) => Err(failed(e.to_string())),
+            // Nothing has happened to the bitmaps, and the next attempt may succeed.
+            Err(e) => {
+                let why = e.to_string();
+                *locked(&backup.complete) = Some(why.clone());
+                Err(BackupError::StillOpen(backup.id.clone(), why).into())
+            }
+        }
+    }
+
+    /// What an ended backup has is released.
+    fn close_backup(&self, backup: &Arc<Backup>) {
         for disk in &backup.disks {
             disk.moment.fleece.end("it was ended");
         }
-        let advanced = match failure {
-            Some(why) => Err(why),
-            None if is_success => self.advance_bitmaps(&backup).map_err(|e| e.to_string()),
-            None => Ok(()),
-        };
-        self.release_backup(&backup);
-        end_snapshots(std::slice::from_ref(&backup));
-        if is_success {
-            self.no_longer_moving(&names);
-        }
-        advanced.map_err(|why| BackupError::Failed(id.into(), why))?;
-        info!("backup '{id}': ended");
-        Ok(())
+        self.release_backup(backup);
+        end_snapshots(std::slice::from_ref(backup));
     }
 
     fn disconnect_backup(&self, backup: &Backup) {
@@ -418,8 +466,8 @@ impl Server {
         failed
     }
 
-    /// The bitmaps become what was recorded since the moment, all of them or none.
-    fn advance_bitmaps(&self, backup: &Backup) -> Result<(), ServerError> {
+    /// The bitmaps become what was recorded since the moment, with this checkpoint, all of them or none.
+    fn advance_bitmaps(&self, backup: &Backup, checkpoint: &Checkpoint) -> Result<(), ServerError> {
         // A power cut must not undo what the backup has and the bitmaps will not have.
         for (disk, bitmap) in with_bitmaps(backup) {
             sync(&disk.device)?;
@@ -443,7 +491,10 @@ impl Server {
             bitmap.background.mark(then, now.saturating_sub(then));
             let known = disk.node.bitmaps();
             let known = known.iter().find(|known| known.name() == bitmap.name);
-            match known.filter(|known| !known.is_inconsistent()) {
+            let usable = known.filter(|known| !known.is_inconsistent());
+            let is_persistent = disk.node.check_new_bitmap().is_ok()
+                && usable.is_none_or(|usable| usable.is_persistent());
+            match usable {
                 Some(_) => actions.extend([
                     BitmapAction::Change(target.clone(), BitmapChange::Clear),
                     BitmapAction::Change(target.clone(), BitmapChange::Enable),
@@ -456,11 +507,19 @@ impl Server {
                     let add = BitmapChange::Add {
                         granularity: u32::try_from(bitmap.background.granularity()).ok(),
                         is_recording: true,
-                        is_persistent: disk.node.check_new_bitmap().is_ok(),
+                        is_persistent,
                     };
                     actions.push(BitmapAction::Change(target.clone(), add));
                 }
             }
+            // After the changes that remove the old one.
+            let add = BitmapChange::Add {
+                granularity: Some(1 << checkpoint::GRANULARITY_BITS),
+                is_recording: false,
+                is_persistent,
+            };
+            let with_checkpoint = name(&checkpoint.name_for(&bitmap.name));
+            actions.push(BitmapAction::Change(with_checkpoint, add));
             let merge = BitmapChange::Merge(vec![name(background)]);
             actions.push(BitmapAction::Change(target, merge));
             actions.push(BitmapAction::Change(name(background), BitmapChange::Remove));

@@ -8,8 +8,8 @@ use block::DirtyBitmap;
 use image::UnusableBitmap;
 use thiserror::Error;
 
-use crate::node::Node;
 use crate::node::bitmaps::PreparedBitmaps;
+use crate::node::{Node, checkpoint};
 
 /// Most bitmaps of a disk.
 pub const BITMAPS_MAX: usize = 256;
@@ -89,6 +89,10 @@ pub enum BitmapError {
     Nul,
     #[error("Bitmap name too long: {0} (at most 1023 bytes)")]
     LongName(String),
+    #[error(
+        "Bitmap name '{0}' is one that ringdisk uses for the checkpoint of a backup; choose another name"
+    )]
+    CheckpointName(String),
     #[error("Granularity must be power of 2 and at least 512 (and at most 2147483648)")]
     Granularity,
     #[error(
@@ -96,7 +100,7 @@ pub enum BitmapError {
     )]
     TooMany(String),
     #[error(
-        "disk '{0}' cannot have another bitmap while backup '{1}' is open: its bitmap is created when it succeeds, and a disk \
+        "disk '{0}' cannot have another bitmap while backup '{1}' is open: bitmaps are created when it succeeds, and a disk \
          has at most 256 bitmaps with 128 MiB of bits"
     )]
     Reserved(String, String),
@@ -155,7 +159,7 @@ pub fn check_name(name: &str) -> Result<(), BitmapError> {
     }
 }
 
-/// What an open backup needs for the bitmap that it creates when it succeeds.
+/// What an open backup needs for the bitmaps that it creates when it succeeds.
 pub struct ReservedBitmap {
     /// The id of the backup.
     pub backup: String,
@@ -229,6 +233,19 @@ impl PlannedDisk {
             return Err(BitmapError::Missing(disk, name.into()));
         }
         Ok(())
+    }
+
+    /// What a bitmap has recorded since its checkpoint, if it has one, it will not have any more.
+    fn remove_checkpoints(&mut self, name: &str) {
+        let bitmaps = self.bitmaps.iter().map(|bitmap| bitmap.name());
+        let unusable = self.unusable.iter().map(|bitmap| &*bitmap.name);
+        let is_its = |other: &&str| checkpoint::bitmap_of(other) == Some(name);
+        let its: Vec<_> = bitmaps
+            .chain(unusable)
+            .filter(is_its)
+            .map(str::to_owned)
+            .collect();
+        self.removed.extend(its);
     }
 
     /// Checks that nothing else uses a bitmap.
@@ -320,15 +337,26 @@ impl Plan {
                 let place = self.disk_of(target)?;
                 self.disks[place].check_free(&target.name)?;
                 self.disks[place].removed.insert(target.name.clone());
+                self.disks[place].remove_checkpoints(&target.name);
                 return Ok(());
             }
             BitmapChange::Clear => {
                 let new = self.target(target)?.cleared();
-                self.disks[self.disk_of(target)?].mark_unserved(&new);
+                let place = self.disk_of(target)?;
+                self.disks[place].mark_unserved(&new);
+                self.disks[place].remove_checkpoints(&target.name);
                 new
             }
-            BitmapChange::Enable => self.target(target)?.recording(true),
-            BitmapChange::Disable => self.target(target)?.recording(false),
+            BitmapChange::Enable | BitmapChange::Disable => {
+                let old = self.target(target)?;
+                let is_recording = matches!(change, BitmapChange::Enable);
+                let (new, was_recording) = (old.recording(is_recording), old.is_recording());
+                if !(was_recording && is_recording) {
+                    let place = self.disk_of(target)?;
+                    self.disks[place].remove_checkpoints(&target.name);
+                }
+                new
+            }
             BitmapChange::Merge(sources) => self.merged(target, sources)?,
         };
         let place = self.disk_of(target)?;
@@ -393,6 +421,8 @@ impl Plan {
         if disk.check_exists(&name).is_ok() {
             return Err(BitmapError::Exists(node, name));
         }
+        // Another program may have removed the bitmap of this name, and left its checkpoint.
+        disk.remove_checkpoints(&name);
         if is_persistent {
             let checked = disk.node.check_new_bitmap();
             checked.map_err(|why| BitmapError::Unstorable(node.clone(), name.clone(), why))?;
@@ -400,7 +430,10 @@ impl Plan {
         let size = disk.node.known_size();
         let bytes = disk.bitmaps.iter().map(|b| b.bytes()).sum::<u64>()
             + size.div_ceil(granularity.into()).div_ceil(8);
-        let count = disk.bitmaps.len() + disk.unusable.len() + 1;
+        // A new checkpoint takes the place of the old one.
+        let is_checkpoint = |name: &&String| checkpoint::bitmap_of(name).is_some();
+        let replaced = disk.removed.iter().filter(is_checkpoint).count();
+        let count = disk.bitmaps.len() + disk.unusable.len() - replaced + 1;
         if count > BITMAPS_MAX || bytes > image::BITMAP_BYTES_MAX {
             return Err(BitmapError::TooMany(node));
         }

@@ -22,11 +22,11 @@ use std::time::Instant;
 
 use block::DirtyBitmap;
 
-use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, BitmapUsers, Plan};
+use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, BitmapName, BitmapUsers, Plan};
 use super::deadline::{SHUTDOWN_TIMEOUT, patiently, with_deadline};
 use super::device::ServedDisk;
 use super::{Server, ServerError};
-use crate::node::Node;
+use crate::node::{Node, checkpoint};
 
 impl Server {
     /// Does all these actions, or none of them, at one moment for all disks.
@@ -34,6 +34,7 @@ impl Server {
     /// # Errors
     /// Nothing has changed, except after [`BitmapError::NotDurable`].
     pub fn change_bitmaps(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+        check_names(actions)?;
         self.check_not_in_backups(actions)?;
         self.noted_disks(actions).iter().try_for_each(sync)?;
         self.change_bitmaps_at_once(actions)?;
@@ -197,6 +198,18 @@ impl Server {
         };
         datapath::hold(&disks, change).map_err(BitmapError::Hold)?
     }
+}
+
+/// Checks that the names of new bitmaps are not those that backups use.
+fn check_names(actions: &[BitmapAction]) -> Result<(), BitmapError> {
+    for action in actions {
+        if let BitmapAction::Change(BitmapName { name, .. }, BitmapChange::Add { .. }) = action
+            && checkpoint::bitmap_of(name).is_some()
+        {
+            return Err(BitmapError::CheckpointName(name.clone()));
+        }
+    }
+    Ok(())
 }
 
 /// Makes the completed writes of a disk durable.

@@ -137,6 +137,11 @@ pub enum BackupError {
     Missing(String),
     #[error("there is a backup '{0}' already; to end it: ringdisk backup end --id={id}", id = quote(.0))]
     Exists(String),
+    #[error(
+        "'{0}' is not the checkpoint of a backup, which has 32 hexadecimal digits, as 'ringdisk backup end' has printed it; \
+         without --since, what the bitmap has is trusted, and --full copies everything"
+    )]
+    NoCheckpoint(String),
     #[error("a backup is of at least one disk, and of at most {BACKUP_DISKS_MAX}")]
     Disks,
     #[error("disk '{0}' is named twice; a backup is of different disks")]
@@ -204,9 +209,14 @@ pub enum BackupError {
     Silent(String),
     #[error(
         "requests of disk {0} wait until its storage works again: it may be full, and the log says more; when it works, \
-         'ringdisk resume {0}' retries them; 'ringdisk resume {0} --report' ends them with errors; then begin the backup again"
+         'ringdisk resume {0}' retries them; then begin the backup again"
     )]
     Stalled(String),
+    #[error(
+        "backup '{0}' is still open: it has all data, but its bitmaps could not advance: {1}; repair that, and repeat: ringdisk \
+         backup end --id={id}", id = quote(.0)
+    )]
+    StillOpen(String, String),
     #[error(
         "backup '{0}' has failed and is ended; its bitmaps have all changes, as before it began, or cannot be used any more: {1}"
     )]

@@ -205,6 +205,7 @@ fn proxmox_commands_have_bitmap_modes() {
     let expected = json!([{
         "node-name": "a-pbs", "device": "a", "size": DISK_BYTES,
         "bitmap-node-name": "a", "bitmap-name": "pve", "bitmap-action": "missing-recreated",
+        "x-ringdisk-full": "missing",
     }]);
     assert_eq!(info, expected);
     assert_eq!(
@@ -230,7 +231,7 @@ fn proxmox_commands_have_bitmap_modes() {
     let info = setup("none").unwrap();
     assert_eq!(
         info,
-        json!([{ "node-name": "a-pbs", "device": "a", "size": DISK_BYTES }])
+        json!([{ "node-name": "a-pbs", "device": "a", "size": DISK_BYTES, "x-ringdisk-full": "wanted" }])
     );
     assert_eq!(copied()[0]["action"], "not-used");
     teardown(true).unwrap();

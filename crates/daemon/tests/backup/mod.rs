@@ -1,6 +1,7 @@
 //! Backups: what clients read is what the disks were at one moment, whatever happens meanwhile.
 
 mod bitmaps;
+mod checkpoints;
 mod failures;
 mod interrupted;
 pub mod moment;

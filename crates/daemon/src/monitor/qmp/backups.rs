@@ -6,15 +6,17 @@ use block::DirtyBitmap;
 use control::{
     BackupAccessInfo, BackupAccessSetup, BackupAccessSetupBitmapMode, BackupAccessTeardown,
     BackupBitmapAction, CommandError, PbsBitmapInfo, ProxmoxSupportStatus, Qapi, RingdiskBackup,
+    RingdiskBackupEnd, RingdiskFullBackup,
 };
-use serde_json::json;
 use tracing::warn;
 
-use super::{QmpClient, Reply, done};
-use crate::server::Server;
+use super::{QmpClient, Reply};
+use crate::node::checkpoint::Checkpoint;
 use crate::server::backup::{
-    Backup, BackupDisk, BackupOptions, BackupTarget, BitmapMode, BitmapOrigin,
+    Backup, BackupDisk, BackupOptions, BackupTarget, BitmapMode, WantedBitmap, WhyFull,
 };
+use crate::server::error::BackupError;
+use crate::server::{Server, ServerError};
 
 /// Nobody would know of a backup whose client has left before the reply, so it does not stay open. A client that has waited in
 /// vain can hang up, and then end the backup of its token if there is one: it does not begin later.
@@ -30,13 +32,19 @@ pub(super) fn begin(server: &Server, wanted: BackupAccessSetup, client: &QmpClie
             Some(BackupAccessSetupBitmapMode::Use) => Some(BitmapMode::Use),
             Some(BackupAccessSetupBitmapMode::Auto) => Some(BitmapMode::Auto),
         };
+        let since = device.since.map(|text| {
+            let parsed = Checkpoint::parse(&text);
+            parsed.ok_or(BackupError::NoCheckpoint(text))
+        });
+        let since = since.transpose().map_err(ServerError::from)?;
         let name = device.bitmap_name.unwrap_or_else(|| id.clone());
-        BackupTarget {
+        Ok(BackupTarget {
             disk: device.device,
-            bitmap: mode.map(|mode| (name, mode)),
-        }
+            bitmap: mode.map(|mode| WantedBitmap { name, mode, since }),
+        })
     };
-    let targets: Vec<_> = wanted.devices.into_iter().map(target).collect();
+    let targets = wanted.devices.into_iter().map(target);
+    let targets: Vec<_> = targets.collect::<Result<_, CommandError>>()?;
     let options = BackupOptions {
         memory: wanted.memory,
         token: wanted.token,
@@ -59,10 +67,12 @@ fn left(id: &str) -> CommandError {
 pub(super) fn end(server: &Server, which: &BackupAccessTeardown) -> Reply {
     if !which.success && server.backups.all().is_empty() {
         // As in Proxmox' QEMU, where a client cleans up after a setup that has failed.
-        return Ok(json!({}));
+        return Ok(RingdiskBackupEnd { checkpoint: None }.to_json());
     }
     let token = which.token.as_deref();
-    done(server.end_backup(&which.target_id, token, which.success))
+    let checkpoint = server.end_backup(&which.target_id, token, which.success)?;
+    let checkpoint = checkpoint.map(|checkpoint| checkpoint.to_string());
+    Ok(RingdiskBackupEnd { checkpoint }.to_json())
 }
 
 pub(super) fn list(server: &Server) -> Reply {
@@ -87,7 +97,7 @@ fn state(backup: &Backup) -> RingdiskBackup {
         memory,
         file,
         snapshots: snapshots.filter_map(|snapshot| snapshot.name()).collect(),
-        error: backup.failure(),
+        error: backup.failure().or_else(|| backup.why_still_open()),
     }
 }
 
@@ -101,17 +111,34 @@ fn info(disk: &BackupDisk) -> BackupAccessInfo {
         bitmap_node_name: bitmap.map(|_| disk.node.name().to_owned()),
         bitmap_name: bitmap.map(|bitmap| bitmap.name.clone()),
         bitmap_action: bitmap.map(|_| action(disk)),
+        checkpoint: bitmap.and_then(|bitmap| Some(bitmap.checkpoint.as_ref()?.to_string())),
+        full: match bitmap.map(|bitmap| bitmap.why_full) {
+            None => Some(RingdiskFullBackup::Wanted),
+            Some(why) => why.map(why_full),
+        },
+    }
+}
+
+fn why_full(why: WhyFull) -> RingdiskFullBackup {
+    match why {
+        WhyFull::Wanted => RingdiskFullBackup::Wanted,
+        WhyFull::Missing => RingdiskFullBackup::Missing,
+        WhyFull::Inconsistent => RingdiskFullBackup::Inconsistent,
+        WhyFull::Disabled => RingdiskFullBackup::Disabled,
+        WhyFull::NoCheckpoint => RingdiskFullBackup::NoCheckpoint,
+        WhyFull::OtherCheckpoint => RingdiskFullBackup::OtherCheckpoint,
     }
 }
 
 fn action(disk: &BackupDisk) -> BackupBitmapAction {
-    let origin = disk.bitmap.as_ref().map(|bitmap| bitmap.origin);
-    match origin {
-        None => BackupBitmapAction::NotUsed,
-        Some(BitmapOrigin::Used) => BackupBitmapAction::Used,
-        Some(BitmapOrigin::New) => BackupBitmapAction::New,
-        Some(BitmapOrigin::Missing) => BackupBitmapAction::MissingRecreated,
-        Some(BitmapOrigin::Unusable) => BackupBitmapAction::Invalid,
+    let Some(bitmap) = &disk.bitmap else {
+        return BackupBitmapAction::NotUsed;
+    };
+    match (bitmap.why_full, bitmap.mode) {
+        (None, _) => BackupBitmapAction::Used,
+        (Some(_), BitmapMode::New | BitmapMode::Auto) => BackupBitmapAction::New,
+        (Some(WhyFull::Missing), BitmapMode::Use) => BackupBitmapAction::MissingRecreated,
+        (Some(_), BitmapMode::Use) => BackupBitmapAction::Invalid,
     }
 }
 

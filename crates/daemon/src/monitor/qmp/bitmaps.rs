@@ -1,6 +1,6 @@
 //! Commands about dirty bitmaps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use control::{
     BlockDirtyBitmap, BlockDirtyBitmapAdd, BlockDirtyBitmapMerge, BlockDirtyBitmapOrStr,
@@ -9,6 +9,7 @@ use control::{
 
 use super::{Reply, done};
 use crate::node::Node;
+use crate::node::checkpoint::{self, Checkpoint};
 use crate::server::Server;
 use crate::server::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 
@@ -109,7 +110,17 @@ pub(super) fn info(
     node: &Node,
     exported: &BTreeMap<String, String>,
 ) -> Option<Vec<BlockDirtyInfo>> {
-    let usable = node.bitmaps().into_iter().map(|bitmap| BlockDirtyInfo {
+    let (bitmaps, unusable) = (node.bitmaps(), node.unusable_bitmaps());
+    // Those with checkpoints are shown only if they were left behind.
+    let names: BTreeSet<_> = (bitmaps.iter().map(|bitmap| bitmap.name().to_owned()))
+        .chain(unusable.iter().map(|bitmap| bitmap.name.clone()))
+        .collect();
+    let is_shown = |name: &str| {
+        let of = checkpoint::bitmap_of(name);
+        of.is_none_or(|of| !names.contains(of))
+    };
+    let usable = bitmaps.iter().filter(|bitmap| is_shown(bitmap.name()));
+    let usable = usable.map(|bitmap| BlockDirtyInfo {
         name: Some(bitmap.name().to_owned()),
         count: bitmap.dirty_bits() * bitmap.granularity(),
         granularity: u32::try_from(bitmap.granularity()).unwrap_or(0),
@@ -117,9 +128,12 @@ pub(super) fn info(
         busy: exported.contains_key(bitmap.name()),
         persistent: bitmap.is_persistent(),
         inconsistent: bitmap.is_inconsistent().then_some(true),
+        checkpoint: Checkpoint::of(bitmap.name(), &bitmaps)
+            .filter(|_| bitmap.is_recording() && !bitmap.is_inconsistent())
+            .map(|checkpoint| checkpoint.to_string()),
     });
-    let unusable = node.unusable_bitmaps().into_iter();
-    let unusable = unusable.map(|bitmap| BlockDirtyInfo {
+    let unusable = (unusable.iter()).filter(|bitmap| is_shown(&bitmap.name));
+    let unusable = unusable.cloned().map(|bitmap| BlockDirtyInfo {
         name: Some(bitmap.name),
         count: 0,
         granularity: u32::try_from(bitmap.granularity).unwrap_or(0),
@@ -127,6 +141,7 @@ pub(super) fn info(
         busy: false,
         persistent: true,
         inconsistent: Some(true),
+        checkpoint: None,
     });
     let all: Vec<_> = unusable.chain(usable).collect();
     (!all.is_empty()).then(|| all.into_iter().rev().collect())

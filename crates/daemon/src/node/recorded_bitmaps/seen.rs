@@ -258,9 +258,7 @@ impl Seen {
                     written,
                     ..
                 },
-            ) => {
-                id == id_now && is_unwritten(written.as_deref())
-            }
+            ) => id == id_now && is_unwritten(written.as_deref()),
             (Kind::Image { id, .. }, Kind::Image { id: now, .. }) => id == now,
             _ => false,
         }

@@ -6,6 +6,7 @@ use block::DirtyBitmap;
 use tracing::warn;
 
 use crate::node::Node;
+use crate::node::checkpoint::{self, Checkpoint};
 use crate::server::bitmap_plan::{BITMAPS_MAX, GRANULARITY, NAME_MAX, check_name};
 use crate::server::error::BackupError;
 
@@ -20,22 +21,36 @@ pub enum BitmapMode {
     Auto,
 }
 
-/// Where the bitmap of a backup comes from.
+/// The bitmap that a client wants a backup to have.
+pub struct WantedBitmap {
+    pub name: String,
+    pub mode: BitmapMode,
+    /// The last backup that the client has, if it knows that.
+    pub since: Option<Checkpoint>,
+}
+
+/// Why a backup with a bitmap is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BitmapOrigin {
-    /// The backup is incremental. All others are full.
-    Used,
-    New,
-    /// It was to be used, and there was none.
+pub enum WhyFull {
+    Wanted,
     Missing,
-    /// It was to be used, and is inconsistent or disabled.
-    Unusable,
+    Inconsistent,
+    Disabled,
+    /// The client has a checkpoint, and the bitmap has none.
+    NoCheckpoint,
+    /// The client has another checkpoint.
+    OtherCheckpoint,
 }
 
 /// The bitmap of a disk that is backed up.
 pub struct BackupBitmap {
     pub name: String,
-    pub origin: BitmapOrigin,
+    /// As it was wanted.
+    pub mode: BitmapMode,
+    /// `None` if the backup is incremental.
+    pub why_full: Option<WhyFull>,
+    /// What the bitmap had when the backup began.
+    pub checkpoint: Option<Checkpoint>,
     /// Records changes since the moment.
     pub(super) background: Arc<DirtyBitmap>,
     /// The [mark](Node::own_image) of the lock of the disk's image in a cluster. If it has changed at the end, another client
@@ -47,10 +62,10 @@ pub struct BackupBitmap {
 pub(super) fn prepared(
     id: &str,
     node: &Node,
-    wanted: Option<&(String, BitmapMode)>,
+    wanted: Option<&WantedBitmap>,
     size: u64,
 ) -> Result<(Option<BackupBitmap>, Option<Arc<DirtyBitmap>>), BackupError> {
-    let Some((name, mode)) = wanted else {
+    let Some(WantedBitmap { name, mode, since }) = wanted else {
         return Ok((None, None));
     };
     let disk = node.name();
@@ -62,20 +77,28 @@ pub(super) fn prepared(
     let all = node.bitmaps();
     let found = all.iter().find(|bitmap| bitmap.name() == name);
     let stored = node.unusable_bitmaps();
-    let unusable = match found {
-        None if stored.iter().any(|other| other.name == *name) => Some(BitmapOrigin::Unusable),
-        None => Some(BitmapOrigin::Missing),
-        // Disabled, it lacks changes.
-        Some(bitmap) if bitmap.is_inconsistent() || !bitmap.is_recording() => {
-            Some(BitmapOrigin::Unusable)
+    let checkpoint = found.and_then(|_| Checkpoint::of(name, &all));
+    let why_full = match (found, since) {
+        _ if *mode == BitmapMode::New => Some(WhyFull::Wanted),
+        (None, _) if stored.iter().any(|other| other.name == *name) => Some(WhyFull::Inconsistent),
+        (None, _) => Some(WhyFull::Missing),
+        (Some(bitmap), _) if bitmap.is_inconsistent() => Some(WhyFull::Inconsistent),
+        // It lacks changes.
+        (Some(bitmap), _) if !bitmap.is_recording() => Some(WhyFull::Disabled),
+        (Some(_), Some(_)) if checkpoint.is_none() => Some(WhyFull::NoCheckpoint),
+        (Some(_), Some(since)) if checkpoint.as_ref() != Some(since) => {
+            Some(WhyFull::OtherCheckpoint)
         }
-        Some(_) => None,
+        (Some(_), _) => None,
     };
-    let origin = match (mode, unusable) {
-        (BitmapMode::New, _) | (BitmapMode::Auto, Some(_)) => BitmapOrigin::New,
-        (BitmapMode::Use, Some(why)) => why,
-        (_, None) => BitmapOrigin::Used,
-    };
+    if let (Some(WhyFull::NoCheckpoint | WhyFull::OtherCheckpoint), Some(since)) = (why_full, since)
+    {
+        let has = checkpoint.as_ref().map_or("none", Checkpoint::as_str);
+        warn!(
+            "backup '{id}': disk {disk} is copied in full: the last backup that the client has is {since}, and the checkpoint of \
+             bitmap '{name}' is {has}; the disk or the bitmap may be an older one that was put back"
+        );
+    }
     let is_stored = match found {
         Some(found) => found.is_persistent(),
         None => node.check_new_bitmap().is_ok(),
@@ -85,7 +108,7 @@ pub(super) fn prepared(
             "backup '{id}': bitmap '{name}' of disk {disk} is not persistent: after the end of ringdisk, the next backup is full"
         );
     }
-    let used = found.filter(|_| origin == BitmapOrigin::Used).cloned();
+    let used = found.filter(|_| why_full.is_none()).cloned();
     // One that cannot be used is replaced by another of the same granularity.
     let of_stored = || {
         let its = stored.iter().find(|other| other.name == *name)?.granularity;
@@ -96,23 +119,27 @@ pub(super) fn prepared(
         .or_else(of_stored)
         .unwrap_or_else(|| node.cluster_bytes().clamp(4096, 65536).ilog2());
     let background = format!("backup-{id}-{name}");
-    if check_name(&background).is_err() {
-        let most = NAME_MAX - (background.len() - name.len());
+    let extra = (background.len() - name.len()).max(checkpoint::NAME_EXTRA);
+    if name.len() + extra > NAME_MAX {
+        let most = NAME_MAX - extra;
         return Err(BackupError::LongBitmapName(id.into(), most));
     }
     if all.iter().any(|bitmap| bitmap.name() == background) {
         return Err(BackupError::BitmapName(disk.into(), background));
     }
-    // At the end, there are two: this bitmap and the one in the background. An inconsistent one is removed before that.
+    // At the end, there are three: this bitmap, the one in the background, and one with the checkpoint. An inconsistent one is
+    // removed before that, and so is an old checkpoint.
     let found = found.filter(|bitmap| !bitmap.is_inconsistent());
-    let others = || all.iter().filter(|bitmap| bitmap.name() != name);
-    let unusable = stored.iter().filter(|other| other.name != *name).count();
+    let is_other = |other: &str| other != name && checkpoint::bitmap_of(other) != Some(name);
+    let others = || all.iter().filter(|bitmap| is_other(bitmap.name()));
+    let unusable = stored.iter().filter(|other| is_other(&other.name)).count();
     // The disk may have grown without its guest, and its bitmaps with it.
     let covered = size.max(node.known_size());
     let own = covered.div_ceil(1 << bits).div_ceil(8);
     let kept = found.map_or(own, |found| found.bytes());
-    let bytes = others().map(|bitmap| bitmap.bytes()).sum::<u64>() + kept + own;
-    if others().count() + unusable + 2 > BITMAPS_MAX || bytes > image::BITMAP_BYTES_MAX {
+    let with_checkpoint = checkpoint_bytes(covered);
+    let bytes = others().map(|bitmap| bitmap.bytes()).sum::<u64>() + kept + own + with_checkpoint;
+    if others().count() + unusable + 3 > BITMAPS_MAX || bytes > image::BITMAP_BYTES_MAX {
         return Err(BackupError::TooManyBitmaps(disk.into()));
     }
     let new = |name, size, is_recording| {
@@ -129,11 +156,18 @@ pub(super) fn prepared(
     };
     let bitmap = BackupBitmap {
         name: name.clone(),
-        origin,
+        mode: *mode,
+        why_full,
+        checkpoint,
         background: Arc::new(new(background, covered, true)?),
         mark,
     };
     Ok((Some(bitmap), Some(wanted)))
+}
+
+/// Bytes of the bitmap with the checkpoint of a bitmap of a disk of `size` bytes.
+pub(super) fn checkpoint_bytes(size: u64) -> u64 {
+    size.div_ceil(1 << checkpoint::GRANULARITY_BITS).div_ceil(8)
 }
 
 /// See [`Node::own_image`].

@@ -1,6 +1,6 @@
 //! The backups that are open, and where they keep old data.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -12,8 +12,10 @@ use block::DirtyBitmap;
 use datapath::{Disk, Fleece, FleeceLimits};
 use tracing::error;
 
+use super::bitmap::checkpoint_bytes;
 use super::{Backup, BackupDisk, with_bitmaps};
 use crate::node::Node;
+use crate::node::checkpoint::Checkpoint;
 use crate::server::bitmap_plan::ReservedBitmap;
 use crate::server::connection_info::quote;
 use crate::server::deadline::{ANSWER_TIMEOUT, with_deadline};
@@ -25,6 +27,8 @@ use crate::server::nbd::export::{Moment, locked};
 #[derive(Default)]
 pub struct OpenBackups {
     open: Mutex<BTreeMap<String, Arc<Backup>>>,
+    /// Ids of those that are ending, and are open again if they cannot.
+    ending: Mutex<BTreeSet<String>>,
     /// Where files for old data are created.
     directory: OnceLock<PathBuf>,
     /// Bitmaps of backups that have ended while something else changed their disks, which may add them again.
@@ -34,6 +38,18 @@ pub struct OpenBackups {
 impl OpenBackups {
     pub(super) fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Backup>>> {
         locked(&self.open)
+    }
+
+    pub(super) fn will_succeed(&self, id: &str) {
+        locked(&self.ending).insert(id.into());
+    }
+
+    pub(super) fn has_ended(&self, id: &str) {
+        locked(&self.ending).remove(id);
+    }
+
+    pub(super) fn is_ending(&self, id: &str) -> bool {
+        locked(&self.ending).contains(id)
     }
 
     /// Has files for old data created in this directory. It can be set once.
@@ -49,7 +65,10 @@ impl OpenBackups {
     /// What has this name: a disk at the moment of a backup.
     pub fn find_access(&self, name: &str) -> Option<(Arc<ServedDisk>, Arc<Moment>)> {
         let open = self.lock();
-        let mut disks = open.values().flat_map(|backup| &backup.disks);
+        let readable = open
+            .values()
+            .filter(|backup| backup.why_still_open().is_none());
+        let mut disks = readable.flat_map(|backup| &backup.disks);
         let found = disks.find(|disk| disk.access == name)?;
         Some((found.device.clone(), found.moment.clone()))
     }
@@ -91,7 +110,7 @@ impl OpenBackups {
         }
     }
 
-    /// What the end of an open backup needs, if that creates a bitmap of this node. A backup that ends needs nothing any more:
+    /// What the end of an open backup of this node needs for the bitmaps that it creates. A backup that ends needs nothing any more:
     /// its disks are kept from changes by others.
     pub fn reserved_bitmap(&self, node: &Node) -> Option<ReservedBitmap> {
         let open = self.all();
@@ -101,15 +120,19 @@ impl OpenBackups {
             Some((&backup.id, bitmap))
         });
         let (id, bitmap) = found.next()?;
-        if node.bitmaps().iter().any(|b| b.name() == bitmap.name) {
-            return None;
-        }
-        // One that cannot be used is removed first, and its bits are not in memory.
-        let is_unusable = (node.unusable_bitmaps().iter()).any(|b| b.name == bitmap.name);
+        let with_checkpoint = checkpoint_bytes(bitmap.background.size());
+        let (count, bytes) = if node.bitmaps().iter().any(|b| b.name() == bitmap.name) {
+            (0, 0)
+        } else {
+            // One that cannot be used is removed first, and its bits are not in memory.
+            let is_unusable = (node.unusable_bitmaps().iter()).any(|b| b.name == bitmap.name);
+            (usize::from(!is_unusable), bitmap.background.bytes())
+        };
+        let has_checkpoint = Checkpoint::of(&bitmap.name, &node.bitmaps()).is_some();
         Some(ReservedBitmap {
             backup: id.clone(),
-            count: usize::from(!is_unusable),
-            bytes: bitmap.background.bytes(),
+            count: count + usize::from(!has_checkpoint),
+            bytes: bytes + with_checkpoint,
         })
     }
 
