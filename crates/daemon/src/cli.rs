@@ -1,10 +1,9 @@
 //! The command line: subcommands, the log, and exit codes.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use harness::text::printable_lines;
 use tracing_subscriber::EnvFilter;
 
 use crate::upgrade::client as upgrade;
@@ -75,6 +74,7 @@ pub fn main() -> ExitCode {
         .with_env_filter(filter)
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
+        .fmt_fields(log::OneLine)
         .log_internal_errors(false);
     let lines = log::Log::new();
     if lines.to_journal() {
@@ -95,7 +95,7 @@ pub fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure { code, problem }) => {
-            complain(&problem);
+            log::complain(&problem);
             ExitCode::from(code)
         }
     }
@@ -137,18 +137,10 @@ fn checked(args: &check::Args) -> ExitCode {
         Ok(check::CheckResult::Clean) => ExitCode::SUCCESS,
         Ok(check::CheckResult::Findings) => ExitCode::from(1),
         Err(problem) => {
-            complain(&problem.to_string());
+            log::complain(&problem.to_string());
             ExitCode::from(2)
         }
     }
-}
-
-/// The last line of standard error. It may be full, which is no reason to end in another way.
-fn complain(problem: &str) {
-    let level = if log::is_journal() { "<3>" } else { "" };
-    // It may quote names of others.
-    let problem = printable_lines(problem);
-    let _ = writeln!(io::stderr(), "{level}ringdisk: {problem}");
 }
 
 /// What the user sees, and the exit code.

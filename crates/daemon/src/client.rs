@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use block::{ThrottleLimits, format_size, parse_size};
 use control::{Client, ClientError};
-use harness::text::{printable, printable_json, printable_lines};
+use harness::text::{escaped, printable, printable_json, printable_lines};
 use image::Format;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -463,10 +463,8 @@ pub fn reload(args: &ReloadArgs) -> CommandResult {
     let sentences = ["left-out", "unreachable"].map(|key| reply[key].as_array());
     let sentences = sentences.into_iter().flatten().flatten();
     let done = "the configuration was reloaded and is in effect";
-    let lines = [done]
-        .into_iter()
-        .chain(sentences.filter_map(Value::as_str));
-    let lines: Vec<&str> = lines.collect();
+    let sentences = sentences.filter_map(Value::as_str).map(escaped);
+    let lines: Vec<_> = [done.to_owned()].into_iter().chain(sentences).collect();
     args.connection.say(&reply, &lines.join("\n"));
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! The log, on standard error. Threads queue their lines and do not wait: a full disk or a pipe without a reader costs
 //! lines, never the time of an I/O thread.
 
+use std::fmt::{self, Debug, Write as _};
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
@@ -8,8 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use harness::text::{Escaping, printable_lines};
+use tracing::field::{Field, Visit};
 use tracing::{Level, Metadata};
-use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::field::RecordFields;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FormatFields, MakeWriter};
 
 /// Limit of lines that wait to be written: 200 KiB at 200 bytes each.
 const LINES_MAX: usize = 1024;
@@ -74,6 +79,57 @@ fn priority(level: Level) -> u8 {
         Level::INFO => 6,
         _ => 7,
     }
+}
+
+/// Writes the text of an event so that it is one line, whatever the names in it are: clients and images choose some of them. What
+/// is before the text, such as the time, is ours.
+pub struct OneLine;
+
+impl<'w> FormatFields<'w> for OneLine {
+    fn format_fields<R: RecordFields>(&self, writer: Writer<'w>, fields: R) -> fmt::Result {
+        let mut text = EventText {
+            writer: Escaping(writer),
+            is_first: true,
+            result: Ok(()),
+        };
+        fields.record(&mut text);
+        text.result
+    }
+}
+
+struct EventText<'w> {
+    writer: Escaping<Writer<'w>>,
+    is_first: bool,
+    result: fmt::Result,
+}
+
+impl Visit for EventText<'_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        let space = if std::mem::take(&mut self.is_first) {
+            ""
+        } else {
+            " "
+        };
+        let written = match field.name() {
+            "message" => write!(self.writer, "{space}{value:?}"),
+            name => write!(self.writer, "{space}{name}={value:?}"),
+        };
+        self.result = self.result.and(written);
+    }
+}
+
+/// Why the process or a command fails: the last lines of standard error. No line but the first can be taken for another one of
+/// ringdisk or of the journal, because the text may quote names of others.
+pub fn complain(problem: &str) {
+    // It may be full, which is no reason to end in another way.
+    let _ = io::stderr().write_all(complaint(problem, is_journal()).as_bytes());
+}
+
+fn complaint(problem: &str, to_journal: bool) -> String {
+    let level = if to_journal { "<3>" } else { "" };
+    let next = format!("\n{level}  ");
+    let problem = printable_lines(problem).replace('\n', &next);
+    format!("{level}ringdisk: {problem}\n")
 }
 
 fn waiting_lines() -> MutexGuard<'static, Option<Receiver<Vec<u8>>>> {
@@ -207,6 +263,47 @@ mod tests {
         fn flush(&mut self) -> io::Result<()> {
             Ok(())
         }
+    }
+
+    /// Names of clients and images are in it, in every way in which an event can have them.
+    #[test]
+    fn an_event_is_one_line() {
+        let written = Stuck::default();
+        *written.0.reads.lock().unwrap() = true;
+        let to = written.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_target(false)
+            .without_time()
+            .with_level(false)
+            .fmt_fields(OneLine)
+            .with_writer(Mutex::new(to))
+            .finish();
+        let name = "x\n<0>forged\u{1b}[31m\r\u{9b}\u{202e}";
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::warn!("disk {name}: {}", "done");
+            tracing::warn!(name, debug = ?name, "a disk");
+        });
+        let written = written.0.read.lock().unwrap();
+        let written = String::from_utf8(written.clone()).unwrap();
+        let lines: Vec<_> = written.lines().collect();
+        let shown = r"x\n<0>forged\u{1b}[31m\r\u{9b}\u{202e}";
+        assert_eq!(lines[0], format!("disk {shown}: done"));
+        assert!(lines[1].starts_with("a disk name="), "{written}");
+        assert_eq!(lines.len(), 2);
+        assert!(written.chars().all(|c| c == '\n' || !c.is_control()));
+    }
+
+    #[test]
+    fn lines_of_others_are_not_taken_for_ours() {
+        let problem = "no disk 'x\n<0>forged\u{1b}'";
+        assert_eq!(
+            complaint(problem, false),
+            "ringdisk: no disk 'x\n  <0>forged?'\n"
+        );
+        assert_eq!(
+            complaint(problem, true),
+            "<3>ringdisk: no disk 'x\n<3>  <0>forged?'\n"
+        );
     }
 
     #[test]

@@ -1,20 +1,28 @@
 //! Text from others, such as names of threads and disks, for terminals, pages and JSON.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write};
 
 /// Whether a character only shows itself: it controls neither a terminal nor the direction of the text around it, and is
-/// not invisible.
+/// not invisible (Unicode's `Default_Ignorable_Code_Point`, separators of lines, and annotations).
 pub fn is_printable(c: char) -> bool {
     let formats = matches!(
         c,
         '\u{ad}'
+            | '\u{34f}'
             | '\u{61c}'
-            | '\u{180e}'
+            | '\u{115f}'..='\u{1160}'
+            | '\u{17b4}'..='\u{17b5}'
+            | '\u{180b}'..='\u{180f}'
             | '\u{200b}'..='\u{200f}'
             | '\u{2028}'..='\u{202e}'
             | '\u{2060}'..='\u{206f}'
+            | '\u{3164}'
+            | '\u{fe00}'..='\u{fe0f}'
             | '\u{feff}'
-            | '\u{fff9}'..='\u{fffb}'
+            | '\u{ffa0}'
+            | '\u{fff0}'..='\u{fffb}'
+            | '\u{1bca0}'..='\u{1bca3}'
+            | '\u{1d173}'..='\u{1d17a}'
             | '\u{e0000}'..='\u{e0fff}'
     );
     !(c.is_control() || formats)
@@ -28,6 +36,33 @@ pub fn printable(text: &str) -> String {
 /// As [`printable`], and keeps line breaks and tabs.
 pub fn printable_lines(text: &str) -> String {
     text.replace(|c| !(is_printable(c) || matches!(c, '\n' | '\t')), "?")
+}
+
+/// The text with escapes for characters that are not [printable](is_printable), line breaks too: it is one line, and shows what it
+/// has.
+pub fn escaped(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let _ = Escaping(&mut out).write_str(text);
+    out
+}
+
+/// Writes text as [`escaped`] returns it.
+pub struct Escaping<W>(pub W);
+
+impl<W: Write> Write for Escaping<W> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let mut rest = text;
+        while let Some(at) = rest.find(|c| !is_printable(c)) {
+            let (plain, other) = rest.split_at(at);
+            self.0.write_str(plain)?;
+            let mut others = other.chars();
+            for c in others.by_ref().take(1) {
+                write!(self.0, "{}", c.escape_default())?;
+            }
+            rest = others.as_str();
+        }
+        self.0.write_str(rest)
+    }
 }
 
 /// JSON with escapes for characters that are not [printable](is_printable). They occur in strings only, so the values are
@@ -58,6 +93,16 @@ mod tests {
         assert_eq!(printable("größe 尺寸 عربي –"), "größe 尺寸 عربي –");
         assert_eq!(printable("a\tb\nc"), "a?b?c");
         assert_eq!(printable_lines("a\tb\n\u{202e}c"), "a\tb\n?c");
+    }
+
+    #[test]
+    fn escaped_text_is_one_line() {
+        let forged = "a\n<0>b\r\t\u{9b}31m\u{202e}\u{34f}\u{fe0f}ü\u{e0041}\"\\";
+        let shown = r#"a\n<0>b\r\t\u{9b}31m\u{202e}\u{34f}\u{fe0f}ü\u{e0041}"\"#;
+        assert_eq!(escaped(forged), shown);
+        assert_eq!(escaped(&escaped(HOSTILE)), escaped(HOSTILE));
+        assert!(escaped(HOSTILE).chars().all(is_printable));
+        assert_eq!(escaped("größe 尺寸 عربي –"), "größe 尺寸 عربي –");
     }
 
     #[test]

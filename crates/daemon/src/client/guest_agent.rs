@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use harness::text::printable_lines;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use serde_json::{Value, json};
 
 use super::CommandLineError;
 use super::interrupt::Interrupt;
+use crate::log;
 
 /// How long agents may take to answer before anything is frozen, and again to thaw.
 const ANSWER: Duration = Duration::from_secs(20);
@@ -114,11 +114,10 @@ impl<'a> Frozen<'a> {
             }
             if let Err(e) = thawed {
                 let text = format!(
-                    "ringdisk: guest agent {}: the file systems may still be frozen: {e}; run guest-fsfreeze-thaw",
+                    "guest agent {}: the file systems may still be frozen: {e}; run guest-fsfreeze-thaw",
                     agent.path.display()
                 );
-                // The terminal may be gone.
-                let _ = writeln!(io::stderr(), "{}", printable_lines(&text));
+                log::complain(&text);
                 all = Err(CommandLineError::Frozen);
             }
         }

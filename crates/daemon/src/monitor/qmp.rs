@@ -12,6 +12,7 @@ use control::{
     BlockExportRemoveMode, BlockResize, Command, CommandError, FilePath, Handler, ImageFormat,
     Qapi, RingdiskAttach, RingdiskReplace, RingdiskResized,
 };
+use harness::text::escaped;
 use image::Format;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, getpid, kill_process};
@@ -55,7 +56,8 @@ impl Handler for QmpClient<'_> {
             // Also if it failed: it may have failed half way.
             server.persist();
         }
-        answer
+        // Users read it, and it may quote names that others have chosen.
+        answer.map_err(|e| CommandError::new(e.class, escaped(&e.desc)))
     }
 }
 

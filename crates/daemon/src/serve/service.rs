@@ -424,7 +424,7 @@ impl Service {
             // Without destructors: files and sockets belong to the old process.
             successor::report_failure(&error.to_string());
             log::finish();
-            eprintln!("ringdisk: {error}");
+            log::complain(&error.to_string());
             std::process::exit(i32::from(error.exit_code()));
         }
         if let Ok(inhibitor) = self.server.handover.wait_and_inhibit() {

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::net::Shutdown;
 
 use serde_json::json;
-use testkit::driver::{Device, DeviceConfig};
+use testkit::driver::{Device, DeviceConfig, HANG};
 
 use super::raw::Client;
 use super::{Served, have, run, text};
@@ -68,6 +68,36 @@ fn options_beyond_the_limits_are_refused() {
     client.option(LIST, &[]);
     assert_eq!(client.option_reply(), (2, named(b"vm", &[])));
     assert_eq!(client.option_reply().0, ACK);
+}
+
+/// Names that clients choose are in lines of the log, in errors of commands and on terminals. None of these has more lines than
+/// ringdisk writes, or controls anything.
+#[test]
+fn names_forge_no_lines() {
+    let served = Served::start(Disk::new(), "");
+    let name =
+        "x\n<0>2026-01-01T00:00:00.000000Z ERROR disk vm: forged\u{1b}[2J\r\u{9b}31m\u{202e}";
+    let shown =
+        r"x\n<0>2026-01-01T00:00:00.000000Z ERROR disk vm: forged\u{1b}[2J\r\u{9b}31m\u{202e}";
+    let mut client = Client::greeted(&served.nbd());
+    client.option(1, name.as_bytes());
+    client.expect_end();
+    let server = &served.server;
+    server.wait_for_log(&[&format!("the client asked for export '{shown}'")]);
+    served.done(&["export", "vm", "--name", name]);
+    server.wait_for_log(&[&format!("exported as '{shown}'")]);
+    served.refused(&["export", "vm", "--name", name], shown);
+    let output = served.ringdisk(&["export", "vm", "--name", name]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(error.lines().count(), 1, "{error}");
+    let arguments = json!({ "id": name });
+    let mut qmp = control::Client::connect(served.path("control.qmp"), HANG).unwrap();
+    let error = qmp
+        .call("block-export-del", json!({ "id": "none" }))
+        .unwrap_err();
+    assert!(error.to_string().contains("none"), "{error}");
+    let error = qmp.call("block-export-del", arguments).unwrap_err();
+    assert!(error.to_string().contains(r"x\n<0>2026"), "{error}");
 }
 
 /// They are disconnected, and others are not.
