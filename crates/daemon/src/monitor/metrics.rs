@@ -3,37 +3,21 @@
 //! The text is sent in pieces while it is generated, so that a scrape needs the same memory with thousands of disks as
 //! with one.
 
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
+mod http;
+
+use std::io::{self, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
 
 use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::server::Server;
-use crate::socket::accept::Backoff;
 
 /// Upper bounds of the buckets, in microseconds: three per power of ten in the range of working storage, then one.
 const BOUNDS_US: [u64; 13] = [
     10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000, 10_000_000,
 ];
-
-/// Limits of a request. A scraper sends no body and few headers.
-const REQUEST_BYTES_MAX: usize = 8 << 10;
-const HEADERS_MAX: usize = 64;
-
-/// Limit of concurrent scrapes; others wait. One or two scrapers are common.
-const THREADS: usize = 4;
-
-/// Bytes in each chunk of a reply.
-const CHUNK: usize = 32 << 10;
-
-/// How long a client may take to send its request, and then to receive the reply.
-const TIMEOUT: Duration = Duration::from_secs(5);
-
-const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Serves metrics at this address until the process exits, and measures latencies from now on. Returns the address,
 /// with the kernel's choice for port 0.
@@ -52,198 +36,9 @@ pub fn start(
     let _ = server.handover.metrics.set(listener.try_clone()?.into());
     let address = listener.local_addr()?;
     server.watch_always();
-    let listener = Arc::new(Mutex::new(Listener {
-        socket: listener,
-        accepting: Backoff::default(),
-    }));
-    for _ in 0..THREADS {
-        let (listener, server) = (listener.clone(), server.clone());
-        thread::Builder::new()
-            .name("metrics".into())
-            .spawn(move || listen(&listener, &server))?;
-    }
+    http::serve(listener, move |text| metrics(&server, text))?;
     info!("metrics: http://{address}/metrics");
     Ok(address)
-}
-
-struct Listener {
-    socket: TcpListener,
-    accepting: Backoff,
-}
-
-fn listen(listener: &Mutex<Listener>, server: &Server) {
-    loop {
-        if let Some(stream) = accept(listener) {
-            // The client may have gone.
-            let _ = answer(&stream, |text| metrics(server, text));
-        }
-    }
-}
-
-/// The next client. One thread at a time waits for it, so that errors are logged once.
-fn accept(listener: &Mutex<Listener>) -> Option<TcpStream> {
-    let mut listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
-    match listener.socket.accept() {
-        Ok((stream, _)) => {
-            listener.accepting.succeeded();
-            Some(stream)
-        }
-        Err(e) => {
-            listener.accepting.failed(|left_out| {
-                let e = block::explain(&e, "ringdisk tries again");
-                warn!("metrics: cannot serve a client: {e}{left_out}");
-            });
-            None
-        }
-    }
-}
-
-fn answer(
-    mut stream: &TcpStream,
-    metrics: impl Fn(&mut Body<'_>) -> io::Result<()>,
-) -> io::Result<()> {
-    let deadline = Instant::now() + TIMEOUT;
-    let mut request = Vec::with_capacity(1024);
-    let parsed = loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            break RequestPath::Refused("408 Request Timeout", "the request took too long\n");
-        }
-        stream.set_read_timeout(Some(left))?;
-        let mut part = [0; 1024];
-        let n = match stream.read(&mut part) {
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => continue,
-            result => result?,
-        };
-        request.extend_from_slice(&part[..n]);
-        match path(&request) {
-            RequestPath::Incomplete if n == 0 || request.len() > REQUEST_BYTES_MAX => {
-                break RequestPath::Refused("400 Bad Request", "not a complete HTTP request\n");
-            }
-            RequestPath::Incomplete => {}
-            parsed => break parsed,
-        }
-    };
-    let (status, chunked) = match parsed {
-        RequestPath::Found { chunked } => ("200 OK", chunked),
-        RequestPath::Refused(status, _) => (status, false),
-        RequestPath::Incomplete => return Ok(()),
-    };
-    let mut body = Body {
-        stream,
-        deadline: Instant::now() + TIMEOUT,
-        chunked,
-        chunk: Vec::with_capacity(2 * CHUNK),
-    };
-    let encoding = if chunked {
-        "Transfer-Encoding: chunked\r\n"
-    } else {
-        ""
-    };
-    let head =
-        format!("HTTP/1.1 {status}\r\nContent-Type: {TEXT}\r\n{encoding}Connection: close\r\n\r\n");
-    body.send(head.as_bytes())?;
-    match parsed {
-        RequestPath::Refused(_, why) => body.write_all(why.as_bytes())?,
-        _ => metrics(&mut body)?,
-    }
-    body.end()?;
-    // Closing with unread data would reset the connection and lose the reply.
-    stream.shutdown(Shutdown::Write)?;
-    stream.set_read_timeout(Some(Duration::from_millis(100)))?;
-    let rest = io::copy(&mut stream.take(REQUEST_BYTES_MAX as u64), &mut io::sink());
-    rest.map(drop)
-}
-
-/// The body of a reply, sent in chunks (RFC 9112, 7.1), so that a client detects a truncated reply. With HTTP/1.0, it
-/// ends with the connection.
-struct Body<'a> {
-    stream: &'a TcpStream,
-    deadline: Instant,
-    chunked: bool,
-    chunk: Vec<u8>,
-}
-
-impl Write for Body<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.chunk.extend_from_slice(bytes);
-        if self.chunk.len() >= CHUNK {
-            self.flush()?;
-        }
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        if self.chunk.is_empty() {
-            return Ok(());
-        }
-        let chunk = std::mem::take(&mut self.chunk);
-        if self.chunked {
-            self.send(format!("{:x}\r\n", chunk.len()).as_bytes())?;
-        }
-        self.send(&chunk)?;
-        if self.chunked {
-            self.send(b"\r\n")?;
-        }
-        self.chunk = chunk;
-        self.chunk.clear();
-        Ok(())
-    }
-}
-
-impl Body<'_> {
-    fn end(&mut self) -> io::Result<()> {
-        self.flush()?;
-        if self.chunked {
-            self.send(b"0\r\n\r\n")?;
-        }
-        Ok(())
-    }
-
-    fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
-        while !bytes.is_empty() {
-            let left = self.deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            self.stream.set_write_timeout(Some(left))?;
-            match self.stream.write(bytes) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(n) => bytes = &bytes[n..],
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
-            }
-        }
-        Ok(())
-    }
-}
-
-#[derive(Debug, PartialEq)]
-enum RequestPath {
-    Incomplete,
-    /// The path exists. Chunks are allowed, except for HTTP/1.0.
-    Found {
-        chunked: bool,
-    },
-    Refused(&'static str, &'static str),
-}
-
-fn path(request: &[u8]) -> RequestPath {
-    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
-    let mut parsed = httparse::Request::new(&mut headers);
-    match parsed.parse(request) {
-        Ok(httparse::Status::Partial) => return RequestPath::Incomplete,
-        Ok(httparse::Status::Complete(_)) => {}
-        Err(_) => return RequestPath::Refused("400 Bad Request", "not an HTTP request\n"),
-    }
-    let path = parsed.path.unwrap_or_default();
-    match (parsed.method, path.split('?').next()) {
-        (Some("GET"), Some("/metrics")) => RequestPath::Found {
-            chunked: parsed.version == Some(1),
-        },
-        (Some("GET"), _) => RequestPath::Refused("404 Not Found", "only /metrics exists\n"),
-        _ => RequestPath::Refused("405 Method Not Allowed", "only GET is allowed\n"),
-    }
 }
 
 /// The numbers of a disk that its metrics show.
@@ -536,24 +331,6 @@ impl std::fmt::Display for Seconds {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn http_requests_are_parsed_or_refused() {
-        assert_eq!(path(b"GET /met"), RequestPath::Incomplete);
-        let whole = b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n";
-        assert_eq!(path(whole), RequestPath::Found { chunked: true });
-        let query = b"GET /metrics?a=b HTTP/1.0\r\n\r\n";
-        assert_eq!(path(query), RequestPath::Found { chunked: false });
-        let refused = |request: &[u8], start: &str| match path(request) {
-            RequestPath::Refused(status, _) => assert!(status.starts_with(start), "{status}"),
-            other => panic!("{other:?}"),
-        };
-        refused(b"GET / HTTP/1.1\r\n\r\n", "404");
-        refused(b"POST /metrics HTTP/1.1\r\n\r\n", "405");
-        refused(b"\0\0\0\0\r\n\r\n", "400");
-        let many = format!("GET /metrics HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(100));
-        refused(many.as_bytes(), "400");
-    }
 
     #[test]
     fn metrics_are_in_the_text_format() {

@@ -1,0 +1,320 @@
+//! The HTTP server of the metrics.
+//!
+//! One thread reads the requests of all clients, and others answer those that are complete: clients that say nothing delay
+//! nobody.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing::{error, warn};
+
+use crate::socket::accept::Backoff;
+
+/// Limits of a request. A scraper sends no body and few headers.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+const HEADERS_MAX: usize = 64;
+
+/// Limit of clients that have not sent a complete request. The oldest is disconnected for the next one.
+const ASKING_MAX: usize = 64;
+
+/// Limit of concurrent scrapes; others wait. One or two scrapers are common.
+const THREADS: usize = 4;
+
+/// Limit of requests that wait for a thread; the clients of others are disconnected.
+const WAITING_MAX: usize = 64;
+
+/// Bytes in each chunk of a reply.
+const CHUNK: usize = 32 << 10;
+
+/// How long a client may take to send its request, and then to receive the reply.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Answers requests until the process exits, with what `text` writes.
+///
+/// # Errors
+/// No thread can be started.
+pub fn serve(
+    listener: TcpListener,
+    text: impl Fn(&mut Body<'_>) -> io::Result<()> + Send + Sync + 'static,
+) -> io::Result<()> {
+    let (requests, waiting) = mpsc::sync_channel(WAITING_MAX);
+    let (text, waiting) = (Arc::new(text), Arc::new(Mutex::new(waiting)));
+    for _ in 0..THREADS {
+        let (text, waiting) = (text.clone(), waiting.clone());
+        let work = move || {
+            while let Some((stream, parsed)) = next(&waiting) {
+                // The client may have gone.
+                let _ = answer(&stream, &parsed, &*text);
+            }
+        };
+        thread::Builder::new().name("metrics".into()).spawn(work)?;
+    }
+    thread::Builder::new()
+        .name("metrics".into())
+        .spawn(move || listen(&listener, &requests))?;
+    Ok(())
+}
+
+/// A client whose request is complete, or refused.
+type Request = (TcpStream, RequestPath);
+
+fn next(waiting: &Mutex<Receiver<Request>>) -> Option<Request> {
+    let waiting = waiting.lock().unwrap_or_else(PoisonError::into_inner);
+    waiting.recv().ok()
+}
+
+/// A client whose request is not complete. Its socket does not block.
+struct Asking {
+    stream: TcpStream,
+    deadline: Instant,
+    request: Vec<u8>,
+}
+
+fn listen(listener: &TcpListener, requests: &SyncSender<Request>) {
+    let mut accepting = Backoff::default();
+    // In the order in which they came.
+    let mut asking: Vec<Asking> = Vec::new();
+    loop {
+        let first = asking.first().map(|client| client.deadline);
+        let timeout = first.map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        let mut ready = vec![PollFd::new(listener, PollFlags::IN)];
+        let streams = asking.iter().map(|client| &client.stream);
+        ready.extend(streams.map(|stream| PollFd::new(stream, PollFlags::IN)));
+        match poll(&mut ready, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return error!("metrics: cannot wait for clients: {e}"),
+        }
+        let has_client = !ready[0].revents().is_empty();
+        if has_client {
+            match accept(listener) {
+                Ok(client) => {
+                    accepting.succeeded();
+                    asking.push(client);
+                }
+                Err(e) => accepting.failed(|left_out| {
+                    let e = block::explain(&e, "ringdisk tries again");
+                    warn!("metrics: cannot serve a client: {e}{left_out}");
+                }),
+            }
+        }
+        // Also the new one: most send the request at once.
+        let mut left = Vec::with_capacity(asking.len());
+        for mut client in asking {
+            match client.receive() {
+                Ok(RequestPath::Incomplete) => left.push(client),
+                Ok(parsed) => {
+                    if client.stream.set_nonblocking(false).is_ok() {
+                        let _ = requests.try_send((client.stream, parsed));
+                    }
+                }
+                Err(_) => {}
+            }
+        }
+        asking = left;
+        if asking.len() > ASKING_MAX {
+            asking.remove(0);
+        }
+    }
+}
+
+fn accept(listener: &TcpListener) -> io::Result<Asking> {
+    let (stream, _) = listener.accept()?;
+    stream.set_nonblocking(true)?;
+    Ok(Asking {
+        stream,
+        deadline: Instant::now() + TIMEOUT,
+        request: Vec::new(),
+    })
+}
+
+impl Asking {
+    /// Reads what has arrived.
+    ///
+    /// # Errors
+    /// The client is gone, or has been told that its request took too long.
+    fn receive(&mut self) -> io::Result<RequestPath> {
+        let mut part = [0; 1024];
+        loop {
+            let n = match self.stream.read(&mut part) {
+                Ok(n) => n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    if Instant::now() < self.deadline {
+                        return Ok(RequestPath::Incomplete);
+                    }
+                    let late = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\n\r\n";
+                    let _ = self.stream.write(late.as_bytes());
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                Err(e) => return Err(e),
+            };
+            self.request.extend_from_slice(&part[..n]);
+            match path(&self.request) {
+                RequestPath::Incomplete if n == 0 || self.request.len() > REQUEST_BYTES_MAX => {
+                    let why = "not a complete HTTP request\n";
+                    return Ok(RequestPath::Refused("400 Bad Request", why));
+                }
+                RequestPath::Incomplete => {}
+                parsed => return Ok(parsed),
+            }
+        }
+    }
+}
+
+fn answer(
+    stream: &TcpStream,
+    parsed: &RequestPath,
+    text: impl Fn(&mut Body<'_>) -> io::Result<()>,
+) -> io::Result<()> {
+    let (status, chunked) = match parsed {
+        RequestPath::Found { chunked } => ("200 OK", *chunked),
+        RequestPath::Refused(status, _) => (*status, false),
+        RequestPath::Incomplete => return Ok(()),
+    };
+    let mut body = Body {
+        stream,
+        deadline: Instant::now() + TIMEOUT,
+        chunked,
+        chunk: Vec::with_capacity(2 * CHUNK),
+    };
+    let encoding = if chunked {
+        "Transfer-Encoding: chunked\r\n"
+    } else {
+        ""
+    };
+    let head =
+        format!("HTTP/1.1 {status}\r\nContent-Type: {TEXT}\r\n{encoding}Connection: close\r\n\r\n");
+    body.send(head.as_bytes())?;
+    match parsed {
+        RequestPath::Refused(_, why) => body.write_all(why.as_bytes())?,
+        _ => text(&mut body)?,
+    }
+    body.end()?;
+    // Closing with unread data would reset the connection and lose the reply.
+    stream.shutdown(Shutdown::Write)?;
+    stream.set_read_timeout(Some(Duration::from_millis(100)))?;
+    let rest = io::copy(&mut stream.take(REQUEST_BYTES_MAX as u64), &mut io::sink());
+    rest.map(drop)
+}
+
+/// The body of a reply, sent in chunks (RFC 9112, 7.1), so that a client detects a truncated reply. With HTTP/1.0, it
+/// ends with the connection.
+pub struct Body<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+    chunked: bool,
+    chunk: Vec<u8>,
+}
+
+impl Write for Body<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.chunk.extend_from_slice(bytes);
+        if self.chunk.len() >= CHUNK {
+            self.flush()?;
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.chunk.is_empty() {
+            return Ok(());
+        }
+        let chunk = std::mem::take(&mut self.chunk);
+        if self.chunked {
+            self.send(format!("{:x}\r\n", chunk.len()).as_bytes())?;
+        }
+        self.send(&chunk)?;
+        if self.chunked {
+            self.send(b"\r\n")?;
+        }
+        self.chunk = chunk;
+        self.chunk.clear();
+        Ok(())
+    }
+}
+
+impl Body<'_> {
+    fn end(&mut self) -> io::Result<()> {
+        self.flush()?;
+        if self.chunked {
+            self.send(b"0\r\n\r\n")?;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.stream.set_write_timeout(Some(left))?;
+            match self.stream.write(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => bytes = &bytes[n..],
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug, PartialEq)]
+enum RequestPath {
+    Incomplete,
+    /// The path exists. Chunks are allowed, except for HTTP/1.0.
+    Found {
+        chunked: bool,
+    },
+    Refused(&'static str, &'static str),
+}
+
+fn path(request: &[u8]) -> RequestPath {
+    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
+    let mut parsed = httparse::Request::new(&mut headers);
+    match parsed.parse(request) {
+        Ok(httparse::Status::Partial) => return RequestPath::Incomplete,
+        Ok(httparse::Status::Complete(_)) => {}
+        Err(_) => return RequestPath::Refused("400 Bad Request", "not an HTTP request\n"),
+    }
+    let path = parsed.path.unwrap_or_default();
+    match (parsed.method, path.split('?').next()) {
+        (Some("GET"), Some("/metrics")) => RequestPath::Found {
+            chunked: parsed.version == Some(1),
+        },
+        (Some("GET"), _) => RequestPath::Refused("404 Not Found", "only /metrics exists\n"),
+        _ => RequestPath::Refused("405 Method Not Allowed", "only GET is allowed\n"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn http_requests_are_parsed_or_refused() {
+        assert_eq!(path(b"GET /met"), RequestPath::Incomplete);
+        let whole = b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n";
+        assert_eq!(path(whole), RequestPath::Found { chunked: true });
+        let query = b"GET /metrics?a=b HTTP/1.0\r\n\r\n";
+        assert_eq!(path(query), RequestPath::Found { chunked: false });
+        let refused = |request: &[u8], start: &str| match path(request) {
+            RequestPath::Refused(status, _) => assert!(status.starts_with(start), "{status}"),
+            other => panic!("{other:?}"),
+        };
+        refused(b"GET / HTTP/1.1\r\n\r\n", "404");
+        refused(b"POST /metrics HTTP/1.1\r\n\r\n", "405");
+        refused(b"\0\0\0\0\r\n\r\n", "400");
+        let many = format!("GET /metrics HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(100));
+        refused(many.as_bytes(), "400");
+    }
+}
