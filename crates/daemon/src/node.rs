@@ -266,7 +266,8 @@ impl Node {
     }
 
     fn described(&self, file: &DiskFile) -> (Arc<OwnedFd>, Backing, Aio) {
-        (file.descriptor().clone(), file.backing(), self.spec.aio)
+        let method = file.method(self.spec.aio);
+        (file.descriptor().clone(), file.backing(), method)
     }
 
     /// What the data path needs to replace another node by this one.

@@ -15,6 +15,7 @@ pub mod nbd;
 pub mod reload;
 
 mod deadline;
+mod hangs;
 mod numa;
 mod persist;
 mod prepare;

@@ -61,6 +61,8 @@ pub(crate) enum Command {
         disk: Arc<Disk>,
         report: bool,
     },
+    /// Find out how long requests have been waiting for storage.
+    CheckAges,
     Quit,
 }
 

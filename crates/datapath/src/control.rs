@@ -1,6 +1,7 @@
 //! Operations that control the data path: starting and stopping queues, holding disks, replacing a disk's file, and what is
 //! done about storage that fails.
 
+mod ages;
 pub(crate) mod cut;
 mod error_policy;
 pub(crate) mod hold;
@@ -77,6 +78,7 @@ impl<E: Engine> Worker<E> {
                 let _ = reply.send(Ok(()));
             }
             Command::Resume { disk, report } => self.resume(&disk, report),
+            Command::CheckAges => self.check_ages(),
             Command::Quit => self.control.has_quit = true,
         }
     }

@@ -25,6 +25,7 @@ use fleece::Fleece;
 use outage::Outage;
 use source::{Source, Storage};
 
+use crate::clock::now_ns;
 use crate::report::{IoEvent, LogLimiter};
 pub use allocation::{AllocatedExtent, AllocationCache};
 
@@ -78,6 +79,10 @@ pub(crate) struct Content {
 }
 
 type OnEvent = Box<dyn Fn(&IoEvent) + Send + Sync>;
+
+/// Storage is said to hang when it has not answered for this long. Working storage seldom takes as long, and guests report
+/// hung tasks much later.
+pub const HANG: Duration = Duration::from_secs(4);
 
 /// Longer than working storage takes, and shorter than service managers wait for a process to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
@@ -496,6 +501,14 @@ impl Disk {
     /// Requests that storage failed to serve, and that wait for it to work again.
     pub fn stalled(&self) -> u64 {
         self.outage.stalled() as u64
+    }
+
+    /// How long a request has been waiting for storage, if that is longer than [`HANG`]. Nothing is known before threads have
+    /// been [told to check](crate::IoThread::check_ages), and not more than they found at the last check.
+    pub fn hangs_for(&self) -> Option<Duration> {
+        let since = self.statistics.waits_since()?;
+        let time = Duration::from_nanos(now_ns().saturating_sub(since));
+        (time >= HANG).then_some(time)
     }
 
     /// Whether new requests wait until the operator resumes the disk.

@@ -30,7 +30,7 @@ pub use control::hold::hold;
 pub use control::replace::Replacement;
 pub use disk::fleece::{Fleece, FleeceError, FleeceLimits, FleeceUse, GRANULE};
 pub use disk::source::Storage;
-pub use disk::{AllocatedExtent, AllocationCache, Disk, Measuring, Options};
+pub use disk::{AllocatedExtent, AllocationCache, Disk, HANG, Measuring, Options};
 pub use polling::Polling;
 pub use report::{IoAction, IoEvent, IoFailure, IoResumed, LeftOut, LogLimiter};
 pub use stats::activity::ThreadStats;

@@ -401,6 +401,7 @@ impl<E: Engine> Worker<E> {
             timer: &mut self.timer,
             wake: &self.wake,
             waiting: &mut self.waiting,
+            has_jobs: self.blocking_pool.has_jobs(),
         };
         wait.wait(fetched)
     }

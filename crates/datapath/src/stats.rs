@@ -336,6 +336,12 @@ impl Tally {
         now.store(under_way as u64, Ordering::Relaxed);
     }
 
+    /// Since when a request of the queue has been waiting for storage, in nanoseconds of the monotonic clock.
+    pub fn waits_since(&self, oldest: Option<u64>) {
+        let since = &self.counters.waits_since;
+        since.store(oldest.unwrap_or(0), Ordering::Relaxed);
+    }
+
     /// The guest has been told of completed requests.
     #[inline]
     pub fn publish(&mut self) {
@@ -369,6 +375,7 @@ impl Tally {
 impl Drop for Tally {
     fn drop(&mut self) {
         self.count(0);
+        self.waits_since(None);
         self.publish();
         self.counters.in_use.store(false, Ordering::Release);
     }
@@ -385,6 +392,9 @@ struct Counters {
     errors: [AtomicU64; KINDS],
     refused: AtomicU64,
     under_way: AtomicU64,
+    /// Since when a request has been waiting for storage, in nanoseconds of the monotonic clock, as the last check found;
+    /// 0 if none has.
+    waits_since: AtomicU64,
     /// By kind, allocated when the first request of a kind has been measured.
     times: [OnceLock<Box<Times>>; KINDS],
 }
@@ -457,6 +467,14 @@ impl Statistics {
             stats.queues += u64::from(counters.in_use.load(Ordering::Relaxed));
         }
         stats
+    }
+
+    /// Since when a request of any queue has been waiting for storage, in nanoseconds of the monotonic clock, as the last
+    /// check found.
+    pub fn waits_since(&self) -> Option<u64> {
+        let queues = self.queues();
+        let all = queues.iter().map(|c| c.waits_since.load(Ordering::Relaxed));
+        all.filter(|&since| since > 0).min()
     }
 
     /// Adds the latencies that all queues have measured.

@@ -3,14 +3,17 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use block::Engine;
 use guest::{NewQueue, StoppedRing};
 
+use crate::clock::now_ns;
 use crate::command::{Command, QueueId, QueueStart, answer, gone};
-use crate::disk::Disk;
+use crate::disk::{Disk, HANG};
 use crate::polling::Polling;
 use crate::stats::activity::{Activity, ThreadStats};
 use crate::throttle::admission::Admission;
@@ -25,6 +28,8 @@ pub struct IoThread {
     activity: Arc<Activity>,
     thread: Option<JoinHandle<()>>,
     thread_id: u32,
+    /// It had nothing in flight when its requests were to be checked last.
+    was_idle: AtomicBool,
 }
 
 impl IoThread {
@@ -63,6 +68,7 @@ impl IoThread {
             activity,
             thread: Some(thread),
             thread_id: thread_id.as_raw_nonzero().get() as u32,
+            was_idle: AtomicBool::new(true),
         })
     }
 
@@ -137,6 +143,26 @@ impl IoThread {
     /// What the thread has done so far. It is not disturbed.
     pub fn stats(&self) -> ThreadStats {
         self.activity.stats()
+    }
+
+    /// Has the thread find out how long its requests have been waiting for storage, for [`Disk::hangs_for`]. Does not wait
+    /// for it, and does not wake a thread that has nothing in flight. To be called about once a second.
+    pub fn check_ages(&self) {
+        // Once more after it has become idle: nothing waits any more.
+        let (is_idle, activity) = (self.activity.is_idle(), &self.activity);
+        let was_idle = self.was_idle.swap(is_idle, Ordering::Relaxed);
+        if !(is_idle && was_idle) && activity.begin_check(now_ns()) {
+            self.send(Command::CheckAges);
+        }
+    }
+
+    /// How long the thread has not done what it was told, if that is longer than [`HANG`]: something blocks it.
+    pub fn blocked_for(&self) -> Option<Duration> {
+        match self.activity.checking_since() {
+            0 => None,
+            since => Some(Duration::from_nanos(now_ns().saturating_sub(since))),
+        }
+        .filter(|&time| time >= HANG)
     }
 
     pub(crate) fn send(&self, command: Command) {

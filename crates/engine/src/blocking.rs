@@ -1,6 +1,9 @@
 //! A thread pool for blocking system calls: it serves `aio=threads`, and operations that an engine cannot
 //! perform without blocking.
 //!
+//! A file that does not answer keeps only threads of its own: each file is sure of one, and has its share of the
+//! others.
+//!
 //! The I/O thread takes the pool's lock once per batch of submissions and once per batch of completions. A
 //! pool thread takes it once per operation, to store the finished operation and fetch the next. After the
 //! lists have grown to the number of operations in flight, which `Engine::room` limits, nothing is allocated.
@@ -20,9 +23,13 @@ use rustix::io::Errno;
 use crate::iovec::{SEGMENTS_MAX, iovec};
 use crate::ranges::{self, Range, Target};
 
-/// Maximum number of threads per engine; they start on demand. This keeps a disk array or a file server busy
+/// Maximum number of operations on one file that run at a time. This keeps a disk array or a file server busy
 /// and uses little memory.
-pub(crate) const THREADS_MAX: usize = 16;
+pub(crate) const FILE_MAX: usize = 16;
+
+/// Maximum number of operations of an engine that run at a time, without the first of each file. Threads start
+/// on demand.
+const SHARED_MAX: usize = 64;
 
 /// A thread ends after it has been idle for this long.
 const IDLE: Duration = Duration::from_secs(10);
@@ -103,18 +110,17 @@ impl BlockingPool {
 
     fn submit(&mut self) {
         let mut state = self.shared.lock();
-        state.jobs.extend(self.queued.drain(..));
-        let jobs = state.jobs.len();
-        let wake = state.idle.min(jobs);
-        let start = (jobs - wake).min(THREADS_MAX - state.threads);
+        self.queued.drain(..).for_each(|job| state.add(job));
+        let wake = state.idle.min(state.ready.len());
+        let start = state.admitted.saturating_sub(state.threads);
         state.threads += start;
         drop(state);
         (0..wake).for_each(|_| self.shared.work.notify_one());
-        for _ in 0..start {
+        for started in 0..start {
             let shared = self.shared.clone();
             let thread = thread::Builder::new().name("blocking".into());
             if thread.spawn(move || shared.work()).is_err() {
-                self.run_without_threads(start);
+                self.run_without_threads(start - started);
                 break;
             }
         }
@@ -123,16 +129,21 @@ impl BlockingPool {
     /// Called when no thread can be started. If the pool has no thread at all, the calling thread performs
     /// the jobs: late, but they complete.
     #[cold]
-    fn run_without_threads(&self, start: usize) {
+    fn run_without_threads(&self, not_started: usize) {
         let mut state = self.shared.lock();
-        state.threads -= start;
-        if state.threads == 0 {
-            let jobs = std::mem::take(&mut state.jobs);
+        state.threads -= not_started;
+        let mut signal = false;
+        while state.threads == 0
+            && let Some(job) = state.ready.pop_front()
+        {
             drop(state);
-            for job in jobs {
-                let mut state = self.shared.lock();
-                self.shared.store(&mut state, job.run());
-            }
+            let done = job.run();
+            state = self.shared.lock();
+            state.ended(job.target.number);
+            signal |= self.shared.store(&mut state, done);
+        }
+        drop(state);
+        if signal {
             self.shared.signal();
         }
     }
@@ -157,11 +168,83 @@ struct PoolShared {
 
 #[derive(Default)]
 struct PoolState {
-    jobs: VecDeque<Job>,
+    /// Jobs that threads take next. There are threads for all of these.
+    ready: VecDeque<Job>,
+    /// By [number](Target::number).
+    files: Vec<FileJobs>,
+    /// Jobs that wait in `files`.
+    waiting: usize,
+    /// Jobs that are ready or run.
+    admitted: usize,
+    /// The same, without the first of each file.
+    admitted_beyond_first: usize,
+    /// The file whose waiting job was made ready last.
+    turn: usize,
     done: Vec<Completion>,
     threads: usize,
     idle: usize,
     closed: bool,
+}
+
+/// The jobs of a file.
+#[derive(Default)]
+struct FileJobs {
+    /// Jobs that wait until others have ended.
+    waiting: VecDeque<Job>,
+    /// How many are ready or run.
+    admitted: usize,
+}
+
+impl PoolState {
+    fn add(&mut self, job: Job) {
+        let file = job.target.number;
+        if self.files.len() <= file {
+            self.files.resize_with(file + 1, FileJobs::default);
+        }
+        // No job of a file waits while another one of it could be ready.
+        if self.has_room(file) {
+            self.admit(job);
+        } else {
+            self.files[file].waiting.push_back(job);
+            self.waiting += 1;
+        }
+    }
+
+    fn has_room(&self, file: usize) -> bool {
+        match self.files[file].admitted {
+            0 => true,
+            admitted => admitted < FILE_MAX && self.admitted_beyond_first < SHARED_MAX,
+        }
+    }
+
+    fn admit(&mut self, job: Job) {
+        let jobs = &mut self.files[job.target.number];
+        self.admitted_beyond_first += usize::from(jobs.admitted > 0);
+        jobs.admitted += 1;
+        self.admitted += 1;
+        self.ready.push_back(job);
+    }
+
+    /// A job of a file has ended: another one that waits becomes ready, of each file in turn.
+    fn ended(&mut self, file: usize) {
+        let jobs = &mut self.files[file];
+        jobs.admitted -= 1;
+        self.admitted -= 1;
+        self.admitted_beyond_first -= usize::from(jobs.admitted > 0);
+        if self.waiting == 0 {
+            return;
+        }
+        for _ in 0..self.files.len() {
+            self.turn = (self.turn + 1) % self.files.len();
+            let turn = self.turn;
+            if self.has_room(turn)
+                && let Some(job) = self.files[turn].waiting.pop_front()
+            {
+                self.waiting -= 1;
+                return self.admit(job);
+            }
+        }
+    }
 }
 
 impl PoolShared {
@@ -183,7 +266,7 @@ impl PoolShared {
                 self.signal();
             }
             match job {
-                Some(job) => done = Some(job.run()),
+                Some(job) => done = Some((job.target.number, job.run())),
                 None if self.sleep() => {}
                 None => return,
             }
@@ -192,13 +275,16 @@ impl PoolShared {
 
     /// Stores a completion and fetches the next job. Returns whether the engine must be signalled: only if
     /// the list was empty before. Otherwise the engine was signalled already and has not collected yet.
-    fn exchange(&self, done: Option<Completion>) -> (Option<Job>, bool) {
+    fn exchange(&self, done: Option<(usize, Completion)>) -> (Option<Job>, bool) {
         let mut state = self.lock();
         let signal = match done {
-            Some(done) => self.store(&mut state, done),
+            Some((file, done)) => {
+                state.ended(file);
+                self.store(&mut state, done)
+            }
             None => false,
         };
-        (state.jobs.pop_front(), signal)
+        (state.ready.pop_front(), signal)
     }
 
     fn store(&self, state: &mut PoolState, done: Completion) -> bool {
@@ -210,7 +296,7 @@ impl PoolShared {
     /// Waits for a job. Returns false if the thread must end.
     fn sleep(&self) -> bool {
         let mut state = self.lock();
-        while state.jobs.is_empty() {
+        while state.ready.is_empty() {
             if state.closed {
                 state.threads -= 1;
                 return false;
@@ -222,7 +308,7 @@ impl PoolShared {
             };
             state = woken;
             state.idle -= 1;
-            if timeout.timed_out() && state.jobs.is_empty() {
+            if timeout.timed_out() && state.ready.is_empty() {
                 state.threads -= 1;
                 return false;
             }
@@ -238,6 +324,9 @@ enum Operation {
     Flush,
     Discard(FileOffset, u64, bool),
     WriteZeroes(FileOffset, u64, bool, bool),
+    /// Reads from a pipe.
+    #[cfg(test)]
+    Wait,
 }
 
 /// Segments of an operation: a single one by value, a longer list by its address.
@@ -304,6 +393,8 @@ impl Job {
                     .and_then(|()| sync(stable))
                     .map(|()| 0)
             }
+            #[cfg(test)]
+            Operation::Wait => rustix::io::read(&target.file, &mut [0; 1]).map(|n| n as i32),
         };
         Completion {
             token: self.token,
@@ -346,6 +437,70 @@ impl SegmentList {
                     e => return Err(e.unwrap_or(Errno::IO)),
                 },
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Operations on a file that does not answer, more than there are threads for all files, delay none of
+    /// another file.
+    #[test]
+    fn file_that_hangs_delays_no_other() {
+        // Reads of a pipe wait until its other end is written to.
+        let (silent, other_end) = rustix::pipe::pipe().unwrap();
+        let (silent, answering) = (Arc::new(silent), tempfile::tempfile().unwrap());
+        let target = |file, number| {
+            let backing = block::Backing::File;
+            Arc::new(Target {
+                file,
+                backing,
+                number,
+            })
+        };
+        let silent: Vec<_> = (0..8).map(|n| target(silent.clone(), n)).collect();
+        let answering = target(Arc::new(answering.into()), 8);
+        let mut pool = BlockingPool::new().unwrap();
+        for n in 0..32 * silent.len() as u64 {
+            let target = silent[n as usize % silent.len()].clone();
+            pool.start(Job {
+                target,
+                operation: Operation::Wait,
+                token: Token(n),
+            });
+        }
+        pool.push();
+        let flushes = 1000..1032;
+        for n in flushes.clone() {
+            pool.start(Job {
+                target: answering.clone(),
+                operation: Operation::Flush,
+                token: Token(n),
+            });
+        }
+        pool.push();
+        let mut done = Vec::with_capacity(512);
+        while done.len() < flushes.clone().count() {
+            rustix::event::poll(
+                &mut [rustix::event::PollFd::new(
+                    &pool.event(),
+                    rustix::event::PollFlags::IN,
+                )],
+                None,
+            )
+            .unwrap();
+            pool.collect(&mut done);
+        }
+        assert!(
+            done.iter().all(|c| flushes.contains(&c.token.0)),
+            "{done:?}"
+        );
+        drop(other_end);
+        while done.len() < flushes.clone().count() + 32 * silent.len() {
+            pool.collect(&mut done);
+            thread::yield_now();
         }
     }
 }

@@ -9,6 +9,7 @@ use block::{Aio, Backing};
 use rustix::fs::{OFlags, fcntl_getfl, fstat, fstatfs, major, minor};
 use thiserror::Error;
 
+use crate::file::DiskFile;
 use crate::inline::Inline;
 use crate::linux_aio::{LinuxAio, LinuxAioError};
 use crate::uring::{Uring, UringError};
@@ -89,11 +90,29 @@ impl fmt::Display for Choice {
 }
 
 /// Selects the I/O method for a file: the one that the operator `wanted`, or with `auto` the one that suits
-/// the file best.
+/// the file best. Threads, if submitting to the file could block the I/O thread, or what its files share.
 ///
 /// # Errors
 /// The requested method does not work for this file.
-pub fn choose(
+pub fn choose(file: &DiskFile, wanted: Aio, support: &Support) -> Result<Choice, ChoiceError> {
+    let choice = choose_local(file.as_fd(), file.backing(), wanted, support)?;
+    if file.method(wanted) == wanted {
+        return Ok(choice);
+    }
+    let what = describe(file.as_fd(), file.backing(), !file.is_cached());
+    let reason = match wanted {
+        Aio::IoUring | Aio::Native => format!(
+            "aio={wanted} was asked for, but would block the I/O thread and all its disks while the file's \
+             server does not answer; {what}"
+        ),
+        _ => format!("{what}, whose server may not answer: only this disk waits for it"),
+    };
+    let aio = Aio::Threads;
+    Ok(Choice { aio, reason })
+}
+
+/// The same for a file of which it is known that submission does not block.
+pub(crate) fn choose_local(
     file: BorrowedFd<'_>,
     backing: Backing,
     wanted: Aio,
@@ -190,6 +209,9 @@ fn file_system(file: BorrowedFd<'_>) -> String {
         0x00c3_6400 => "CephFS",
         0x794c_7630 => "overlayfs",
         0x6573_5546 => "FUSE",
+        0x0102_1997 => "9p",
+        0x0bd0_0bd0 => "Lustre",
+        0x4750_4653 => "GPFS",
         0xfe53_4d42 => "SMB",
         0x0116_1970 => "GFS2",
         other => return format!("file system {other:#x}"),

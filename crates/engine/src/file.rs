@@ -9,13 +9,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use block::{Backing, CacheMode, DiskFacts};
+use block::{Aio, Backing, CacheMode, DiskFacts};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 use thiserror::Error;
 use tracing::{info, warn};
 
 use crate::lock;
+use crate::submission::Submission;
 
 /// The largest logical block size that a disk may require of a guest, and a buffer alignment that every
 /// backing accepts.
@@ -29,6 +30,7 @@ pub struct DiskFile {
     found: Metadata,
     facts: DiskFacts,
     cached: bool,
+    submission: Submission,
 }
 
 /// Identifies a file or device independently of its path.
@@ -258,6 +260,7 @@ impl DiskFile {
         .map_err(|e| OpenError::Io(name.clone(), "read its block size", e))?;
         let identity = Identity::of_fd(&file);
         let identity = identity.map_err(|e| OpenError::Io(name, "read its identity", e))?;
+        let submission = Submission::of(file.as_fd(), backing);
         Ok(Self {
             file: Arc::new(file.into()),
             backing,
@@ -265,6 +268,7 @@ impl DiskFile {
             found,
             facts,
             cached: !cache.direct(),
+            submission,
         })
     }
 
@@ -370,6 +374,12 @@ impl DiskFile {
     /// Whether it is a regular file or a block device.
     pub fn backing(&self) -> Backing {
         self.backing
+    }
+
+    /// The method to [attach](block::Engine::attach) the file with, if the operator wants this one: threads,
+    /// if another method could make all disks of an I/O thread wait for the server that has the file.
+    pub fn method(&self, wanted: Aio) -> Aio {
+        self.submission.method(wanted)
     }
 
     /// The current size in bytes.

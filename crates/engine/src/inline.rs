@@ -71,7 +71,7 @@ impl Timing {
 }
 
 /// Number of times that this thread has gone to sleep.
-fn sleeps() -> i64 {
+pub(crate) fn sleeps() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 

@@ -15,6 +15,7 @@ mod numa;
 mod poller;
 mod ranges;
 mod signals;
+mod submission;
 mod uring;
 mod workers;
 

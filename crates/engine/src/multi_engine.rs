@@ -8,7 +8,7 @@ use std::sync::Arc;
 use block::{Aio, Backing, Completion, Engine, FileId, Op, Remote, Segment, Token};
 
 use crate::blocking::{BlockingPool, Job};
-use crate::choice::{Support, choose};
+use crate::choice::{Support, choose_local};
 use crate::inline::Inline;
 use crate::linux_aio::LinuxAio;
 use crate::poller::Poller;
@@ -102,6 +102,8 @@ impl MultiEngine {
             target: Arc::new(Target {
                 file: file.clone(),
                 backing,
+                // Files of the ring have the even numbers.
+                number: 2 * number + 1,
             }),
             linux_aio,
         });
@@ -183,8 +185,15 @@ impl Main {
 
 impl Engine for MultiEngine {
     fn attach(&mut self, file: &Arc<OwnedFd>, backing: Backing, aio: Aio) -> io::Result<FileId> {
-        let choice = choose(file.as_fd(), backing, aio, &self.support).map_err(io::Error::other)?;
-        match (choice.aio, &mut self.main) {
+        // Files that a server has are attached with these methods, and nothing else is asked of the server: it
+        // may hang.
+        match (aio, &mut self.main) {
+            (Aio::Threads, _) => return self.attach_auxiliary(file, backing, false, aio),
+            (Aio::IoUring, Main::Ring(ring)) => return ring.attach(file, backing, aio),
+            _ => {}
+        }
+        let choice = choose_local(file.as_fd(), backing, aio, &self.support);
+        match (choice.map_err(io::Error::other)?.aio, &mut self.main) {
             (Aio::IoUring | Aio::Auto, Main::Ring(ring)) => ring.attach(file, backing, aio),
             (chosen, _) => self.attach_auxiliary(file, backing, chosen == Aio::Native, aio),
         }

@@ -16,6 +16,8 @@ const ZEROES: usize = 1 << 20;
 pub(crate) struct Target {
     pub file: Arc<OwnedFd>,
     pub backing: Backing,
+    /// Its number in the engine's thread pool.
+    pub number: usize,
 }
 
 /// A byte range of a file.

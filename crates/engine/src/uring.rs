@@ -252,6 +252,8 @@ impl Engine for Uring {
             file: Arc::new(BlockingTarget {
                 file: file.clone(),
                 backing,
+                // Files outside the ring have the odd numbers.
+                number: 2 * id as usize,
             }),
         };
         match free {

@@ -5,7 +5,7 @@ use std::mem;
 
 use io_uring::IoUring;
 
-use crate::blocking::THREADS_MAX;
+use crate::blocking::FILE_MAX;
 
 /// CPU affinity of the workers of one thread. Kernels before 6.2 let workers run on every CPU, whatever the
 /// affinity of their thread, so they would take time from the guests that the thread was kept away from. No
@@ -18,7 +18,7 @@ pub(crate) struct Workers {
 
 impl Workers {
     /// Configures the workers of the calling thread, which created the ring and has not enabled it. Limits
-    /// their number to the size of the thread pool, or to the kernel's default if that is lower; the default
+    /// their number to that of a file's threads in the pool, or to the kernel's default if that is lower; the default
     /// is four workers per CPU, for each thread.
     pub fn of(ring: &IoUring) -> Self {
         let mut before = [0; 2];
@@ -27,7 +27,7 @@ impl Workers {
         if submitter.register_iowq_max_workers(&mut before).is_ok() {
             // The limit of unbounded workers (for sockets and similar) is unchanged; ringdisk does not use
             // them.
-            let mut wanted = [before[0].min(THREADS_MAX as u32), 0];
+            let mut wanted = [before[0].min(FILE_MAX as u32), 0];
             let _ = submitter.register_iowq_max_workers(&mut wanted);
         }
         let mut workers = Self { cpus: None };

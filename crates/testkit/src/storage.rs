@@ -125,6 +125,15 @@ impl Control {
     }
 }
 
+/// What the kernel does when an operation on the file is submitted to io_uring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Submission {
+    /// It sends the operation to the server (`FUSE_ASYNC_DIO`).
+    Asynchronous,
+    /// The thread that submits a read waits for the server's answer, as with most FUSE servers.
+    Blocking,
+}
+
 /// A file system with one file, `disk`. Dropping this unmounts it; operations in flight then fail.
 pub struct Storage {
     directory: PathBuf,
@@ -139,6 +148,19 @@ impl Storage {
     /// # Errors
     /// FUSE is not available, or this user may not mount.
     pub fn mount(directory: &Path, content: Vec<u8>, seed: u64) -> io::Result<Self> {
+        Self::mount_as(directory, content, seed, Submission::Asynchronous)
+    }
+
+    /// The same; on the second kind of file system, threads that submit reads to io_uring wait for them.
+    ///
+    /// # Errors
+    /// As for [`mount`](Self::mount).
+    pub fn mount_as(
+        directory: &Path,
+        content: Vec<u8>,
+        seed: u64,
+        submission: Submission,
+    ) -> io::Result<Self> {
         let device = File::options().read(true).write(true).open("/dev/fuse")?;
         let text = |s: String| CString::new(s).map_err(io::Error::other);
         let options = text(format!(
@@ -169,6 +191,7 @@ impl Storage {
             device,
             control: control.clone(),
             wake: wake.clone(),
+            submission,
             random: Random(seed),
             late: VecDeque::new(),
         };
@@ -226,6 +249,7 @@ struct Server {
     device: File,
     control: Arc<Mutex<Control>>,
     wake: Arc<OwnedFd>,
+    submission: Submission,
     random: Random,
     /// Requests to be answered later, and the time of the answer.
     late: VecDeque<(Instant, Request)>,
@@ -329,7 +353,7 @@ impl Server {
     fn execute(&mut self, request: &Request) -> Result<Vec<u8>, i32> {
         let body = &request.body[..];
         match request.opcode {
-            INIT => Ok(init(body)),
+            INIT => Ok(init(body, self.submission)),
             LOOKUP if body.strip_suffix(b"\0") == Some(NAME) => {
                 let mut entry = Vec::new();
                 // Attributes are never cached: a power cut changes lengths without the kernel's knowledge.
@@ -470,13 +494,16 @@ fn part_of(len: u64, random: &mut Random) -> u64 {
     (1 + random.below(len.div_ceil(PAGE) - 1)) * PAGE
 }
 
-fn init(body: &[u8]) -> Vec<u8> {
+fn init(body: &[u8], submission: Submission) -> Vec<u8> {
     const ASYNC_READ: u32 = 1;
     const BIG_WRITES: u32 = 1 << 5;
     const ASYNC_DIO: u32 = 1 << 15;
     const PARALLEL_DIROPS: u32 = 1 << 18;
     const MAX_PAGES: u32 = 1 << 22;
-    let wanted = ASYNC_READ | BIG_WRITES | ASYNC_DIO | PARALLEL_DIROPS | MAX_PAGES;
+    let mut wanted = ASYNC_READ | BIG_WRITES | PARALLEL_DIROPS | MAX_PAGES;
+    if submission == Submission::Asynchronous {
+        wanted |= ASYNC_DIO;
+    }
     let mut bytes = Vec::new();
     for word in [7, 31, 0, u32_at(body, 12) & wanted] {
         bytes.extend(word.to_ne_bytes());

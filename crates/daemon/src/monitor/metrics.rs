@@ -46,6 +46,7 @@ struct DiskSample {
     name: String,
     size: u64,
     connected: bool,
+    hangs: bool,
     /// Without latencies.
     counts: DiskStats,
 }
@@ -58,6 +59,7 @@ fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
             name: export.id.clone(),
             size: export.disk.size(),
             connected: export.connected(),
+            hangs: export.device.hangs_for().is_some(),
             counts: export.disk.counts(),
         }));
     });
@@ -98,7 +100,7 @@ type DiskMetric = (
     fn(&DiskSample) -> u64,
 );
 
-const DISK_METRICS: [DiskMetric; 5] = [
+const DISK_METRICS: [DiskMetric; 6] = [
     (
         "ringdisk_disk_size_bytes",
         "gauge",
@@ -122,6 +124,12 @@ const DISK_METRICS: [DiskMetric; 5] = [
         "gauge",
         "Requests that wait for failed storage to work again.",
         |disk| disk.counts.stalled,
+    ),
+    (
+        "ringdisk_disk_storage_hangs",
+        "gauge",
+        "Whether requests have been waiting for storage for more than four seconds.",
+        |disk| disk.hangs.into(),
     ),
     (
         "ringdisk_disk_refused_total",
@@ -341,6 +349,7 @@ mod tests {
             name: name.into(),
             size: 1 << 30,
             connected: true,
+            hangs: true,
             counts: stats.clone(),
         };
         let times = [(1_001, 3), (300_000, 4), (20_000_000_000, 5)];
@@ -361,6 +370,7 @@ mod tests {
         let bucket = |le: &str| {
             format!("ringdisk_disk_request_seconds_bucket{{{name},stage=\"total\",le=\"{le}\"}}")
         };
+        has(r#"ringdisk_disk_storage_hangs{disk="odd \"name\"\\"} 1"#);
         has(&format!("{} 3", bucket("0.00001")));
         has(&format!("{} 3", bucket("0.0002")));
         has(&format!("{} 7", bucket("0.0005")));

@@ -3,12 +3,13 @@
 //! Counters are totals since the disk was first served; a client computes rates from two replies.
 
 use block::{Aio, ThrottleLimits};
-use datapath::{Disk, DiskStats, Histogram, RequestStats, ThreadStats};
+use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
 use serde_json::{Map, Value, json};
 
 use crate::config::limits;
 use crate::node::Node;
 use crate::server::DiskView;
+use crate::server::device::ServedDisk;
 use crate::server::iothreads::NamedThread;
 
 /// The percentiles that are given with each histogram.
@@ -40,7 +41,7 @@ pub fn disk(look: &DiskView<'_>) -> Value {
         disk["socket"] = export.socket.display().to_string().into();
         disk["connected"] = export.connected().into();
         disk["front-end-pid"] = export.front_end_pid().into();
-        disk["storage"] = storage_state(node, &export.disk).into();
+        disk["storage"] = storage_state(node, &export.device).into();
         disk["queues"] = threads.len().into();
         disk["queue-size"] = export.device.queue_size.into();
         disk["write-cache"] = export.disk.write_cache().into();
@@ -52,10 +53,11 @@ pub fn disk(look: &DiskView<'_>) -> Value {
 }
 
 /// How the storage of a disk does, in a word.
-fn storage_state(node: &Node, disk: &Disk) -> &'static str {
+fn storage_state(node: &Node, device: &ServedDisk) -> &'static str {
+    let disk = &device.disk;
     if node.rbd().is_some_and(|rbd| rbd.is_blocklisted()) {
         "blocklisted"
-    } else if disk.is_abandoned() {
+    } else if disk.is_abandoned() || device.hangs_for().is_some() {
         "hangs"
     } else if disk.is_stopped() {
         "stopped"

@@ -1,6 +1,5 @@
 //! Opens disks.
 
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -69,7 +68,7 @@ impl Node {
         }
         let choice = match &opened.file {
             Some(file) => {
-                let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here())
+                let choice = choose(file, spec.aio, &Support::here())
                     .map_err(|e| NodeError::Aio(filename.clone(), e))?;
                 info!("disk {}: aio={choice}", spec.name);
                 Some(choice)

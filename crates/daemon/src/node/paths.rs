@@ -2,7 +2,6 @@
 //! are served.
 
 use std::io;
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -35,7 +34,7 @@ impl Node {
         };
         let filename = path.display().to_string();
         let file = DiskFile::open_with(path, spec.cache, spec.read_only, Locking::None)?;
-        let choice = choose(file.as_fd(), file.backing(), spec.aio, &Support::here());
+        let choice = choose(&file, spec.aio, &Support::here());
         choice.map_err(|e| NodeError::Aio(filename.clone(), e))?;
         let (facts, mut size) = (file.facts(), 0);
         match format_of(spec, path, file.backing())? {

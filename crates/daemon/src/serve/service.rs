@@ -94,6 +94,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         rights: rights.clone(),
     };
     let server = Server::new(threads, context, sandbox.clone());
+    server.watch_hangs();
     if let Some(fleece) = &settings.fleece {
         server.backups.set_directory(fleece);
     }

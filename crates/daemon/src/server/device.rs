@@ -44,6 +44,13 @@ pub struct ServedDisk {
 const NEVER_READ: u64 = u64::MAX;
 
 impl ServedDisk {
+    /// How long its storage has not answered, or something has blocked one of its I/O threads, if that is longer than
+    /// storage should take.
+    pub fn hangs_for(&self) -> Option<Duration> {
+        let threads = self.threads.iter().map(|t| t.thread.blocked_for());
+        threads.max().flatten().max(self.disk.hangs_for())
+    }
+
     /// A disk with one queue for each of `threads`, the write cache that its guest has chosen before, and the size that
     /// its front-end has read from the old process. `chosen` is called when the guest changes the write cache.
     pub fn new(

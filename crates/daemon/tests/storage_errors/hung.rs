@@ -55,6 +55,55 @@ fn hung_storage_delays_no_other_disk_and_no_shutdown() {
     }
 }
 
+/// A disk on a file system where a submitted read waits for a server that does not answer: other disks of the thread go on,
+/// and the log, the list and the metrics say which disk hangs, until it answers.
+#[test]
+fn hung_server_blocks_no_other_disk_and_is_named() {
+    for options in ["cache=none", "cache=writeback", "cache=none,aio=io_uring"] {
+        let Some(setup) = Setup::on(Submission::Blocking, "raw", 4) else {
+            return;
+        };
+        let (file, socket) = (
+            setup.dir.path().join("other.raw"),
+            setup.dir.path().join("o.sock"),
+        );
+        let create = std::fs::File::create(&file).unwrap();
+        create.set_len(DISK_BYTES).unwrap();
+        let other = format!("file={},socket={}", file.display(), socket.display());
+        let server = setup.serve(options, &[other]);
+        let (mut device, mut beside) = (setup.connect(), connect(&socket));
+        let mut client = control::Client::connect(setup.control(), HANG).unwrap();
+        let mut storage = || -> Vec<String> {
+            let stats = client.call("x-ringdisk-stats", json!({})).unwrap();
+            let disks = stats["disks"].as_array().unwrap();
+            let word = |disk: &serde_json::Value| disk["storage"].as_str().unwrap().to_owned();
+            disks.iter().map(word).collect()
+        };
+        setup.storage.change(|s| s.hangs = true);
+        submit(&mut device, Op::Read);
+        wait_until("storage has one", || setup.storage.control().held > 0);
+        for op in [Op::Read, Op::Write, Op::Flush] {
+            submit(&mut beside, op);
+            assert_eq!(
+                finish(&mut beside),
+                vec![OK; usize::from(DEPTH)],
+                "{options}"
+            );
+        }
+        server.wait_for_log(&["disk disk: its storage hangs"]);
+        assert_eq!(storage(), ["hangs", "works"], "{options}");
+        setup.storage.change(|s| s.hangs = false);
+        assert_eq!(
+            finish(&mut device),
+            vec![OK; usize::from(DEPTH)],
+            "{options}"
+        );
+        server.wait_for_log(&["disk disk: its storage answers again"]);
+        wait_until("the disk works", || storage() == ["works", "works"]);
+        assert!(!server.log().contains("disk other: its storage hangs"));
+    }
+}
+
 /// One command detaches a disk even if its storage does not answer; its output says so, and nothing is left to detach.
 /// A later attempt to open the file names the process that has it.
 #[test]

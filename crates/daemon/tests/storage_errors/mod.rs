@@ -15,7 +15,7 @@ use serde_json::json;
 use testkit::driver::{Device, DeviceConfig, HANG, Op};
 use testkit::random::Random;
 use testkit::server::Server;
-use testkit::storage::{Mishaps, Storage};
+use testkit::storage::{Mishaps, Storage, Submission};
 
 use crate::support::wait_until;
 
@@ -35,6 +35,10 @@ struct Setup {
 
 impl Setup {
     fn new(format: &'static str, seed: u64) -> Option<Self> {
+        Self::on(Submission::Asynchronous, format, seed)
+    }
+
+    fn on(submission: Submission, format: &'static str, seed: u64) -> Option<Self> {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let mount = dir.path().join("mnt");
         std::fs::create_dir(&mount).unwrap();
@@ -49,7 +53,7 @@ impl Setup {
                 std::fs::read(&image).unwrap()
             }
         };
-        match Storage::mount(&mount, content, seed) {
+        match Storage::mount_as(&mount, content, seed, submission) {
             Ok(storage) => Some(Self {
                 storage,
                 dir,

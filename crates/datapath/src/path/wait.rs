@@ -37,6 +37,8 @@ pub(crate) struct Wait<'a, E> {
     pub timer: &'a mut Timer,
     pub wake: &'a Wake,
     pub waiting: &'a mut Waiting,
+    /// A job of the blocking pool runs, or waits for its turn.
+    pub has_jobs: bool,
 }
 
 impl<E: Engine> Wait<'_, E> {
@@ -93,15 +95,19 @@ impl<E: Engine> Wait<'_, E> {
         if self.enable_kicks(start) {
             return self.engine.push();
         }
-        self.waiting.activity.slept();
+        let is_idle = in_flight == 0 && !self.has_jobs;
+        self.waiting.activity.sleeps(is_idle);
         let poller = &mut self.waiting.poller;
-        if in_flight == 0 && poller.measures_next_sleep() {
+        let result = if in_flight == 0 && poller.measures_next_sleep() {
             let before = thread_cpu_ns();
-            self.engine.wait()?;
+            let result = self.engine.wait();
             poller.record_sleep(thread_cpu_ns().saturating_sub(before));
-            return Ok(());
-        }
-        self.engine.wait()
+            result
+        } else {
+            self.engine.wait()
+        };
+        self.waiting.activity.woke();
+        result
     }
 
     /// How long to poll for the disks that are likely to be ready soonest; 0 for not at all.

@@ -15,6 +15,9 @@ use crate::stats::Stamps;
 /// time. 4k requests have one, or two where they meet the end of a page.
 const INLINE: usize = 4;
 
+/// How much longer a discard or a write-zeroes may take than another request, in nanoseconds.
+const RANGE_NS: u64 = 60_000_000_000;
+
 pub(crate) struct Slot {
     pub ticket: Ticket,
     pub request: Request,
@@ -24,6 +27,8 @@ pub(crate) struct Slot {
     pub left: u64,
     /// Bytes to report as written to the guest, if all goes well.
     pub written: u32,
+    /// When a check for storage that hangs found it first, in nanoseconds of the monotonic clock; 0 if none has.
+    pub seen_ns: u64,
     /// Times that this operation was tried again.
     pub retries: u8,
     /// Part of it was written and is not durable.
@@ -84,6 +89,7 @@ impl Slot {
             at: FileOffset(0),
             left: 0,
             written: 0,
+            seen_ns: 0,
             retries: 0,
             needs_sync: false,
             state: RequestState::Done,
@@ -96,6 +102,33 @@ impl Slot {
             first: 0,
             len: 0,
         }
+    }
+
+    /// Since when it has been waiting for the disk's storage, as far as checks have seen; `None` if it waits for something
+    /// else, or storage has answered that it cannot serve it.
+    pub fn waits_since(&mut self, now_ns: u64) -> Option<u64> {
+        match self.state {
+            RequestState::Noting
+            | RequestState::Mapping
+            | RequestState::Filling
+            | RequestState::Moving
+            | RequestState::Syncing => {}
+            RequestState::Held
+            | RequestState::Preserving
+            | RequestState::Stalled(_)
+            | RequestState::Done => {
+                self.seen_ns = 0;
+                return None;
+            }
+        }
+        if self.seen_ns == 0 {
+            // Large ranges take working storage long.
+            self.seen_ns = match self.request {
+                Request::Discard { .. } | Request::WriteZeroes { .. } => now_ns + RANGE_NS,
+                _ => now_ns,
+            };
+        }
+        Some(self.seen_ns)
     }
 
     /// Whether it waits for an fdatasync, or for another one after one that failed.
@@ -208,6 +241,7 @@ impl Slots {
         slot.request = request;
         slot.at = at;
         slot.stamps = stamps;
+        slot.seen_ns = 0;
         slot.retries = 0;
         slot.needs_sync = false;
         slot.precedes_cut = false;

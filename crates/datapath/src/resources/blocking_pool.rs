@@ -80,6 +80,8 @@ struct PoolShared {
     job_ready: Condvar,
     /// Length of `state.results`, which can be read without the lock.
     results: AtomicUsize,
+    /// Jobs that have not ended, which can be read without the lock.
+    jobs: AtomicUsize,
     /// The I/O thread's.
     wake: Arc<Wake>,
 }
@@ -174,6 +176,7 @@ impl BlockingPool {
                 state: Mutex::default(),
                 job_ready: Condvar::new(),
                 results: AtomicUsize::new(0),
+                jobs: AtomicUsize::new(0),
                 wake,
             }),
         }
@@ -186,6 +189,7 @@ impl BlockingPool {
         request: RequestId,
         job: impl FnOnce() -> JobResult + Send + 'static,
     ) {
+        self.shared.jobs.fetch_add(1, Ordering::Relaxed);
         let mut state = self.shared.lock();
         if !state.add(disk, request, Box::new(job)) {
             return;
@@ -200,6 +204,12 @@ impl BlockingPool {
         if thread.spawn(move || shared.run_jobs()).is_err() {
             self.run_jobs_here();
         }
+    }
+
+    /// Whether a job has not ended.
+    #[inline]
+    pub fn has_jobs(&self) -> bool {
+        self.shared.jobs.load(Ordering::Relaxed) > 0
     }
 
     /// A handle that has a request looked up again.
@@ -228,6 +238,7 @@ impl BlockingPool {
         {
             drop(state);
             self.shared.add_result(request, job());
+            self.shared.jobs.fetch_sub(1, Ordering::Relaxed);
             state = self.shared.lock();
             state.ended(disk);
         }
@@ -267,6 +278,7 @@ impl PoolShared {
         let mut last = None;
         while let Some((disk, request, job)) = self.next_job(last) {
             self.add_result(request, job());
+            self.jobs.fetch_sub(1, Ordering::Relaxed);
             last = Some(disk);
         }
     }

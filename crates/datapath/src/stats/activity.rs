@@ -1,6 +1,6 @@
 //! What an I/O thread does with its time.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use super::histogram::add;
 
@@ -32,6 +32,11 @@ pub(crate) struct Activity {
     polled_ns: AtomicU64,
     poll_saved_ns: AtomicU64,
     sleeps: AtomicU64,
+    /// It sleeps, and nothing is in flight.
+    is_idle: AtomicBool,
+    /// When it was told to check the age of its requests, in nanoseconds of the monotonic clock; 0 once it has. Written by
+    /// the thread that tells it as well.
+    checking_since: AtomicU64,
 }
 
 impl Activity {
@@ -48,8 +53,35 @@ impl Activity {
         add(&self.poll_saved_ns, saved_ns);
     }
 
-    pub fn slept(&self) {
+    /// It is about to sleep, with nothing in flight or not.
+    pub fn sleeps(&self, is_idle: bool) {
         add(&self.sleeps, 1);
+        self.is_idle.store(is_idle, Ordering::Relaxed);
+    }
+
+    /// It has been woken.
+    pub fn woke(&self) {
+        self.is_idle.store(false, Ordering::Relaxed);
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.is_idle.load(Ordering::Relaxed)
+    }
+
+    /// It is told to check the age of its requests. Returns false if it was told before, and has not done so.
+    pub fn begin_check(&self, now_ns: u64) -> bool {
+        let since = &self.checking_since;
+        let begun = since.compare_exchange(0, now_ns, Ordering::Relaxed, Ordering::Relaxed);
+        begun.is_ok()
+    }
+
+    pub fn answered_check(&self) {
+        self.checking_since.store(0, Ordering::Relaxed);
+    }
+
+    /// Since when it has not done what it was told; 0 if it has.
+    pub fn checking_since(&self) -> u64 {
+        self.checking_since.load(Ordering::Relaxed)
     }
 
     pub fn stats(&self) -> ThreadStats {

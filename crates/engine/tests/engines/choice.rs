@@ -1,6 +1,5 @@
 //! Which engine is chosen when, and what is said of it.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use block::{Aio, CacheMode, Engine};
@@ -10,7 +9,7 @@ use super::places::{Place, support};
 
 fn chosen(place: &Place, aio: Aio, ring: bool) -> Result<Choice, String> {
     let file = place.open(false).unwrap();
-    choose(file.as_fd(), file.backing(), aio, &support(ring)).map_err(|e| e.to_string())
+    choose(&file, aio, &support(ring)).map_err(|e| e.to_string())
 }
 
 #[test]
@@ -74,7 +73,7 @@ fn seccomp_filter_forbids_io_uring() {
     assert!(support.linux_aio.is_ok());
     for place in Place::all() {
         let file = place.open(false).unwrap();
-        let choice = choose(file.as_fd(), file.backing(), Aio::Auto, &support).unwrap();
+        let choice = choose(&file, Aio::Auto, &support).unwrap();
         assert_ne!(choice.aio, Aio::IoUring);
         let why = "io_uring is forbidden here by a seccomp filter";
         assert!(choice.reason.ends_with(why), "{choice:?}");
@@ -88,9 +87,9 @@ fn seccomp_filter_forbids_io_uring() {
     let support = Support::probe();
     for place in Place::all() {
         let file = place.open(false).unwrap();
-        let choice = choose(file.as_fd(), file.backing(), Aio::Auto, &support).unwrap();
+        let choice = choose(&file, Aio::Auto, &support).unwrap();
         assert_eq!(choice.aio, Aio::Threads);
-        let error = choose(file.as_fd(), file.backing(), Aio::Native, &support).unwrap_err();
+        let error = choose(&file, Aio::Native, &support).unwrap_err();
         let expected = if place.cache.direct() {
             "io_setup"
         } else {
