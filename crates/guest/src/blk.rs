@@ -161,7 +161,10 @@ pub fn parse(
         }
         b::VIRTIO_BLK_T_DISCARD | b::VIRTIO_BLK_T_WRITE_ZEROES => {
             let mut bytes = [0; 16];
-            // The configuration space allows one range per request.
+            // The configuration space allows one range per request: more are unsupported, as in QEMU.
+            if !facts.read_only && chain.readable_len > 16 {
+                return Err(Status::Unsupported);
+            }
             if facts.read_only || chain.readable_len != 16 || payload(&mut bytes) != 16 {
                 return Err(Status::IoError);
             }

@@ -532,9 +532,26 @@ fn discard_and_write_zeroes_ranges_are_checked() {
             "a segment and a half",
             zeroes,
             [segment(0, 8, 0).to_vec(), vec![0; 8]].concat(),
-            IOERR,
+            UNSUPP,
         ),
-        ("too many segments", discard, too_many, IOERR),
+        (
+            "too many segments in a discard",
+            discard,
+            too_many.clone(),
+            UNSUPP,
+        ),
+        (
+            "too many segments in write zeroes",
+            zeroes,
+            too_many,
+            UNSUPP,
+        ),
+        (
+            "too many segments, one of them behind the end",
+            zeroes,
+            [segment(0, 8, 0), segment(end, 8, 0)].concat(),
+            UNSUPP,
+        ),
     ] {
         let request = [header(kind, 0), payload].concat();
         let layout = Layout {
