@@ -31,6 +31,15 @@ pub struct DirtyBitmap {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooLarge;
 
+/// Why a bitmap cannot cover a disk that has grown.
+#[derive(Debug)]
+pub enum CannotGrow {
+    /// The bits of all bitmaps, or of this one, would exceed a limit.
+    Limit,
+    /// There is no space for more words.
+    NoSpace(io::Error),
+}
+
 /// Memory for the words of a bitmap that survives a kill of the process.
 pub trait SharedWords: Send + Sync {
     /// All words that there are. They never move.
@@ -73,14 +82,14 @@ impl Words {
         }
     }
 
-    fn grow(&self, words: u64) -> Result<(), TooLarge> {
+    fn grow(&self, words: u64) -> Result<(), CannotGrow> {
         let segments = match self {
-            Self::Shared(shared) => return shared.grow(words).map_err(|_| TooLarge),
+            Self::Shared(shared) => return shared.grow(words).map_err(CannotGrow::NoSpace),
             Self::Own(_) if words == 0 => return Ok(()),
             Self::Own(segments) => segments,
         };
         let (last, _) = locate(words - 1);
-        let segments = segments.get(..=last).ok_or(TooLarge)?;
+        let segments = segments.get(..=last).ok_or(CannotGrow::Limit)?;
         for (number, segment) in segments.iter().enumerate() {
             // Its pages exist once bits are set in them.
             let words = || vec![0; (FIRST << number) as usize].into_iter();
@@ -252,10 +261,19 @@ impl DirtyBitmap {
     /// # Errors
     /// The disk is too large for this granularity. Nothing changes.
     pub fn grow(&self, size: u64) -> Result<(), TooLarge> {
-        let words = size.div_ceil(self.granularity()).div_ceil(64);
-        self.words.grow(words)?;
+        self.reserve(size).map_err(|_| TooLarge)?;
         self.size.fetch_max(size, SeqCst);
         Ok(())
+    }
+
+    /// Makes space for the bits of a disk of this size, which the bitmap does not cover yet. Only one thread at a time may call
+    /// this.
+    ///
+    /// # Errors
+    /// There is none. Nothing changes.
+    pub fn reserve(&self, size: u64) -> Result<(), CannotGrow> {
+        let words = size.div_ceil(self.granularity()).div_ceil(64);
+        self.words.grow(words)
     }
 
     /// Sets the bits of a range of the disk, which is about to change.
@@ -452,27 +470,39 @@ impl DirtyBitmaps {
         self.lock().clone()
     }
 
-    /// Lets them cover a disk that has grown to `size`; the new part is clean. Only one thread at a time may call this. Returns
-    /// those that cannot, and are inconsistent from now on: the bits of all take at most `bytes_max` bytes. Backups depend on
-    /// those that persist, which come first, and many small ones are worth more than a large one.
+    /// Makes space for the bits of a disk of `size` bytes. Only one thread at a time may call this. Returns those for which there
+    /// is none, and which must become inconsistent before the disk grows: the bits of all take at most `bytes_max` bytes.
+    /// Backups depend on those that persist, which come first, and many small ones are worth more than a large one.
     #[must_use]
-    pub fn grow(&self, size: u64, bytes_max: u64) -> Vec<Arc<DirtyBitmap>> {
+    pub fn reserve(&self, size: u64, bytes_max: u64) -> Vec<(Arc<DirtyBitmap>, CannotGrow)> {
         let mut all = self.all();
-        let needed = |bitmap: &DirtyBitmap| bitmap.bytes_at(size);
         all.retain(|bitmap| !bitmap.is_inconsistent());
-        all.sort_by_key(|bitmap| (!bitmap.is_persistent(), needed(bitmap)));
+        all.sort_by_key(|bitmap| (!bitmap.is_persistent(), bitmap.bytes_at(size)));
         let mut left = bytes_max;
-        all.retain(|bitmap| {
-            let needed = needed(bitmap);
-            let is_lost = needed > left || bitmap.grow(size).is_err();
-            if is_lost {
-                bitmap.set_inconsistent();
+        let mut without = Vec::new();
+        for bitmap in all {
+            let needed = bitmap.bytes_at(size);
+            let reserved = if needed > left {
+                Err(CannotGrow::Limit)
             } else {
-                left -= needed;
+                bitmap.reserve(size)
+            };
+            match reserved {
+                Ok(()) => left -= needed,
+                Err(why) => without.push((bitmap, why)),
             }
-            is_lost
-        });
-        all
+        }
+        without
+    }
+
+    /// Lets those cover a disk that has grown to `size` for whose bits there is [space](Self::reserve); the new part is clean. Only
+    /// one thread at a time may call this.
+    pub fn grow(&self, size: u64) {
+        for bitmap in self.all() {
+            if !bitmap.is_inconsistent() && bitmap.grow(size).is_err() {
+                bitmap.set_inconsistent();
+            }
+        }
     }
 
     /// The one with this name.

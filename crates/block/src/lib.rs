@@ -14,7 +14,9 @@ mod request;
 mod throttle;
 mod units;
 
-pub use bitmap::{DirtyBitmap, DirtyBitmaps, RecordingBitmaps, SharedWords, TimeNoted, TooLarge};
+pub use bitmap::{
+    CannotGrow, DirtyBitmap, DirtyBitmaps, RecordingBitmaps, SharedWords, TimeNoted, TooLarge,
+};
 pub use engine::{Completion, DataExtents, Engine, FileId, Op, Remote, Segment, Token};
 pub use facts::{Backing, BlockSizeError, DiskFacts};
 pub use intent::{NoteStore, REGIONS_MAX, WriteIntent, noted_ranges, region_bits};

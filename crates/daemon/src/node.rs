@@ -425,7 +425,10 @@ impl Node {
         match image {
             Some(Image::Chain(chain)) => {
                 let recorded_bitmaps = self.state().recorded_bitmaps.clone();
-                (recorded_bitmaps.as_ref()).inspect(|bitmaps| bitmaps.note_again());
+                (recorded_bitmaps.as_ref()).inspect(|bitmaps| {
+                    bitmaps.note_again();
+                    bitmaps.reserve(size);
+                });
                 chain.grow(size).map_err(|e| e.to_string())?;
                 recorded_bitmaps.inspect(|bitmaps| bitmaps.resize(size, size));
                 return Ok(());

@@ -49,7 +49,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use block::{DirtyBitmap, DirtyBitmaps, NoteStore};
+use block::{CannotGrow, DirtyBitmap, DirtyBitmaps, NoteStore};
 use image::{BITMAP_BYTES_MAX, UnusableBitmap};
 use tracing::{error, info, warn};
 
@@ -109,7 +109,7 @@ impl RecordedBitmaps {
         let path = &medium.path(path)?;
         let state = match state_of(spec, context) {
             Ok(state) => state,
-            Err(why) => return Ok(Self::without_place(spec, context, path, size, why)),
+            Err(why) => return Self::without_place(spec, context, path, size, why),
         };
         let place = Place::new(state, context, path, medium, None);
         let this = Self::new(&spec.name, size, Ok(place));
@@ -418,7 +418,7 @@ impl RecordedBitmaps {
         let mut inner = self.inner();
         let old = std::mem::replace(&mut inner.files, new.files);
         inner.lost = new.lost;
-        inner.is_preparing = false;
+        inner.keep_failures_of(&new.bitmaps);
         let unused = if new.intent.is_some() {
             std::mem::replace(&mut inner.intent, new.intent)
         } else if inner.files.is_empty() {
@@ -428,14 +428,11 @@ impl RecordedBitmaps {
         };
         self.set_intent(&inner);
         self.publish(&inner);
-        inner.has_record = !(inner.files.is_empty() && inner.lost.is_empty());
+        let has_none = inner.files.is_empty() && inner.lost.is_empty();
+        inner.has_record = !(has_none && inner.failures.is_empty());
         match self.image() {
             Some(image) => image.set_bitmaps(new.bitmaps),
-            None => {
-                self.bitmaps.set(new.bitmaps);
-                // The disk may have grown since they were made.
-                self.grow_all(&inner);
-            }
+            None => self.bitmaps.set(new.bitmaps),
         }
         if inner.lost.is_empty() {
             self.remove_leftover(&mut inner);
@@ -447,19 +444,23 @@ impl RecordedBitmaps {
                 place.remove_intent(&unused.record);
             }
         }
-        self.lose_cut(&mut inner);
+        // The disk may have grown since they were made.
+        self.catch_up(&mut inner);
     }
 
     /// The prepared bitmaps are not used: the next process continues the present ones.
     pub fn give_up(&self, new: &Prepared) {
         let Ok(place) = &self.place else { return };
         let mut inner = self.inner();
-        inner.is_preparing = false;
-        self.lose_cut(&mut inner);
-        if new.is_same(&inner) {
-            return;
+        if !new.is_same(&inner) {
+            self.record_present(place, &inner, new);
         }
-        if let Err(e) = place.write_in_use(&inner, &self.bitmaps.all()) {
+        self.catch_up(&mut inner);
+    }
+
+    /// The record is that of bitmaps that were prepared, and becomes that of the present ones.
+    fn record_present(&self, place: &Place, inner: &Inner, new: &Prepared) {
+        if let Err(e) = place.write_in_use(inner, &self.bitmaps.all()) {
             error!(
                 "disk {}: {} may be about bitmaps that a failed command made: {e}; if ringdisk is killed now, the disk's bitmaps \
                  may be inconsistent",
@@ -467,7 +468,7 @@ impl RecordedBitmaps {
                 place.record.display()
             );
         }
-        let files = new.files.values().filter(|file| !is_used(&inner, file));
+        let files = new.files.values().filter(|file| !is_used(inner, file));
         place.remove_bits(files.cloned());
         (new.intent.as_ref()).inspect(|intent| place.remove_intent(&intent.record));
     }
@@ -485,10 +486,7 @@ impl RecordedBitmaps {
             return;
         }
         inner.size = size;
-        // An image lets them grow itself.
-        if self.image().is_none() {
-            self.grow_all(&inner);
-        }
+        self.grow_all(&mut inner);
         drop(inner);
         // Its file may have changed now: that was not another program.
         self.note_again();
@@ -504,22 +502,44 @@ impl RecordedBitmaps {
         }
     }
 
-    /// Lets them cover the whole disk.
-    fn grow_all(&self, inner: &Inner) {
+    /// Lets them cover the whole disk. An image does that itself.
+    fn grow_all(&self, inner: &mut Inner) {
+        if self.image().is_some() || inner.is_preparing {
+            return;
+        }
+        let size = inner.size;
+        self.lose_unfit(inner, size);
         let before: Vec<_> = (self.bitmaps.all().into_iter())
             .map(|bitmap| (bitmap.size(), bitmap))
             .collect();
-        for bitmap in self.bitmaps.grow(inner.size, BITMAP_BYTES_MAX) {
-            error!(
-                "disk {}: bitmap '{}' is lost: there is no space for the bits of the larger disk",
-                self.disk,
-                bitmap.name()
-            );
-        }
+        self.bitmaps.grow(size);
         for (old, bitmap) in before {
             if bitmap.is_recording() && !bitmap.is_inconsistent() {
-                bitmap.mark(old, inner.size.saturating_sub(old));
+                bitmap.mark(old, size.saturating_sub(old));
             }
+        }
+    }
+
+    /// The disk will grow to `size`: makes space for its bits.
+    pub fn reserve(&self, size: u64) {
+        self.lose_unfit(&mut self.inner(), size);
+    }
+
+    /// Makes space for the bits of a disk of `size` bytes. Those for which there is none become inconsistent.
+    fn lose_unfit(&self, inner: &mut Inner, size: u64) {
+        for (bitmap, why) in self.bitmaps.reserve(size, BITMAP_BYTES_MAX) {
+            let why = match (why, &self.place) {
+                (CannotGrow::Limit, _) => format!(
+                    "the disk's bitmaps would have more than {} MiB of bits when it has {size} bytes",
+                    BITMAP_BYTES_MAX >> 20
+                ),
+                (CannotGrow::NoSpace(e), Ok(place)) => format!(
+                    "{} has no space for its bits when the disk has {size} bytes: {e}",
+                    place.bits.0.display()
+                ),
+                (CannotGrow::NoSpace(e), Err(_)) => format!("there is no space for its bits: {e}"),
+            };
+            self.make_inconsistent(inner, &why, |other| std::ptr::eq(other, &*bitmap));
         }
     }
 
@@ -545,7 +565,7 @@ impl RecordedBitmaps {
             let is_cut = size.min(medium.lowest_size()) < inner.size;
             // It may have grown unnoticed.
             inner.size = size.max(inner.size);
-            self.grow_all(&inner);
+            self.grow_all(&mut inner);
             let mut record = place.record_of(State::Stored(at_rest), &inner, &all);
             for bitmap in record.bitmaps.iter_mut().filter(|_| is_cut) {
                 bitmap.lost.get_or_insert_with(|| lost::CUT.into());
@@ -629,12 +649,11 @@ impl Checkpoints for RecordedBitmaps {
         if place.chain.is_some() {
             return self.give_up_record_of_image(place, intent.as_ref(), &why);
         }
-        error!(
-            "disk {}: its persistent bitmaps are inconsistent from now on: {why}; incremental backups that rely on them must be \
-             followed by full ones; 'ringdisk bitmap remove' deletes them, once the state directory works again",
-            self.disk
-        );
-        self.fail(place, &mut inner, why, DirtyBitmap::is_persistent);
+        if inner.is_preparing {
+            inner.not_noted = Some(why);
+        } else {
+            self.make_inconsistent(&mut inner, &why, DirtyBitmap::is_persistent);
+        }
     }
 
     fn tag(&self) -> Tag {

@@ -13,6 +13,8 @@ use testkit::qemu_img as qemu;
 use testkit::random::{Random, seeds};
 use testkit::server::{Server, wait_for_exit};
 
+use crate::support::small_fs::SmallFs;
+
 use super::stored_disk::{
     BLOCK, Loop, OK, SIZE, StoredDisk, blocks, has_time_namespaces, write, write_load,
 };
@@ -427,6 +429,58 @@ fn images_without_their_state_directory_have_inconsistent_bitmaps() {
             Value::Bool(true),
             "{what}"
         );
+        StoredDisk::stop(server);
+    }
+}
+
+/// The runtime directory is full when the disk grows. The record says so before anybody is told.
+#[test]
+fn bitmaps_without_space_for_a_larger_disk_do_not_come_back() {
+    let test = "bitmaps_without_space_for_a_larger_disk_do_not_come_back";
+    if !qemu::is_there(test) {
+        return;
+    }
+    for is_killed in [false, true] {
+        let disk = StoredDisk::image();
+        let runtime = disk.path("runtime");
+        fs::remove_dir(&runtime).unwrap();
+        let Some(_runtime) = SmallFs::mount(&runtime, "1m,mode=700") else {
+            return;
+        };
+        let server = disk.serve();
+        disk.run(&[
+            "bitmap",
+            "add",
+            "d",
+            "coarse",
+            "--granularity",
+            "1M",
+            "--persistent",
+        ]);
+        // Its bits would need 2 MiB, and those of the other 8 KiB.
+        disk.run(&["resize", "d", "64G"]);
+        assert_eq!(disk.bitmap("b")["inconsistent"], Value::Bool(true));
+        server.wait_for_log(&[
+            "'b' are inconsistent from now on",
+            "has no space for its bits",
+        ]);
+        write(&mut disk.device(), (32 << 30) / BLOCK);
+        let is_as_it_was = || {
+            assert_eq!(disk.bitmap("b")["inconsistent"], Value::Bool(true));
+            assert_eq!(disk.bitmap("coarse")["inconsistent"], Value::Null);
+            assert_eq!(disk.bitmap("coarse")["count"], 1 << 20);
+        };
+        is_as_it_was();
+        if is_killed {
+            kill(server);
+        } else {
+            let pid = upgrade(&disk);
+            drop(server);
+            is_as_it_was();
+            signal(pid, Signal::TERM);
+        }
+        let server = disk.serve();
+        is_as_it_was();
         StoredDisk::stop(server);
     }
 }

@@ -12,7 +12,7 @@ use serde_json::Value;
 use testkit::driver::Op;
 use testkit::qemu_img;
 use testkit::random::{Random, seeds};
-use testkit::server::wait_for_exit;
+use testkit::server::{Server, wait_for_exit};
 
 use crate::support::small_fs::{FreezableFs, SmallFs};
 
@@ -92,11 +92,19 @@ fn growth_keeps_small_and_persistent_bitmaps() {
             .collect()
     };
     assert_eq!(lost(&raw), ["temporary", "finest"]);
-    assert_eq!(server.log().matches("is lost").count(), 2);
-    // It does not come back, and the others stay.
+    let losses = |server: &Server| server.log().matches("are inconsistent from now on").count();
+    assert_eq!(losses(&server), 2);
+    assert!(server.log().contains("more than 128 MiB of bits"));
+    // They do not come back after a kill, and the others stay.
+    write(&mut raw.device(), (1 << 40) / BLOCK - 1);
+    server.signal(Signal::KILL);
+    drop(server);
+    let server = raw.serve();
+    assert_eq!(lost(&raw), ["finest"]);
+    assert_eq!(raw.bitmap("nightly")["count"], (1_u64 << 40) - SIZE);
     raw.run(&["resize", "d", "1025G"]);
-    assert_eq!(lost(&raw), ["fine", "temporary", "finest"]);
-    assert_eq!(server.log().matches("is lost").count(), 3);
+    assert_eq!(lost(&raw), ["fine", "finest"]);
+    assert_eq!(losses(&server), 1);
     StoredDisk::stop(server);
     let server = raw.serve();
     assert_eq!(raw.list().len(), 4);
@@ -181,6 +189,33 @@ fn bitmaps_of_disks_that_cannot_have_them_are_shown_and_removed() {
     let _device = raw.device();
     raw.run(&["bitmap", "remove", "d", "b"]);
     assert!(raw.list().is_empty() && raw.record_path().is_none());
+    StoredDisk::stop(server);
+}
+
+/// What is written to a device while it cannot have persistent bitmaps is in none of them, and nothing on the device shows that.
+#[test]
+fn devices_that_were_written_without_their_bitmaps_have_none() {
+    let mut raw = StoredDisk::raw();
+    let Some(device) = Loop::new("devices_written_without_bitmaps", &raw.file) else {
+        return;
+    };
+    raw.file = PathBuf::from(&device.0);
+    let server = raw.serve();
+    raw.add("b");
+    write(&mut raw.device(), 3);
+    server.signal(Signal::KILL);
+    drop(server);
+    let options = raw.options.clone();
+    raw.options.push_str(",lock=running");
+    let server = raw.serve();
+    let mut device = raw.device();
+    write(&mut device, 4);
+    raw.assert_inconsistent(&server, "lock=running");
+    server.signal(Signal::KILL);
+    drop((device, server));
+    raw.options = options;
+    let server = raw.serve();
+    raw.assert_inconsistent(&server, "lock=running");
     StoredDisk::stop(server);
 }
 

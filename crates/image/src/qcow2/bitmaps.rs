@@ -17,7 +17,7 @@ mod store;
 use std::borrow::Cow;
 use std::sync::{Arc, PoisonError};
 
-use block::{DirtyBitmap, DirtyBitmaps};
+use block::{CannotGrow, DirtyBitmap, DirtyBitmaps};
 
 use directory::{Part, PartOf};
 
@@ -247,10 +247,16 @@ impl Qcow2 {
     /// The disk grows to `size`. The bitmaps are in use, and no request beyond the old end is accepted yet. The new part
     /// is clean, as in QEMU: it was not written.
     pub(super) fn grow_bitmaps(&self, size: u64) {
-        let why = "the bitmaps of the larger disk would take more than 128 MiB of memory";
-        for bits in self.bitmaps.grow(size, BITMAP_BYTES_MAX) {
+        for (bits, why) in self.bitmaps.reserve(size, BITMAP_BYTES_MAX) {
+            let why = match why {
+                CannotGrow::Limit => {
+                    "the bitmaps of the larger disk would take more than 128 MiB of memory"
+                }
+                CannotGrow::NoSpace(_) => "there is no space for the bits of the larger disk",
+            };
             self.bitmap_lost(&bits, &ImageError::Unsupported(why));
         }
+        self.bitmaps.grow(size);
     }
 
     /// It is not known which size the disk has in the file, so it is not known which size its bitmaps must have.

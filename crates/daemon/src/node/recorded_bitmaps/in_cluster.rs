@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use rbd::RbdImage;
-use tracing::error;
 
 use super::medium::Medium;
 use super::seen::LOCK_LOST;
@@ -30,7 +29,7 @@ impl RecordedBitmaps {
         let name = PathBuf::from(image.full_name()?);
         match medium_of(image)? {
             Ok(medium) => Self::load(spec, context, &name, medium, size),
-            Err(why) => Ok(Self::without_place(spec, context, &name, size, &why)),
+            Err(why) => Self::without_place(spec, context, &name, size, &why),
         }
     }
 
@@ -62,12 +61,7 @@ impl RecordedBitmaps {
         let mut inner = self.inner();
         // The bitmaps that are prepared would stay consistent. The next check finds the same.
         if !inner.is_preparing && place.medium.forget(&lost) {
-            error!(
-                "disk {}: its bitmaps are inconsistent from now on: {LOCK_LOST}; incremental backups that rely on them must be followed \
-                 by full ones; 'ringdisk bitmap remove' deletes them",
-                self.disk
-            );
-            self.fail(place, &mut inner, LOCK_LOST.into(), |_| true);
+            self.make_inconsistent(&mut inner, LOCK_LOST, |_| true);
         }
         Ok(true)
     }

@@ -306,15 +306,18 @@ impl RecordedBitmaps {
         intent: Option<&Intent>,
         why: &str,
     ) {
+        let invalidated = match intent {
+            Some(intent) => place.invalidate(&intent.record),
+            None => Ok(()),
+        };
+        let removed = record::remove(&place.record);
         error!(
             "disk {}: {why}; if ringdisk is killed or the host crashes from now on, the persistent bitmaps of its image are \
              inconsistent, and incremental backups that rely on them must be followed by full ones; make the state directory \
              writable, and attach the disk again or restart ringdisk",
             self.disk
         );
-        let Some(intent) = intent else { return };
-        let invalidated = place.invalidate(&intent.record);
-        if let (Err(e), Err(_)) = (record::remove(&place.record), invalidated) {
+        if let (Err(e), Err(_)) = (removed, invalidated) {
             error!(
                 "disk {}: {} cannot be removed: {e}; if the host crashes now, its bitmaps may lack changes",
                 self.disk,
@@ -322,7 +325,7 @@ impl RecordedBitmaps {
             );
         }
         // Before a command continues with these notes.
-        intent.regions.give_up();
+        intent.inspect(|intent| intent.regions.give_up());
     }
 }
 

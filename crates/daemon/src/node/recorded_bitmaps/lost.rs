@@ -1,6 +1,28 @@
 //! Bitmaps that lack changes.
+//!
+//! What this process says of a bitmap is what the next one says. A persistent bitmap is
+//!
+//! - *consistent*: its bits are in a file, which a process uses after a kill, and the record has them for after a crash, together
+//!   with the notes;
+//! - *withdrawn*: neither a kill nor a crash brings it back, and nobody has been told;
+//! - *inconsistent*: its flag is set, and the log, queries and clients say so.
+//!
+//! [`make_inconsistent`](RecordedBitmaps::make_inconsistent) is the only way from the first to the last, and goes through
+//! the second:
+//!
+//! | step | after a kill | after a crash of the host |
+//! |---|---|---|
+//! | 1. the file with its bits is removed | {no bits: inconsistent} | {consistent: nobody has been told} |
+//! | 2. the record says why it is lost, durably | {inconsistent} | {inconsistent} |
+//! | 3. the flag is set, then it is logged | | |
+//!
+//! If there is no space for the record, 2 empties the notes, without which no record is used after a crash. If that is
+//! impossible too, the record is removed. Neither needs space. The other bitmaps of the disk then do not survive the crash either.
+//!
+//! A disk whose bitmaps cannot be stored any more ([`without_place`](RecordedBitmaps::without_place)), or that is released to
+//! another host ([`lose_all`](RecordedBitmaps::lose_all)), is not written to before its record says so, or is removed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +33,7 @@ use tracing::{error, info, warn};
 
 use super::RecordedBitmaps;
 use super::place::{self, Inner, Place};
-use super::record;
+use super::record::{self, BitmapRecord, Record};
 use crate::config::spec::DiskSpec;
 use crate::node::context::OpenContext;
 
@@ -19,28 +41,28 @@ use crate::node::context::OpenContext;
 pub(super) const CUT: &str = "the disk's file has become smaller";
 
 impl RecordedBitmaps {
-    /// For a disk whose bitmaps cannot be stored because of `why`. Those that an earlier process has stored can only be removed.
-    /// `path` is that of its file, or the full name of its image in a cluster.
+    /// For a disk whose bitmaps cannot be stored because of `why`. Those that an earlier process has stored can only be removed:
+    /// the record says so from now on, because it would not get what is written to the disk. `path` is that of its file, or
+    /// the full name of its image in a cluster.
+    ///
+    /// # Errors
+    /// The record could be neither changed nor removed.
     pub(super) fn without_place(
         spec: &DiskSpec,
         context: &OpenContext,
         path: &Path,
         size: u64,
         why: &str,
-    ) -> Arc<Self> {
+    ) -> io::Result<Arc<Self>> {
         let this = Self::temporary(&spec.name, size, why);
         let Some(state) = context.state.as_deref() else {
-            return this;
+            return Ok(this);
         };
         let file = place::record_path(state, path);
         let mut inner = this.inner();
         match record::read(&file) {
             Ok(Some(record)) if path == Path::new(&record.path) && !record.is_image => {
-                for bitmap in record.bitmaps {
-                    let granularity = 1_u64.checked_shl(bitmap.granularity_bits).unwrap_or(0);
-                    let why = bitmap.lost.as_deref().unwrap_or(why);
-                    this.lose(&mut inner, bitmap.name, granularity, why);
-                }
+                this.lose_record(&mut inner, context, &file, record, why)?;
                 inner.leftover = Some(file);
             }
             Ok(_) => {}
@@ -52,7 +74,40 @@ impl RecordedBitmaps {
         }
         this.publish(&inner);
         drop(inner);
-        this
+        Ok(this)
+    }
+
+    /// Makes all bitmaps of a record inconsistent, durably.
+    fn lose_record(
+        &self,
+        inner: &mut Inner,
+        context: &OpenContext,
+        file: &Path,
+        mut record: Record,
+        why: &str,
+    ) -> io::Result<()> {
+        let is_new = |bitmap: &BitmapRecord| bitmap.lost.is_none() || bitmap.bits.is_some();
+        let is_changed = record.bitmaps.iter().any(is_new);
+        let bits: Vec<_> = (record.bitmaps.iter_mut())
+            .filter_map(|bitmap| bitmap.bits.take())
+            .collect();
+        for bitmap in &mut record.bitmaps {
+            bitmap.lost.get_or_insert_with(|| why.into());
+        }
+        record.intent = None;
+        record.version = record::version(false, record.is_image);
+        if is_changed && !context.inherited.is_uncommitted() {
+            let owner = context.journals.owner();
+            let written = record::write(file, &record, &[], |new| place::give(new, owner));
+            written.or_else(|_| record::remove(file))?;
+            place::remove_bits_of(&context.journals.directory, file, bits);
+        }
+        for bitmap in record.bitmaps {
+            let granularity = 1_u64.checked_shl(bitmap.granularity_bits).unwrap_or(0);
+            let why = bitmap.lost.as_deref().unwrap_or(why);
+            self.lose(inner, bitmap.name, granularity, why);
+        }
+        Ok(())
     }
 
     /// All bitmaps that an earlier process has stored were removed.
@@ -80,15 +135,17 @@ impl RecordedBitmaps {
         if all.iter().all(|bitmap| bitmap.is_inconsistent()) {
             return;
         }
-        match &self.place {
-            Ok(place) => self.fail(place, inner, CUT.into(), |_| true),
-            Err(_) => all.iter().for_each(|bitmap| bitmap.set_inconsistent()),
+        self.make_inconsistent(inner, CUT, |_| true);
+    }
+
+    /// The bitmaps that were prepared are in use, or given up: what has happened meanwhile is about those in use.
+    pub(super) fn catch_up(&self, inner: &mut Inner) {
+        inner.is_preparing = false;
+        self.grow_all(inner);
+        self.lose_cut(inner);
+        if let Some(why) = inner.not_noted.take() {
+            self.make_inconsistent(inner, &why, DirtyBitmap::is_persistent);
         }
-        error!(
-            "disk {}: its bitmaps are inconsistent from now on: {CUT}; incremental backups that rely on them must be followed by \
-             full ones; 'ringdisk bitmap remove' deletes them",
-            self.disk
-        );
     }
 
     /// The record that there is must not be used again, and a new one cannot be written: most likely there is no space.
@@ -117,33 +174,78 @@ impl RecordedBitmaps {
         Ok(())
     }
 
-    /// The bitmaps for which `is_lost` lack changes from now on.
-    pub(super) fn fail(
+    /// The bitmaps for which `is_lost` lack changes from now on. Nobody is told before neither a kill nor a crash brings them
+    /// back. Other bitmaps are not prepared.
+    pub(super) fn make_inconsistent(
         &self,
-        place: &Place,
         inner: &mut Inner,
-        why: String,
+        why: &str,
         is_lost: impl Fn(&DirtyBitmap) -> bool,
     ) {
-        inner.failure = Some(why);
-        let all = self.bitmaps.all();
-        for bitmap in all.iter().filter(|bitmap| is_lost(bitmap)) {
-            bitmap.set_inconsistent();
+        let mut lost = self.bitmaps.all();
+        lost.retain(|bitmap| !bitmap.is_inconsistent() && is_lost(bitmap));
+        if lost.is_empty() {
+            return;
         }
-        // Without notes, the record is valid only after a kill, if at all.
-        let Some(intent) = inner.intent.clone() else {
+        let names: BTreeSet<_> = (lost.iter().filter(|bitmap| bitmap.is_persistent()))
+            .map(|bitmap| bitmap.name().to_owned())
+            .collect();
+        if let (Ok(place), false) = (&self.place, names.is_empty()) {
+            self.withdraw(place, inner, &names, why);
+        }
+        lost.iter().for_each(|bitmap| bitmap.set_inconsistent());
+        if let Some(intent) = inner.intent.as_ref().filter(|_| inner.files.is_empty()) {
+            // No write waits for a note that is of no use.
+            intent.regions.give_up();
+        }
+        let names: Vec<_> = lost.iter().map(|b| format!("'{}'", b.name())).collect();
+        error!(
+            "disk {}: bitmaps {} are inconsistent from now on: {why}; incremental backups that rely on them must be followed by full \
+             ones; 'ringdisk bitmap remove' deletes them",
+            self.disk,
+            names.join(", ")
+        );
+    }
+
+    /// No later process continues these bitmaps.
+    fn withdraw(&self, place: &Place, inner: &mut Inner, names: &BTreeSet<String>, why: &str) {
+        let mut after_kill = Ok(());
+        for name in names {
+            inner.failures.insert(name.clone(), why.to_owned());
+            let file = inner.files.remove(name).unwrap_or_default();
+            // Until it has handed over, the old process continues with it.
+            if !place.inherited.is_uncommitted() {
+                after_kill = after_kill.and(place.withdraw_bits(&file));
+            }
+        }
+        let Err(e) = place.write_in_use(inner, &self.bitmaps.all()) else {
             return;
         };
-        let invalidated = place.invalidate(&intent.record);
-        if let (Err(e), Err(_)) = (place.write_in_use(inner, &all), invalidated) {
+        let record = place.record.display();
+        let after_crash = match &inner.intent {
+            Some(intent) => place.invalidate(&intent.record),
+            // A crash makes all of them inconsistent.
+            None => Ok(()),
+        };
+        if after_kill.and(after_crash).is_err()
+            && let Err(removed) = record::remove(&place.record)
+        {
             error!(
-                "disk {}: {} cannot be written either: {e}; if the host crashes now, its bitmaps may lack changes",
-                self.disk,
-                place.record.display()
+                "disk {}: {record} can be neither written ({e}) nor removed ({removed}); remove it before ringdisk is started again, \
+                 or the disk's bitmaps may lack changes",
+                self.disk
+            );
+        } else if !inner.files.is_empty() {
+            warn!(
+                "disk {}: {record} cannot be written: {e}; if the host crashes, all bitmaps of the disk are inconsistent; make the \
+                 state directory writable, and attach the disk again or restart ringdisk",
+                self.disk
             );
         }
-        // Before a command continues with these notes.
-        intent.regions.give_up();
+        // The next command that changes bitmaps begins new notes.
+        if let Some(intent) = &inner.intent {
+            intent.regions.give_up();
+        }
     }
 
     /// Makes all of them inconsistent, durably: others may write to the disk, and nobody will know.

@@ -51,12 +51,30 @@ pub struct Inner {
     /// Other bitmaps are prepared, and the record is theirs.
     pub is_preparing: bool,
     pub intent: Option<Intent>,
-    /// Why no changes can be noted any more.
-    pub failure: Option<String>,
-    /// The disk's file was cut off while other bitmaps were prepared.
+    /// Why bitmaps are recorded as inconsistent, by their names.
+    pub failures: BTreeMap<String, String>,
+    /// The disk's file was cut off, while other bitmaps were prepared.
     pub is_cut: bool,
+    /// Why changes could not be noted, while other bitmaps were prepared.
+    pub not_noted: Option<String>,
     /// The record of an earlier process, if bitmaps cannot be stored.
     pub leftover: Option<PathBuf>,
+}
+
+impl Inner {
+    /// Why a bitmap is recorded as inconsistent. That comes before it is inconsistent for others.
+    fn why_lost(&self, bitmap: &DirtyBitmap) -> Option<String> {
+        let known = self.failures.get(bitmap.name()).cloned();
+        known.or_else(|| bitmap.is_inconsistent().then(|| "it lacks changes".into()))
+    }
+
+    /// These bitmaps took the place of others, which may have had the same names.
+    pub fn keep_failures_of(&mut self, bitmaps: &[Arc<DirtyBitmap>]) {
+        self.failures.retain(|name, _| {
+            let mut named = bitmaps.iter().filter(|bitmap| bitmap.name() == name);
+            named.any(|bitmap| bitmap.is_inconsistent())
+        });
+    }
 }
 
 /// The notes of a disk in use.
@@ -292,11 +310,9 @@ impl Place {
         new: &mut Prepared,
         owner: Weak<dyn Checkpoints>,
     ) -> io::Result<()> {
-        for bitmap in new
-            .bitmaps
-            .iter_mut()
-            .filter(|bitmap| bitmap.is_persistent())
-        {
+        let continued =
+            |bitmap: &&mut Arc<DirtyBitmap>| bitmap.is_persistent() && !bitmap.is_inconsistent();
+        for bitmap in new.bitmaps.iter_mut().filter(continued) {
             let name = bitmap.name().to_owned();
             // An image lets them grow itself.
             if self.chain.is_none() {
@@ -325,16 +341,17 @@ impl Place {
             let old = usable.map(|intent| &*intent.record.file);
             new.intent = Some(self.new_intent(inner.size, old, owner)?);
         }
-        let next = Inner {
+        let mut next = Inner {
             size: inner.size,
             lost: new.lost.clone(),
             files: new.files.clone(),
             has_record: inner.has_record,
             is_preparing: true,
             intent: new.intent.clone().or_else(|| inner.intent.clone()),
-            failure: inner.failure.clone(),
+            failures: inner.failures.clone(),
             ..Inner::default()
         };
+        next.keep_failures_of(&new.bitmaps);
         self.write_in_use(&next, &new.bitmaps)
     }
 
@@ -353,10 +370,7 @@ impl Place {
             granularity_bits: bitmap.granularity_bits(),
             recording: bitmap.is_recording(),
             bits: inner.files.get(bitmap.name()).cloned(),
-            lost: bitmap.is_inconsistent().then(|| {
-                let why = "there was no space for the bits of the larger disk";
-                inner.failure.clone().unwrap_or_else(|| why.into())
-            }),
+            lost: inner.why_lost(bitmap),
         });
         let intent = match &state {
             State::InUse(_) => inner.intent.as_ref().map(|intent| intent.record.clone()),
@@ -529,10 +543,7 @@ impl Place {
     }
 
     fn give(&self, file: &File) -> io::Result<()> {
-        match self.owner.filter(|_| rustix::process::geteuid().is_root()) {
-            Some(owner) => crate::credentials::give(file, owner),
-            None => Ok(()),
-        }
+        give(file, self.owner)
     }
 
     /// Whether a file with bits of this disk may have this name.
@@ -540,10 +551,25 @@ impl Place {
         name.starts_with(&self.bits.1) && !name.contains('/')
     }
 
+    /// Removes files with bits that are not used any more.
     pub fn remove_bits(&self, files: impl Iterator<Item = String>) {
-        for file in files.filter(|file| !file.is_empty()) {
+        for file in files {
             // Failure wastes memory until the host starts again.
-            let _ = fs::remove_file(self.bits.0.join(file));
+            let _ = self.withdraw_bits(&file);
+        }
+    }
+
+    /// Removes the file with the bits of a bitmap: no process continues it after a kill of this one. Needs no space.
+    ///
+    /// # Errors
+    /// It may still be there.
+    pub fn withdraw_bits(&self, file: &str) -> io::Result<()> {
+        if file.is_empty() {
+            return Ok(());
+        }
+        match fs::remove_file(self.bits.0.join(file)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
         }
     }
 }
@@ -589,6 +615,28 @@ fn grow_copy(bitmap: &DirtyBitmap, size: u64) -> io::Result<()> {
         bitmap.mark(old, size - old);
     }
     Ok(())
+}
+
+/// Makes a new file that of `owner`, if this process will become another user.
+///
+/// # Errors
+/// It cannot.
+pub fn give(file: &File, owner: Option<(u32, u32)>) -> io::Result<()> {
+    match owner.filter(|_| rustix::process::geteuid().is_root()) {
+        Some(owner) => crate::credentials::give(file, owner),
+        None => Ok(()),
+    }
+}
+
+/// Removes the files with bits that a record names.
+pub fn remove_bits_of(directory: &Path, record: &Path, files: Vec<String>) {
+    let key = record.file_stem().unwrap_or_default().to_string_lossy();
+    for file in files {
+        if file.starts_with(&*key) && !file.contains('/') {
+            // Failure wastes memory until the host starts again.
+            let _ = fs::remove_file(directory.join(file));
+        }
+    }
 }
 
 /// Notes the time, and what turns it into the time of a file.
