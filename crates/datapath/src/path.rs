@@ -30,7 +30,7 @@ use crate::disk::flush_coalescer::SyncEnd;
 use crate::queue::held::Verdict;
 use crate::queue::slot::RequestState;
 use crate::queue::token::Event;
-use crate::request::{Ending, RequestId};
+use crate::request::{Ending, RequestId, Retry};
 use crate::resources::blocking_pool::{AbortEnd, Job, JobResult};
 use crate::worker::{RELEASE_MAX, Worker};
 use admit::Admitted;
@@ -488,6 +488,13 @@ impl<E: Engine> Worker<E> {
                 Next::Moved => Next::Finish(Ending::OK),
                 Next::Sync => return self.sync(id),
                 Next::Synced(result) => return self.end_sync(index, result),
+                Next::Fail {
+                    errno,
+                    retry: Retry::Operation,
+                } if queue.file.is_none() && block::is_no_space(errno) => {
+                    self.release_bounce(id);
+                    self.mapped(id).make_space(errno)
+                }
                 Next::Fail { errno, retry } => {
                     let disk = self.disks.get(index);
                     match fail::stall(queue, id, disk, &mut self.timer, errno, retry) {

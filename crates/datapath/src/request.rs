@@ -38,6 +38,15 @@ impl Ending {
         }
     }
 
+    /// The guest is told of an I/O error, or a client of the disk.
+    pub fn error(errno: i32, is_client: bool) -> Self {
+        if is_client {
+            Self::client_error(errno)
+        } else {
+            Self::io_error(errno)
+        }
+    }
+
     /// The same for a client of the disk, which can be told that there is no space.
     pub fn client_error(errno: i32) -> Self {
         Self {

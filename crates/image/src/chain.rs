@@ -14,7 +14,7 @@ pub use open::{ChainError, ChainOptions, FileRole, LayerFormat, OpenFiles, TopFi
 
 use crate::qcow2::{
     Allocation, Compression, Damage, ImageError, Load, Mapping, Pin, Pins, Prepared, Qcow2,
-    WriteMapping, ZeroMode, ZeroStep,
+    Reclaimed, WriteMapping, ZeroMode, ZeroStep,
 };
 use crate::storage::Storage;
 
@@ -336,6 +336,20 @@ impl Chain {
     pub fn commit_or_keep(&self, allocation: Allocation) -> Result<(), (ImageError, Allocation)> {
         let commit = |image: &Qcow2| image.commit_or_keep(allocation);
         self.top().map_or(Ok(()), commit)
+    }
+
+    /// As [`Qcow2::reclaim`].
+    ///
+    /// # Errors
+    /// The tables could not be made durable.
+    pub fn reclaim(&self, since: u64) -> Result<Reclaimed, ImageError> {
+        self.top()
+            .map_or(Ok(Reclaimed::None), |image| image.reclaim(since))
+    }
+
+    /// As [`Qcow2::reclaimed`].
+    pub fn reclaimed(&self) -> u64 {
+        self.top().map_or(0, Qcow2::reclaimed)
     }
 
     /// As [`Qcow2::abort`].

@@ -17,10 +17,10 @@ pub use chain::{
 pub use format::{Format, UnknownFormat};
 pub use qcow2::check::check;
 pub use qcow2::{
-    Allocation, BITMAP_BYTES_MAX, CheckReport, Compression, Damage, DamagedPart, Fill, Generations,
-    HeaderError, ImageError, JournalEvent, JournalFile, JournalOwner, OpenOptions, PendingWrite,
-    Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error, ThreadPins, UnusableBitmap, ZeroMode,
-    ZeroStep, journal_owner,
+    Allocation, Awaited, BITMAP_BYTES_MAX, CheckReport, Compression, Damage, DamagedPart, Fill,
+    Generations, HeaderError, ImageError, JournalEvent, JournalFile, JournalOwner, OpenOptions,
+    Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error, Reclaimed, ThreadPins, UnusableBitmap,
+    ZeroMode, ZeroStep, journal_owner,
 };
 pub use storage::{PlainFile, Storage};
 

@@ -5,7 +5,7 @@
 //! - [`map`] looks up a range in memory, without locks, or reports that a table must be loaded.
 //! - [`write`] allocates clusters for a write and, once the data is written, links them into the tables;
 //!   [`zero`] unlinks them. Both change the tables in memory through [`change`].
-//! - [`flush`] writes the changed tables; its comment explains the order.
+//! - [`flush`] writes the changed tables; its comment explains the order. [`reclaim`] makes freed clusters usable again.
 //! - [`journal`] records acknowledged changes so that they survive a kill of the process; [`replay`] applies them.
 //! - [`open`], [`begin`], [`grow`] and [`close`] are the events in an image's life.
 //! - [`bitmaps`] continues the dirty bitmaps that are stored in an image.
@@ -36,6 +36,7 @@ mod open;
 mod pins;
 mod progress;
 mod raw_data_file;
+mod reclaim;
 mod refcount;
 mod repair;
 mod replay;
@@ -61,7 +62,8 @@ pub use journal::{Generations, JournalEvent, JournalFile, JournalOwner};
 pub use open::{OpenOptions, Qcow2Error, journal_owner};
 pub use pins::{Pin, Pins, ThreadPins};
 pub use progress::Progress;
-pub use write::{Allocation, Fill, PendingWrite, Prepared};
+pub use reclaim::Reclaimed;
+pub use write::{Allocation, Awaited, Fill, Prepared};
 pub use zero::{ZeroMode, ZeroStep};
 
 pub(crate) use map::{Load, Mapping, WriteMapping};
@@ -78,6 +80,7 @@ use metadata::Metadata;
 use pins::Mark;
 use refcount::Refcounts;
 use types::{Frame, GuestCluster, HostOffset, L1Index, PieceIndex, Run, SliceIndex};
+use write::PendingWrite;
 
 /// An open image, shared by any number of threads.
 pub struct Qcow2 {
@@ -160,6 +163,16 @@ struct ImageState {
 }
 
 impl ImageState {
+    /// No table in memory refers to these clusters any more.
+    fn unlink(&mut self, run: Run) {
+        self.unlinked_clusters += run.clusters;
+        self.refcounts.unlinked(run.clusters);
+        match self.unlinked.last_mut() {
+            Some(last) if last.end() == run.first => last.clusters += run.clusters,
+            _ => self.unlinked.push(run),
+        }
+    }
+
     /// Whether a flush has nothing to write.
     fn is_clean(&self) -> bool {
         self.dirty_l2.is_empty() && self.dirty_l1.is_empty() && self.refcounts.dirty_bytes() == 0

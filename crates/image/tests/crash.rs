@@ -22,6 +22,8 @@ const CUTS: usize = 100;
 const DISK_BYTES: u64 = 192 << 10;
 /// One in so many is shown to qemu-img as well.
 const SAMPLE: u64 = 100;
+/// Options of images on volumes that the disk just fits on.
+const EXACT: &str = "cluster_size=4k";
 
 /// What each sector may hold: a sector is filled with the number of the operation that wrote it.
 #[derive(Clone)]
@@ -84,6 +86,10 @@ enum Trouble {
     Fails,
     /// The same, in a file of the page cache.
     Forgets,
+    /// It is a block device that the disk just fits on.
+    ExactDevice,
+    /// It is a file on a file system that the disk just fits on.
+    ExactSpace,
 }
 
 struct Story {
@@ -121,37 +127,52 @@ impl OpenFiles for DataFile<'_> {
 
 fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: Trouble) -> Story {
     let read = |name| std::fs::read(directory.join(name));
-    let start = vec![read("disk.qcow2").unwrap()];
+    let mut image = read("disk.qcow2").unwrap();
+    let full_size = || qemu::fully_allocated_size(EXACT, DISK_BYTES);
+    if trouble == Trouble::ExactDevice {
+        image.resize(full_size() as usize, 0xd5);
+    }
+    let start = vec![image];
     let start: Vec<_> = start.into_iter().chain(read("data").ok()).collect();
     let files = Memory::several(start.clone());
     let memory = &files[0];
     let how = match trouble {
-        Trouble::None => WRITE,
+        Trouble::None | Trouble::ExactDevice | Trouble::ExactSpace => WRITE,
         // So small that changes are flushed for want of room.
         _ => support::How {
             l2_cache_bytes: Some(1),
             ..WRITE
         },
     };
-    if trouble == Trouble::Forgets {
-        memory.forget();
+    match trouble {
+        Trouble::Forgets => memory.forget(),
+        Trouble::ExactDevice => memory.be_device(start[0].len() as u64),
+        // What the image has already counts twice, which makes up for blocks that are used in part.
+        Trouble::ExactSpace => memory.limit_space(full_size() / 4096),
+        Trouble::None | Trouble::Fails => {}
     }
+    let fails = matches!(trouble, Trouble::Fails | Trouble::Forgets);
     let disk = open(&files, directory, how);
     let old = disk.content().unwrap();
     memory.record();
     let mut random = Random(seed);
     let mut steps = Vec::new();
     let cluster = disk.chain.image().unwrap().cluster_bytes();
-    for number in 0..120 {
+    // Without flushes, clusters that were freed must be reclaimed for want of space.
+    let (operations, flush_every) = match trouble {
+        Trouble::ExactDevice | Trouble::ExactSpace => (300, 30),
+        _ => (120, 6),
+    };
+    for number in 0..operations {
         let mut mark = |step| {
             memory.mark(steps.len() as u64);
             steps.push(step);
         };
-        if trouble != Trouble::None && random.one_in(6) {
+        if fails && random.one_in(6) {
             memory.fail_in(1 + random.below(8));
         }
         let ended = |result: Result<(), image::ImageError>| {
-            assert!(trouble != Trouble::None || result.is_ok(), "{result:?}");
+            assert!(fails || result.is_ok(), "{name}, seed {seed}: {result:?}");
             result.is_ok()
         };
         if number % 50 == 49 && grows {
@@ -161,7 +182,7 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: 
                 mark(Step::Grown);
             }
         }
-        if random.one_in(6) {
+        if random.one_in(flush_every) {
             let lost = memory.has_forgotten();
             if ended(disk.flush()) {
                 assert!(!lost, "{name}, seed {seed}: lost, and called durable");
@@ -361,6 +382,24 @@ fn failed_flush_is_not_forgotten() {
         }
     }
     assert!(lost > 10, "{lost}");
+}
+
+/// The disk is written to again and again, and the volume has no more space than one copy of it needs.
+#[test]
+fn power_cut_on_a_full_volume() {
+    if !qemu::is_there("power_cut_on_a_full_volume") {
+        return;
+    }
+    for trouble in [Trouble::ExactDevice, Trouble::ExactSpace] {
+        for seed in seeds(400, 4) {
+            let directory = tempfile::tempdir().unwrap();
+            let directory = directory.path();
+            let create = format!("create -q -f qcow2 -o {EXACT} disk.qcow2 {DISK_BYTES}");
+            qemu::img(directory, &create);
+            let story = story("full volume", false, seed, directory, trouble);
+            assert!(story.cut(CUTS, directory) > 0);
+        }
+    }
 }
 
 /// A file that is nearly as long as its refcount table can say.

@@ -10,6 +10,7 @@ mod journal;
 mod model;
 mod opening;
 mod recorded_bitmaps;
+mod space;
 mod support;
 mod writes;
 mod zeroes;

@@ -59,6 +59,18 @@ pub fn check(directory: &Path, file: &str, leaks: bool) {
     assert!(fine, "qemu-img check {file}: {code:?} {text}");
 }
 
+/// The size of a file that holds any content of a qcow2 disk of `size` bytes with these options.
+pub fn fully_allocated_size(options: &str, size: u64) -> u64 {
+    let size = size.to_string();
+    let args = ["measure", "-O", "qcow2", "-o", options, "--size", &size];
+    let (code, text) = command("qemu-img", &args, Path::new("/"));
+    assert_eq!(code, Some(0), "qemu-img {args:?}: {text}");
+    let line = text
+        .lines()
+        .find_map(|l| l.strip_prefix("fully allocated size: "));
+    line.unwrap().parse().unwrap()
+}
+
 /// The exit status of `qemu-img check`.
 pub fn check_code(directory: &Path, file: &str) -> Option<i32> {
     command("qemu-img", &["check", "-f", "qcow2", file], directory).0

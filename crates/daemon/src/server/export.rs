@@ -203,6 +203,11 @@ impl Export {
         self.disk.resume(&self.device.io_threads(), report);
     }
 
+    /// Retries requests that wait for storage at once, unless `resume` is to do it.
+    pub fn retry(&self) {
+        self.disk.retry(&self.device.io_threads());
+    }
+
     /// Tells the listening thread to stop, without waiting for it.
     pub fn tell_to_stop(&self) {
         self.stopping.store(true, Ordering::Release);

@@ -91,11 +91,15 @@ impl Server {
         }
     }
 
-    /// Checks all disks for growth.
+    /// Checks all disks for growth. Requests that wait for space are tried again.
     pub fn look_for_growth(&self) {
         let nodes: Vec<_> = {
             let state = self.state();
-            state.exports.values().map(|e| e.node.clone()).collect()
+            let exports = state.exports.values();
+            exports
+                .inspect(|e| e.retry())
+                .map(|e| e.node.clone())
+                .collect()
         };
         // Each in a thread of its own, which stays if its storage does not answer.
         let deadline = Instant::now() + ANSWER_TIMEOUT;

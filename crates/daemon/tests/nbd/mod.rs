@@ -6,7 +6,7 @@ mod commands;
 mod guestfish;
 mod hostile;
 mod kernel;
-mod raw;
+pub mod raw;
 mod simple;
 mod tls;
 

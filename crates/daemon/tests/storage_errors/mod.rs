@@ -1,6 +1,7 @@
 //! Storage that fails, fills up, hangs or loses power under a whole server, for raw and qcow2, every engine and every
 //! cache mode: what the guest sees, and how other disks are affected.
 
+mod full_device;
 mod hung;
 mod pauses;
 mod random_faults;

@@ -35,6 +35,14 @@ impl LoopDevice {
         }
     }
 
+    /// Sets its size, as `lvextend` does that of a volume.
+    pub fn resize(&self, bytes: u64) {
+        let file = self.dir.path().join("backing");
+        let file = std::fs::File::options().write(true).open(file);
+        file.unwrap().set_len(bytes).unwrap();
+        run("losetup", &["-c".as_ref(), &self.device]).unwrap();
+    }
+
     /// Creates and mounts a file system on it, which is unmounted with the device.
     pub fn mount(&self) -> Option<PathBuf> {
         let mount = self.dir.path().join("mnt");

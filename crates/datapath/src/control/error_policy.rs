@@ -47,6 +47,17 @@ impl Disk {
     /// the guest is told of their errors. `threads` are those that serve the disk.
     pub fn resume(self: &Arc<Self>, threads: &[impl Borrow<IoThread>], report: bool) {
         self.admission.set_stopped(false);
+        self.send_resume(threads, report);
+    }
+
+    /// Tries requests again that wait because storage failed to serve them, unless they wait for the operator.
+    pub fn retry(self: &Arc<Self>, threads: &[impl Borrow<IoThread>]) {
+        if !self.is_stopped() {
+            self.send_resume(threads, false);
+        }
+    }
+
+    fn send_resume(self: &Arc<Self>, threads: &[impl Borrow<IoThread>], report: bool) {
         for thread in threads {
             thread.borrow().send(Command::Resume {
                 disk: self.clone(),

@@ -60,6 +60,10 @@ pub(crate) fn operation(queue: &mut Queue, slot: u16, result: i32) -> Next {
             s.left -= moved as u64;
             if s.left > 0 {
                 s.at.0 += moved as u64;
+                if queue.file.is_none() {
+                    // The whole piece may have to be looked up again.
+                    queue.mapped.get(slot).keep_segments(s);
+                }
                 s.advance(moved);
                 Next::Submit
             } else if queue.file.is_none() {

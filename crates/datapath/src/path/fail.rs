@@ -4,6 +4,7 @@ use block::{OnError, Request, explain};
 use guest::blk::Status;
 use tracing::{error, info, warn};
 
+use super::mapped;
 use crate::clock::now_ns;
 use crate::disk::Disk;
 use crate::disk::flush_coalescer::lost;
@@ -57,6 +58,8 @@ pub(crate) fn stall(
         _ => "; ringdisk tries it again until it succeeds (rerror, werror)",
     };
     log(&queue.disk, s, errno, consequence);
+    let retry = mapped::stalled(queue, id.slot, disk, retry);
+    let s = queue.slots.get(id.slot);
     s.state = RequestState::Stalled(retry);
     let stalled = &mut disk.stalled;
     stalled.waiting.push_back(id);
@@ -149,9 +152,14 @@ fn log(disk: &Disk, slot: &Slot, errno: i32, consequence: &str) {
             0 => "the file ends here: it was truncated while ringdisk served it".to_owned(),
             e => explain(&std::io::Error::from_raw_os_error(e), ""),
         };
+        let place = match slot.state {
+            // It has no place in the file yet.
+            RequestState::Mapping => String::new(),
+            _ => format!(" at {} of its file, with {} bytes left", slot.at, slot.left),
+        };
         error!(
-            "disk {}: {} failed at {} of its file, with {} bytes left: {cause}{consequence}{left_out}",
-            disk.name, slot.request, slot.at, slot.left
+            "disk {}: {} failed{place}: {cause}{consequence}{left_out}",
+            disk.name, slot.request
         );
     });
 }

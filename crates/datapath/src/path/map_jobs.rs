@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use block::{FileOffset, GuestOffset};
-use image::{Allocation, Chain, ImageError, Prepared, ZeroMode};
+use image::{Allocation, Awaited, Chain, ImageError, Prepared, Reclaimed, ZeroMode};
 
 use crate::disk::Disk;
 use crate::resources::blocking_pool::{Job, JobResult};
@@ -23,6 +23,52 @@ pub(crate) fn blocking(
                 is_permanent: e.is_permanent(),
             }
         })
+    })
+}
+
+/// The same for a job that may need clusters: freed ones are reclaimed before it fails for lack of space. The request holds
+/// no pin meanwhile.
+pub(crate) fn changing(
+    disk: &Arc<Disk>,
+    chain: &Arc<Chain>,
+    job: impl FnOnce(&Chain) -> Result<JobResult, ImageError> + Send + 'static,
+) -> Job {
+    let chain = chain.clone();
+    blocking(disk, move || {
+        let reclaimed = chain.reclaimed();
+        match job(&chain) {
+            Err(e) if e.is_no_space() => reclaim(&chain, reclaimed)?.ok_or(e),
+            result => result,
+        }
+    })
+}
+
+/// A write found no space, with this errno: gives its clusters back, and reclaims freed ones.
+pub(crate) fn make_space(
+    chain: &Chain,
+    allocation: Option<Allocation>,
+    errno: i32,
+) -> Result<JobResult, ImageError> {
+    let reclaimed = match allocation {
+        Some(allocation) => {
+            let reclaimed = allocation.reclaimed_before();
+            chain.abort(allocation);
+            reclaimed
+        }
+        None => chain.reclaimed(),
+    };
+    Ok(reclaim(chain, reclaimed)?.unwrap_or(JobResult::Failed {
+        errno,
+        is_permanent: false,
+    }))
+}
+
+/// Reclaims freed clusters; `None` if there are none.
+fn reclaim(chain: &Chain, since: u64) -> Result<Option<JobResult>, ImageError> {
+    Ok(match chain.reclaim(since)? {
+        Reclaimed::Some => Some(JobResult::LookUpAgain),
+        Reclaimed::InUse => Some(JobResult::WaitFor(Awaited::FreedClusters)),
+        Reclaimed::None => None,
     })
 }
 

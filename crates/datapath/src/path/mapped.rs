@@ -5,7 +5,8 @@
 //! ([`Chain::commit_or_keep`]), in memory. They reach the file with the next flush, in the order that the image knows to be
 //! right. The guest is told of the write after the commit, so a flush that it sends then covers both.
 //!
-//! A request holds a pin from before its first look-up until it ends. While pinned, looked-up clusters are not reused.
+//! A request holds a pin from before a look-up until it ends. While pinned, looked-up clusters are not reused. A request that
+//! may wait for such clusters itself, or is stalled, gives its pin back, and takes another with its next look-up.
 
 use std::sync::Arc;
 use std::task::{Poll, Wake as TaskWake, Waker};
@@ -59,6 +60,7 @@ pub(crate) struct MappedStage<'a> {
     /// Bytes that may be zeroed or looked at in this turn.
     zero_budget: &'a mut u64,
     buffers: &'a mut CowBuffers,
+    is_client: bool,
 }
 
 impl<'a> MappedStage<'a> {
@@ -80,6 +82,7 @@ impl<'a> MappedStage<'a> {
             thread_disk,
             zero_budget,
             buffers,
+            is_client: queue.is_client,
         }
     }
 
@@ -87,11 +90,15 @@ impl<'a> MappedStage<'a> {
     #[inline(always)]
     pub fn map(mut self) -> Next {
         self.slot.state = RequestState::Mapping;
-        if !self.mapped.has_begun() {
-            if !zeroes::detect(self.disk, self.ring, self.slot, self.zero_budget) {
-                return Next::WaitForTurn;
+        if self.mapped.pin.is_none() {
+            if self.mapped.has_begun() {
+                self.pin_again();
+            } else {
+                if !zeroes::detect(self.disk, self.ring, self.slot, self.zero_budget) {
+                    return Next::WaitForTurn;
+                }
+                self.begin();
             }
-            self.begin();
         }
         self.look_up()
     }
@@ -107,6 +114,11 @@ impl<'a> MappedStage<'a> {
         };
         let pin = self.thread_disk.pins.pin(self.chain.pins());
         self.mapped.begin(at, len, pin);
+    }
+
+    #[cold]
+    fn pin_again(&mut self) {
+        self.mapped.pin = Some(self.thread_disk.pins.pin(self.chain.pins()));
     }
 
     #[inline(always)]
@@ -177,7 +189,7 @@ impl<'a> MappedStage<'a> {
             }
             // To prepare it says what is wrong, and sees to it that nothing more is written.
             WriteLocation::Damaged { len } => {
-                self.start_job(move |chain| map_jobs::prepare(chain, at, len))
+                self.start_change(move |chain| map_jobs::prepare(chain, at, len))
             }
         }
     }
@@ -185,7 +197,7 @@ impl<'a> MappedStage<'a> {
     /// Takes clusters for the next piece of a write.
     fn allocate(&mut self, at: GuestOffset, len: u64) -> Next {
         let Some(allocation) = self.chain.try_prepare_write(self.mapped.pin(), at, len) else {
-            return self.start_job(move |chain| map_jobs::prepare(chain, at, len));
+            return self.start_change(move |chain| map_jobs::prepare(chain, at, len));
         };
         if allocation.fills.is_empty() {
             return self.write_allocation(allocation);
@@ -193,7 +205,7 @@ impl<'a> MappedStage<'a> {
         let pin = self.mapped.pin();
         let plan = CowWrite::plan(self.chain, pin, &allocation, self.alignment, self.buffers);
         let Some((write, source)) = plan else {
-            return self.start_job(move |chain| map_jobs::fill(chain, allocation));
+            return self.start_change(move |chain| map_jobs::fill(chain, allocation));
         };
         (self.mapped.allocation, self.mapped.cow) = (Some(allocation), Some(write));
         match source {
@@ -232,6 +244,7 @@ impl<'a> MappedStage<'a> {
         let (slot, mapped) = (&mut *self.slot, &mut *self.mapped);
         let allocation = mapped.allocation.as_ref();
         let len = allocation.expect("a copy-on-write has clusters").len;
+        mapped.keep_segments(slot);
         mapped.set_len(slot, len);
         let write = mapped.cow.as_mut().expect("a copy-on-write has a buffer");
         self.ring.copy_from(slot.segments(), write.gap(len));
@@ -242,9 +255,9 @@ impl<'a> MappedStage<'a> {
         Next::Submit
     }
 
-    fn give_up_range(&self, mode: ZeroMode) -> Next {
+    fn give_up_range(&mut self, mode: ZeroMode) -> Next {
         let (at, rest) = (self.mapped.at, self.mapped.rest);
-        self.start_job(move |chain| map_jobs::zero(chain, at, rest, mode))
+        self.start_change(move |chain| map_jobs::zero(chain, at, rest, mode))
     }
 
     /// Has the blocking pool do this with the image. Its errors are logged, and fail the request.
@@ -256,6 +269,33 @@ impl<'a> MappedStage<'a> {
     ) -> Next {
         let chain = self.chain.clone();
         Next::StartJob(map_jobs::blocking(self.disk, move || job(&chain)))
+    }
+
+    /// The same for what may need clusters, and wait for them.
+    #[cold]
+    #[inline(never)]
+    fn start_change(
+        &mut self,
+        job: impl FnOnce(&Chain) -> Result<JobResult, ImageError> + Send + 'static,
+    ) -> Next {
+        unpin(self.mapped, self.chain, self.thread_disk);
+        Next::StartJob(map_jobs::changing(self.disk, self.chain, job))
+    }
+
+    /// The operation of a piece of a write found no space, with this errno. Freed clusters are reclaimed, and the piece is
+    /// looked up again.
+    #[cold]
+    pub fn make_space(self, errno: i32) -> Next {
+        self.mapped.restart_piece();
+        self.slot.state = RequestState::Mapping;
+        unpin(self.mapped, self.chain, self.thread_disk);
+        if let Some(write) = self.mapped.cow.take() {
+            self.buffers.give_back(write);
+        }
+        let (chain, allocation) = (self.chain.clone(), self.mapped.allocation.take());
+        Next::StartJob(map_jobs::blocking(self.disk, move || {
+            map_jobs::make_space(&chain, allocation, errno)
+        }))
     }
 
     /// The operation of a piece has moved all its bytes.
@@ -335,7 +375,7 @@ impl<'a> MappedStage<'a> {
             JobResult::Failed {
                 errno,
                 is_permanent: true,
-            } => Next::Finish(Ending::io_error(errno)),
+            } => Next::Finish(Ending::error(errno, self.is_client)),
             JobResult::Failed { errno, .. } => Next::Fail {
                 errno,
                 retry: Retry::Piece,
@@ -364,6 +404,27 @@ pub(crate) fn abort(queue: &mut Queue, slot: u16, end: AbortEnd) -> Option<Job> 
     }))
 }
 
+/// A request is stalled for this: gives back its pin, and returns what is to be tried again. Clusters that it has taken
+/// remain its own; everything else is looked up again.
+#[cold]
+pub(crate) fn stalled(queue: &mut Queue, slot: u16, disk: &mut ThreadDisk, retry: Retry) -> Retry {
+    let Some(mapped) = queue.mapped.find(slot) else {
+        return retry;
+    };
+    unpin(mapped, chain(&queue.image), disk);
+    if retry == Retry::Operation && mapped.allocation.is_none() {
+        mapped.restart_piece();
+        return Retry::Piece;
+    }
+    retry
+}
+
+fn unpin(mapped: &mut MappedRequest, chain: &Chain, disk: &mut ThreadDisk) {
+    if let Some(pin) = mapped.pin.take() {
+        disk.pins.unpin(chain.pins(), pin);
+    }
+}
+
 /// Gives back the pin and the buffer that a request has.
 #[inline]
 pub(crate) fn release(
@@ -376,6 +437,7 @@ pub(crate) fn release(
         return;
     };
     debug_assert!(mapped.allocation.is_none(), "it is given back first");
+    mapped.end();
     if let Some(write) = mapped.cow.take() {
         buffers.cow.give_back(write);
     }
@@ -385,7 +447,7 @@ pub(crate) fn release(
     }
 }
 
-/// Does `job`. If it has to wait for the write of another request, the image calls `wake` when that write has ended.
+/// Does `job`. If it has to wait for other requests, the image calls `wake` when they have ended.
 pub(crate) fn wait_in_job(image: Image, wake: impl Fn() + Send + Sync + 'static, job: Job) -> Job {
     Box::new(move || match job() {
         JobResult::WaitFor(waiting) => {

@@ -16,8 +16,10 @@ pub(crate) struct MappedRequest {
     pub rest: u64,
     /// The file that the piece is in.
     pub file: FileId,
-    /// Held from before the first look-up until the request ends. While pinned, looked-up clusters are not reused.
+    /// Held from before a look-up until the request ends, or waits. While pinned, looked-up clusters are not reused.
     pub pin: Option<Pin>,
+    /// The request has begun, and not ended.
+    has_begun: bool,
     /// Clusters that were taken for the piece under way.
     pub allocation: Option<Allocation>,
     /// What is written for the piece, if that is more than the guest's bytes.
@@ -38,6 +40,7 @@ impl MappedRequest {
             rest: 0,
             file: FileId(0),
             pin: None,
+            has_begun: false,
             allocation: None,
             cow: None,
             segments: Vec::new(),
@@ -51,19 +54,27 @@ impl MappedRequest {
     pub fn begin(&mut self, at: GuestOffset, len: u64, pin: Pin) {
         (self.at, self.len, self.rest) = (at, 0, len);
         self.segments.clear();
+        self.cut.clear();
         self.first = 0;
         self.pin = Some(pin);
+        self.has_begun = true;
     }
 
     /// Whether its first piece was looked up, or is being looked up.
     #[inline(always)]
     pub fn has_begun(&self) -> bool {
-        self.pin.is_some()
+        self.has_begun
+    }
+
+    /// The request has ended.
+    #[inline]
+    pub fn end(&mut self) {
+        self.has_begun = false;
     }
 
     #[inline(always)]
     pub fn pin(&self) -> &Pin {
-        self.pin.as_ref().expect("a request that has begun")
+        self.pin.as_ref().expect("a request that is looked up")
     }
 
     /// So many bytes of the request are done.
@@ -71,6 +82,15 @@ impl MappedRequest {
     pub fn advance(&mut self, bytes: u64) {
         self.at += bytes;
         self.rest -= bytes;
+        self.cut.clear();
+    }
+
+    /// Forgets what was done of the piece under way, which is looked up again. The slot has the guest's segments as they
+    /// were, or they are [kept](Self::keep_segments).
+    #[cold]
+    pub fn restart_piece(&mut self) {
+        self.segments.splice(..self.first, self.cut.drain(..));
+        self.first = 0;
     }
 
     /// Makes a piece ready for the engine: it is at this place of this file.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use image::{Allocation, PendingWrite};
+use image::{Allocation, Awaited};
 
 use super::cow::CowWrite;
 use crate::request::{Ending, RequestId};
@@ -52,9 +52,9 @@ pub(crate) enum JobResult {
     Committed,
     /// This many more bytes were discarded or zeroed.
     Zeroed { done: u64 },
-    /// The write of another request must end first.
-    WaitFor(PendingWrite),
-    /// The request waits for the write of another one, whose end wakes it. The I/O thread is not told of this.
+    /// Other requests must end first.
+    WaitFor(Awaited),
+    /// The request waits for others, whose end wakes it. The I/O thread is not told of this.
     WillBeWoken,
     /// The clusters that were taken for the request were given back, and it ends.
     Aborted(AbortEnd),

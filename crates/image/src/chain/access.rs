@@ -8,7 +8,7 @@ use block::{FileOffset, GuestOffset};
 
 use super::{Chain, Compressed, FileIndex, LayerImage, ReadLocation, WriteLocation};
 use crate::qcow2::{
-    Allocation, ImageError, Mapping, PendingWrite, Pin, Prepared, Qcow2, ZeroMode, ZeroStep,
+    Allocation, Awaited, ImageError, Mapping, Pin, Prepared, Qcow2, ZeroMode, ZeroStep,
 };
 use crate::storage::Storage;
 
@@ -109,8 +109,8 @@ impl Chain {
         }
     }
 
-    /// Zeroes or discards a range, as far as possible without waiting for other writes. Returns how many bytes are
-    /// done and, if that is not all, the write to wait for before continuing.
+    /// Zeroes or discards a range, as far as possible without waiting for other requests. Returns how many bytes are
+    /// done and, if that is not all, what to wait for before continuing. The caller holds no pin while it waits.
     ///
     /// # Errors
     /// The rest of the range is unchanged.
@@ -119,7 +119,7 @@ impl Chain {
         at: GuestOffset,
         len: u64,
         mode: ZeroMode,
-    ) -> Result<(u64, Option<PendingWrite>), ImageError> {
+    ) -> Result<(u64, Option<Awaited>), ImageError> {
         let mut done = 0;
         while done < len {
             let step_at = at + done;
@@ -137,7 +137,7 @@ impl Chain {
                 }
                 ZeroStep::Write(n) => {
                     let n = n.min(ZEROES.len() as u64);
-                    self.pinned(|pin| self.write_zeroes(pin, step_at, n))?
+                    self.write_zeroes(step_at, n)?
                 }
                 ZeroStep::Wait(waiting) => Err(waiting),
             };
@@ -244,19 +244,19 @@ impl Chain {
         may_unmap && punches && file.punch(FileOffset(at.0), len).is_ok()
     }
 
-    /// Writes zeroes like any other data. Returns how many bytes were written, or the write to wait for first.
-    fn write_zeroes(
-        &self,
-        pin: &Pin,
-        at: GuestOffset,
-        len: u64,
-    ) -> Result<Result<u64, PendingWrite>, ImageError> {
+    /// Writes zeroes like any other data. Returns how many bytes were written, or what to wait for first.
+    fn write_zeroes(&self, at: GuestOffset, len: u64) -> Result<Result<u64, Awaited>, ImageError> {
         loop {
-            let len = match self.map_write(pin, at, len) {
-                WriteLocation::InPlace { at, len, .. } => {
+            // Only what is written in place needs a pin.
+            let place = self.pinned(|pin| {
+                let place = self.map_write(pin, at, len);
+                if let WriteLocation::InPlace { at, len, .. } = place {
                     self.write_file(at, &ZEROES[..len as usize])?;
-                    return Ok(Ok(len));
                 }
+                Ok(place)
+            })?;
+            let len = match place {
+                WriteLocation::InPlace { len, .. } => return Ok(Ok(len)),
                 WriteLocation::Load(missing) => {
                     self.load(missing)?;
                     continue;

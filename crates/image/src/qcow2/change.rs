@@ -1,15 +1,18 @@
 //! Changes to the tables in memory, made under the state lock.
 //!
 //! A change that needs something first returns a [`Retry`], which names it. [`Qcow2::change`] does that without the
-//! lock and tries again. Nothing here writes to the file except the first content of a new L2 table, and the entries
+//! lock and tries again. A lack of space is met the same way: clusters that were freed in memory are
+//! [reclaimed](Qcow2::reclaim) before anything fails for it, and before the file grows. Nothing here writes to the file except the first content of a new L2 table, and the entries
 //! of a [raw data file](super::raw_data_file); [`flush`](super::flush) writes the tables, in an order that keeps the
 //! image consistent after a crash.
 
 use super::entry::{COPIED, Entry, Standard, table_at};
 use super::error::ImageError;
 use super::journal::Change;
+use super::reclaim::Reclaimed;
 use super::retry::{MayBlock, Retry};
 use super::types::{GuestCluster, HostOffset, L1Index, PieceIndex, Run, SliceIndex};
+use super::write::Awaited;
 use super::{ImageState, Load, Qcow2};
 
 /// Changed metadata kept for the next flush at most, in bytes: 8192 pieces of 4 KiB, which is what 4 Mi
@@ -20,35 +23,66 @@ const DIRTY_BYTES_MAX: u64 = 32 << 20;
 const UNLINKED_MAX: u64 = 16384;
 
 impl Qcow2 {
-    /// Makes a change under the state lock, after doing what it needs without the lock.
-    pub(super) fn change<T>(
+    /// Makes a change under the state lock, after doing what it needs without the lock. Returns what to wait for if
+    /// it needs clusters that older requests still use; the caller holds no pin then, or they would never be free.
+    pub(super) fn change_or_wait<T>(
         &self,
         mut change: impl FnMut(&mut ImageState) -> Result<T, Retry>,
-    ) -> Result<T, ImageError> {
+    ) -> Result<Result<T, Awaited>, ImageError> {
         self.check_writable()?;
         self.begin_writing()?;
         loop {
             let mut state = self.lock();
+            let reclaimed = state.refcounts.reclaimed();
             let retry = if self.is_full(&state) {
                 Retry::CacheFull
             } else {
                 match change(&mut state) {
-                    Ok(done) => return Ok(done),
+                    Ok(done) => return Ok(Ok(done)),
+                    Err(Retry::Error(error)) if error.is_no_space() => Retry::Error(error),
                     Err(Retry::Error(error)) => return Err(self.report(&mut state, error)),
                     Err(retry) => retry,
                 }
             };
             drop(state);
-            match retry {
-                Retry::Load(slice) => self.load(Load::Slice(slice))?,
-                Retry::TableFull => self.grow_refcount_table()?,
-                Retry::CacheFull => self.flush()?,
-                Retry::MapFirst(cluster) => self.map_in_raw_data_file(cluster)?,
-                Retry::Later => {}
+            let ready = match retry {
+                Retry::Load(slice) => self.load(Load::Slice(slice)),
+                Retry::TableFull => self.grow_refcount_table(),
+                Retry::CacheFull => self.flush(),
+                Retry::MapFirst(cluster) => self.map_in_raw_data_file(cluster),
+                Retry::Later => Ok(()),
+                Retry::Reclaim => match self.reclaim(reclaimed)? {
+                    // A request that hangs delays others only where the file would grow without need.
+                    Reclaimed::InUse if self.has_full_size() => {
+                        return Ok(Err(Awaited::FreedClusters));
+                    }
+                    Reclaimed::InUse => {
+                        self.lock().refcounts.let_grow();
+                        Ok(())
+                    }
+                    Reclaimed::Some | Reclaimed::None => Ok(()),
+                },
                 Retry::WouldBlock => unreachable!("it may block"),
-                Retry::Error(error) => return Err(error),
+                Retry::Error(error) => Err(error),
+            };
+            match ready {
+                Err(error) if error.is_no_space() => match self.reclaim(reclaimed)? {
+                    Reclaimed::Some => {}
+                    Reclaimed::InUse => return Ok(Err(Awaited::FreedClusters)),
+                    Reclaimed::None => return Err(error),
+                },
+                ready => ready?,
             }
         }
+    }
+
+    /// The same for a change that does not wait: it fails if there is no space without those clusters.
+    pub(super) fn change<T>(
+        &self,
+        change: impl FnMut(&mut ImageState) -> Result<T, Retry>,
+    ) -> Result<T, ImageError> {
+        self.change_or_wait(change)?
+            .map_err(|_| ImageError::NoSpace)
     }
 
     /// Whether so many changes are only in memory that a flush must come first.
@@ -135,16 +169,15 @@ impl Qcow2 {
             self.insert_empty(state, slice)?;
         }
         let refcounts = &mut state.refcounts;
-        let (run, fresh) = refcounts.allocate(&self.file, &mut state.metadata, 1, MayBlock::Yes)?;
+        let (run, _) = refcounts.allocate(&self.file, &mut state.metadata, 1, MayBlock::Yes)?;
         let at = run.first.start(g);
-        if let Err(error) = self.write_table(old, at, fresh) {
+        if let Err(error) = self.write_table(old, at) {
             let _ = state.refcounts.release(&self.file, run.first);
             return Err(error.into());
         }
         state.metadata.add_table(run.first);
         if let Some(old) = old {
-            state.unlinked_clusters += 1;
-            state.unlinked.push(Run::one(old.cluster(g)));
+            state.unlink(Run::one(old.cluster(g)));
         }
         let word = at.bytes() | COPIED;
         self.set_table(state, table, word);
@@ -159,18 +192,11 @@ impl Qcow2 {
         state.dirty_l1.insert(index.piece(&self.g));
     }
 
-    fn write_table(
-        &self,
-        old: Option<HostOffset>,
-        at: HostOffset,
-        fresh: bool,
-    ) -> Result<(), ImageError> {
+    /// Writes all of it, even if the file has zeroes there already: the flush that writes entries needs no space then.
+    fn write_table(&self, old: Option<HostOffset>, at: HostOffset) -> Result<(), ImageError> {
         let mut bytes = vec![0; self.g.cluster() as usize];
         if let Some(old) = old {
             self.file.read_at("reading an L2 table", old, &mut bytes)?;
-        }
-        if fresh && old.is_none() {
-            return Ok(());
         }
         self.file.write_at("writing a new L2 table", at, &bytes)
     }
@@ -184,10 +210,6 @@ impl Qcow2 {
             }) if Some(host) != kept && !self.g.external => Run::one(host.cluster(&self.g)),
             Entry::Standard(_) => return,
         };
-        state.unlinked_clusters += run.clusters;
-        match state.unlinked.last_mut() {
-            Some(last) if last.end() == run.first => last.clusters += run.clusters,
-            _ => state.unlinked.push(run),
-        }
+        state.unlink(run);
     }
 }

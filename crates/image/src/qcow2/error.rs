@@ -27,7 +27,13 @@ pub enum ImageError {
     /// The image contradicts itself. Nothing more is written to it.
     #[error("{0}; nothing more is written to it; run 'qemu-img check' on it")]
     Damaged(Damage),
-    /// The file cannot grow, or the format cannot address more of it.
+    /// The block device that the image is on has no room left.
+    #[error(
+        "the image needs more space than the block device that it is on has; extend the device, and ringdisk uses the \
+        new space with the next attempt"
+    )]
+    NoSpace,
+    /// The format cannot address a larger file.
     #[error("the image is full: {0}")]
     Full(&'static str),
     /// The image is open for reading only.
@@ -103,16 +109,33 @@ impl ImageError {
         match self {
             Self::Io { source, .. } | Self::Lost { source } => source.raw_os_error().unwrap_or(EIO),
             Self::Damaged(_) => EIO,
-            Self::Full(_) => ENOSPC,
+            Self::NoSpace | Self::Full(_) => ENOSPC,
             Self::ReadOnly => EROFS,
             Self::Unsupported(_) => EOPNOTSUPP,
         }
     }
 
-    /// Whether a retry is pointless, because the cause does not go away. Only errors of the storage
-    /// ([`Io`](Self::Io)) may go away.
+    /// Whether a retry is pointless, because the cause does not go away. Errors of the storage ([`Io`](Self::Io)) may
+    /// go away, except for data that cannot be what was written, and so may a lack of space.
     pub fn is_permanent(&self) -> bool {
-        !matches!(self, Self::Io { .. })
+        match self {
+            Self::Io { source, .. } => source.kind() == io::ErrorKind::InvalidData,
+            Self::NoSpace => false,
+            Self::Lost { .. }
+            | Self::Damaged(_)
+            | Self::Full(_)
+            | Self::ReadOnly
+            | Self::Unsupported(_) => true,
+        }
+    }
+
+    /// Whether it is a lack of space, which goes away when there is more.
+    pub fn is_no_space(&self) -> bool {
+        match self {
+            Self::NoSpace => true,
+            Self::Io { source, .. } => source.raw_os_error().is_some_and(block::is_no_space),
+            _ => false,
+        }
     }
 
     pub(crate) fn damaged(what: &'static str, at: HostOffset) -> Self {

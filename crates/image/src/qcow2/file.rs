@@ -27,6 +27,8 @@ pub(crate) struct FileEnd {
     /// Where the file ended when it was opened.
     first: HostOffset,
     forgets: bool,
+    /// It is on a block device, which others extend, and not with zeroes.
+    is_device: AtomicBool,
     /// A flush has failed, and none has succeeded since.
     unflushed: AtomicBool,
     /// The errno of a flush that has lost data for good.
@@ -41,6 +43,7 @@ impl FileEnd {
             end: AtomicU64::new(end.bytes()),
             first: end,
             forgets,
+            is_device: AtomicBool::new(false),
             unflushed: AtomicBool::new(false),
             lost: OnceLock::new(),
         }
@@ -76,17 +79,32 @@ impl FileEnd {
                 self.end.store(reached, SeqCst);
                 Ok(())
             }
-            Err(error) if error.kind() == ErrorKind::Unsupported => Err(ImageError::Full(
-                "the block device that it is on has no room left; extend it",
-            )),
+            Err(error) if error.kind() == ErrorKind::Unsupported => self.grow_with_device(to),
             Err(error) => Err(error).doing("making the file longer", to),
         }
+    }
+
+    /// Takes what was added to the block device since its size was last read.
+    fn grow_with_device(&self, to: HostOffset) -> Result<(), ImageError> {
+        self.is_device.store(true, SeqCst);
+        let size = self.storage.size();
+        let size = size.doing("reading the size of the block device", to)?;
+        self.end.fetch_max(size, SeqCst);
+        if size < to.bytes() {
+            return Err(ImageError::NoSpace);
+        }
+        Ok(())
+    }
+
+    /// Whether a part that was added to the file reads as zeroes.
+    pub fn grows_with_zeroes(&self) -> bool {
+        !self.is_device.load(SeqCst)
     }
 
     /// Truncates the file to `to`, but not below the length that it had when it was opened.
     pub fn trim(&self, to: HostOffset) -> Result<(), ImageError> {
         let to = to.max(self.first);
-        if to < self.get() {
+        if to < self.get() && !self.is_device.load(SeqCst) {
             let trimmed = self.storage.set_size(to.bytes());
             trimmed.doing("cutting the file's end off", to)?;
             self.end.store(to.bytes(), SeqCst);

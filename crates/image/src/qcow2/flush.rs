@@ -32,7 +32,7 @@
 //!
 //! The entries of a [raw data file](super::raw_data_file) do not come this way: they are durable before their data.
 //!
-//! [`grow`](super::grow) replaces a full table by a larger one.
+//! [`grow`](super::grow) replaces a full table by a larger one. [`reclaim`](super::reclaim) has 4 come early.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -115,7 +115,7 @@ impl Qcow2 {
     }
 
     /// Writes all changes in the order above. The caller holds the flush lock.
-    fn write_back(&self) -> Result<(), ImageError> {
+    pub(super) fn write_back(&self) -> Result<(), ImageError> {
         self.check_writable()?;
         if !self.has_changes() && self.lock().is_clean() {
             // Data that the guest wrote in place.
@@ -288,7 +288,7 @@ impl Qcow2 {
                     "a cluster is used more often than its refcount says",
                     cluster.start(&self.g),
                 )),
-                Ok(_) => state.refcounts.release(&self.file, cluster),
+                Ok(_) => state.refcounts.reclaim(&self.file, cluster),
                 Err(error) => Err(error),
             };
             if let Err(error) = freed {
@@ -304,7 +304,7 @@ impl Qcow2 {
         self.punch(&last_users);
         let mut state = self.lock();
         while let Some(cluster) = last_users.pop_first() {
-            if let Err(error) = state.refcounts.release(&self.file, cluster) {
+            if let Err(error) = state.refcounts.reclaim(&self.file, cluster) {
                 self.free_later(&mut state, iter::once(cluster).chain(last_users));
                 return Err(error);
             }

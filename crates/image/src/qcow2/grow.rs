@@ -22,6 +22,7 @@ use block::GuestOffset;
 
 use super::error::ImageError;
 use super::header::L1_BYTES_MAX;
+use super::reclaim::Reclaimed;
 use super::retry::Retry;
 use super::types::{HostOffset, L1Index, Run};
 use super::{ImageState, Qcow2};
@@ -45,19 +46,21 @@ impl Qcow2 {
         loop {
             let flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
             let mut state = self.lock();
-            match self.reach_to(&mut state, size) {
+            let reclaimed = state.refcounts.reclaimed();
+            let reached = match self.reach_to(&mut state, size) {
                 Ok(()) => {
                     return Ok(Growth {
                         new: self.end()..GuestOffset(size),
                         _alone: alone,
                     });
                 }
-                Err(Retry::TableFull) => {}
-                Err(Retry::Error(error)) => return Err(self.report(&mut state, error)),
+                Err(Retry::TableFull) => Ok(()),
+                Err(Retry::Error(error)) => Err(self.report(&mut state, error)),
                 Err(
                     Retry::Load(_)
                     | Retry::MapFirst(_)
                     | Retry::CacheFull
+                    | Retry::Reclaim
                     | Retry::WouldBlock
                     | Retry::Later,
                 ) => {
@@ -65,10 +68,14 @@ impl Qcow2 {
                         "an L1 table needs no L2 table to grow",
                     ));
                 }
-            }
+            };
             drop(state);
             drop(flushing);
-            self.grow_refcount_table()?;
+            match reached.and_then(|()| self.grow_refcount_table()) {
+                Err(error)
+                    if error.is_no_space() && self.reclaim(reclaimed)? == Reclaimed::Some => {}
+                reached => reached?,
+            }
         }
     }
 

@@ -1,7 +1,9 @@
 //! Tracking of requests that use looked-up clusters, so that a freed cluster is not reused for another part
 //! of the disk while a read or write of the old one is in progress.
 
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
 
 /// The number of counter pairs, so that threads do not share cache lines.
 const LANES: usize = 64;
@@ -26,9 +28,15 @@ pub struct Pin {
 /// A request is counted before its lookup; a cluster is unlinked before the counters are read. These exclude each
 /// other only if all threads see the four accesses in one order, so all accesses here, and the lookup
 /// itself, are SeqCst. On x86 only the counting needs an atomic instruction, on a cache line that no other thread uses.
+///
+/// Whoever waits for a mark to pass is woken by the request whose end lets it pass. It is on the list before it looks
+/// at the counters, and a request is off its counter before it looks at the list: one of the two sees the other.
 pub struct Pins {
     epoch: AtomicU64,
     lanes: Box<[Lane]>,
+    /// Whether `waiting` has any.
+    has_waiting: AtomicBool,
+    waiting: Mutex<Vec<(Mark, Waker)>>,
 }
 
 #[derive(Default)]
@@ -95,6 +103,8 @@ impl Pins {
         Self {
             epoch: AtomicU64::new(0),
             lanes: (0..LANES).map(|_| Lane::default()).collect(),
+            has_waiting: AtomicBool::new(false),
+            waiting: Mutex::default(),
         }
     }
 
@@ -122,6 +132,39 @@ impl Pins {
         let counter = &self.lanes[usize::from(pin.lane)].0[usize::from(pin.parity)];
         let before = counter.fetch_sub(1, SeqCst);
         debug_assert!(before > 0);
+        if before == 1 && self.has_waiting.load(SeqCst) {
+            self.wake_passed();
+        }
+    }
+
+    #[cold]
+    fn wake_passed(&self) {
+        let passed: Vec<_> = {
+            let mut waiting = self.waiting();
+            let passed = waiting.extract_if(.., |(mark, _)| self.passed(*mark));
+            let passed = passed.collect();
+            self.has_waiting.store(!waiting.is_empty(), SeqCst);
+            passed
+        };
+        passed.into_iter().for_each(|(_, waker)| waker.wake());
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Vec<(Mark, Waker)>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ready when the mark has passed; otherwise wakes `waker` once, when it passes.
+    pub(crate) fn poll_passed(&self, mark: Mark, waker: &Waker) -> Poll<()> {
+        let mut waiting = self.waiting();
+        self.has_waiting.store(true, SeqCst);
+        if self.passed(mark) {
+            self.has_waiting.store(!waiting.is_empty(), SeqCst);
+            return Poll::Ready(());
+        }
+        if !waiting.iter().any(|(_, known)| known.will_wake(waker)) {
+            waiting.push((mark, waker.clone()));
+        }
+        Poll::Pending
     }
 
     /// To be called after something was unlinked.

@@ -47,6 +47,12 @@ pub(crate) struct Refcounts {
     /// From this cluster on, no cluster was ever used: the file was extended for them, and they read as zeroes.
     fresh: HostCluster,
     clock: u64,
+    /// Clusters that no table in memory refers to any more, and that are not free yet.
+    reclaimable: u64,
+    /// Clusters that were reclaimed so far.
+    reclaimed: u64,
+    /// The file may grow next, although not all clusters could be reclaimed.
+    may_grow: bool,
     /// Changes not recorded in the journal yet.
     pub changes: Changes,
     count: ChangeCount,
@@ -81,6 +87,9 @@ impl Refcounts {
             cursor: HostCluster::default(),
             fresh: HostCluster::new(g.clusters(end.get().bytes())),
             clock: 0,
+            reclaimable: 0,
+            reclaimed: 0,
+            may_grow: false,
             changes: Changes::default(),
         }
     }
@@ -195,6 +204,48 @@ impl Refcounts {
         Ok(())
     }
 
+    /// A table in memory does not refer to these clusters any more.
+    pub fn unlinked(&mut self, clusters: u64) {
+        self.reclaimable += clusters;
+    }
+
+    /// One of the clusters that were [`unlinked`](Self::unlinked) is released.
+    pub fn reclaim(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<(), ImageError> {
+        self.release(end, cluster)?;
+        self.reclaimable = self.reclaimable.saturating_sub(1);
+        self.reclaimed += 1;
+        Ok(())
+    }
+
+    /// Unlinked clusters that are not free yet.
+    pub fn reclaimable(&self) -> u64 {
+        self.reclaimable
+    }
+
+    /// Clusters that were reclaimed so far: if it has changed, an allocation that failed may succeed.
+    pub fn reclaimed(&self) -> u64 {
+        self.reclaimed
+    }
+
+    /// Clusters cannot be reclaimed now: the file may grow by a step instead.
+    pub fn let_grow(&mut self) {
+        self.may_grow = true;
+    }
+
+    /// Clusters that are to be reclaimed before the file grows.
+    fn to_reclaim_first(&self) -> u64 {
+        if self.may_grow { 0 } else { self.reclaimable }
+    }
+
+    /// Extends the file.
+    fn grow(&mut self, end: &FileEnd, to: HostOffset) -> Result<(), ImageError> {
+        if end.get() < to {
+            self.may_grow = false;
+            end.grow(to)?;
+        }
+        Ok(())
+    }
+
     /// Whether a run that begins here reads as zeroes because it was never used; call it before the run is
     /// allocated.
     pub fn is_fresh(&self, cluster: HostCluster) -> bool {
@@ -218,7 +269,7 @@ impl Refcounts {
         let per_block = self.g.block_entries();
         let mut at = self.cursor;
         let (mut left, later) = match may_block {
-            MayBlock::Yes => (SEARCH.0, Retry::Later),
+            MayBlock::Yes | MayBlock::Grow => (SEARCH.0, Retry::Later),
             MayBlock::No => (SEARCH.1, Retry::WouldBlock),
         };
         loop {
@@ -230,7 +281,11 @@ impl Refcounts {
             let (block, from) = at.refcount_at(&self.g);
             self.check_reach(block)?;
             if !self.has_block(block) {
-                may_block.grow(end, (at + 1).start(&self.g))?;
+                if may_block == MayBlock::No {
+                    return Err(Retry::WouldBlock);
+                }
+                let first = self.to_reclaim_first();
+                may_block.grow_for_new(end, (at + 1).start(&self.g), first)?;
                 self.make_block(end, metadata, block, at)?;
                 at += 1;
                 continue;
@@ -245,13 +300,17 @@ impl Refcounts {
                 left = left.saturating_sub(looked.max(SEARCH_BLOCK));
                 continue;
             };
-            let run = Run {
-                first: block.first(&self.g) + run.start.number(),
-                clusters: run.end - run.start,
+            let first = block.first(&self.g) + run.start.number();
+            // What the file has already is used first: it may be unable to grow.
+            let in_file = HostCluster::new(end.get().bytes() >> self.g.cluster_bits);
+            let clusters = match in_file - first.min(in_file) {
+                0 => run.end - run.start,
+                left => left.min(run.end - run.start),
             };
-            may_block.grow(end, run.end().start(&self.g))?;
+            let run = Run { first, clusters };
+            may_block.grow_for_new(end, run.end().start(&self.g), self.to_reclaim_first())?;
             self.take(end, metadata, run)?;
-            let fresh = self.is_fresh(run.first);
+            let fresh = self.is_fresh(run.first) && end.grows_with_zeroes();
             self.cursor = run.end();
             self.used_up_to(self.cursor);
             return Ok((run, fresh));
@@ -284,6 +343,8 @@ impl Refcounts {
             }
             at += 1;
         }
+        // Nothing has changed if this fails.
+        self.grow(end, (start + need).start(&self.g))?;
         let mut first = start;
         let last = (start + (need - 1)).refcount_at(&self.g).0;
         let mut block = start.refcount_at(&self.g).0;
@@ -316,7 +377,7 @@ impl Refcounts {
             let what = "metadata is in a cluster that has the refcount 0";
             return Err(ImageError::damaged(what, run.first.start(&self.g)));
         }
-        end.grow(run.end().start(&self.g))?;
+        self.grow(end, run.end().start(&self.g))?;
         for cluster in run.each() {
             self.set(end, cluster, 1)?;
         }
@@ -350,7 +411,10 @@ impl Refcounts {
             let what = "metadata is in a cluster that has the refcount 0";
             return Err(ImageError::damaged(what, offset));
         }
-        end.grow(offset + self.g.cluster())?;
+        self.grow(end, offset + self.g.cluster())?;
+        // So that the flush that writes it needs no space. No table in the file refers to it yet.
+        let zeroes = vec![0; self.g.cluster() as usize];
+        end.write_at("writing a new refcount block", offset, &zeroes)?;
         self.insert_block(block, offset);
         self.changes.push(Change::Block {
             number: block,

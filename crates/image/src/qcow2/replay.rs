@@ -209,8 +209,7 @@ impl Qcow2 {
             return Ok(());
         }
         if let Some(old) = old {
-            state.unlinked_clusters += 1;
-            state.unlinked.push(Run::one(old.cluster(&self.g)));
+            state.unlink(Run::one(old.cluster(&self.g)));
         }
         state.metadata.add_table(at.cluster(&self.g));
         self.set_table(state, index, word);

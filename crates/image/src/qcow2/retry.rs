@@ -15,6 +15,8 @@ pub(crate) enum Retry {
     MapFirst(GuestCluster),
     /// All frames for a slice have changes that must be written.
     CacheFull,
+    /// The file would grow although there are freed clusters, which can be used once they are reclaimed.
+    Reclaim,
     /// The file must be read or extended, or the search takes longer than the caller may spend.
     WouldBlock,
     /// The search was interrupted so that others get the lock; it continues where it stopped.
@@ -31,7 +33,10 @@ impl From<ImageError> for Retry {
 /// Whether a change may read or extend the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MayBlock {
+    /// It may, but freed clusters are reclaimed before the file grows.
     Yes,
+    /// It may, and the file may grow although freed clusters could be reclaimed.
+    Grow,
     No,
 }
 
@@ -41,6 +46,19 @@ impl MayBlock {
         match self {
             Self::No if end.get() < to => Err(Retry::WouldBlock),
             _ => Ok(()),
+        }
+    }
+
+    /// The same for new clusters, while there are `reclaimable` ones that could be used instead.
+    pub fn grow_for_new(
+        self,
+        end: &FileEnd,
+        to: HostOffset,
+        reclaimable: u64,
+    ) -> Result<(), Retry> {
+        match self {
+            Self::Yes if end.get() < to && reclaimable > 0 => Err(Retry::Reclaim),
+            _ => self.grow(end, to),
         }
     }
 }

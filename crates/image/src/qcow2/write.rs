@@ -21,8 +21,8 @@ use super::{ImageState, Qcow2};
 pub enum Prepared {
     /// Clusters were allocated for the first bytes of the range.
     Allocated(Allocation),
-    /// Another write has an allocation in progress for this range: try again when it has ended.
-    Wait(PendingWrite),
+    /// Something must end first: then try again. The caller gives its pin back while it waits.
+    Wait(Awaited),
     /// No cluster is needed: look the range up again.
     Mapped,
 }
@@ -48,6 +48,8 @@ pub struct Allocation {
     host: HostOffset,
     /// The clusters were free before.
     new: bool,
+    /// As of [`reclaimed`](Qcow2::reclaimed) when they were taken.
+    reclaimed: u64,
     /// They read as zeroes.
     fresh: bool,
 }
@@ -63,7 +65,16 @@ pub struct Fill {
     pub from: Option<GuestOffset>,
 }
 
-/// Another write, which must end first.
+/// What a write, or the end of a range, must wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Awaited {
+    /// The end of another write, which has an allocation in progress for the range.
+    Write(PendingWrite),
+    /// The end of requests that use clusters that were freed. The image has no others.
+    FreedClusters,
+}
+
+/// A write with an allocation in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PendingWrite {
     /// Of its allocation.
@@ -71,6 +82,11 @@ pub struct PendingWrite {
 }
 
 impl Allocation {
+    /// What [`reclaimed`](Qcow2::reclaimed) was when the clusters were taken.
+    pub fn reclaimed_before(&self) -> u64 {
+        self.reclaimed
+    }
+
     /// Replaces copies of ranges for which `is_zero` is true by zeroes.
     pub(crate) fn find_zeroes(&mut self, is_zero: impl Fn(GuestOffset, GuestOffset) -> bool) {
         let fresh = self.fresh;
@@ -89,7 +105,9 @@ impl Qcow2 {
     /// # Errors
     /// The write cannot be done.
     pub fn prepare_write(&self, at: GuestOffset, len: u64) -> Result<Prepared, ImageError> {
-        self.change(|state| self.prepare_in(state, at, len, MayBlock::Yes))
+        let prepared =
+            self.change_or_wait(|state| self.prepare_in(state, at, len, MayBlock::Yes))?;
+        Ok(prepared.unwrap_or_else(Prepared::Wait))
     }
 
     /// The same without blocking: `None` if it would have to wait for a lock or to access the file, or if no
@@ -185,9 +203,15 @@ impl Qcow2 {
         run.each()
     }
 
-    /// Ready when the other write has ended; otherwise wakes `waker` when it ends.
-    pub fn poll_wait(&self, waiting: &PendingWrite, waker: &Waker) -> Poll<()> {
+    /// Ready when what is awaited has ended; otherwise wakes `waker` when it ends.
+    pub fn poll_wait(&self, awaited: &Awaited, waker: &Waker) -> Poll<()> {
         let mut state = self.lock();
+        let Awaited::Write(waiting) = awaited else {
+            return match state.deferred_frees.first() {
+                Some((mark, _)) => self.pins.poll_passed(*mark, waker),
+                None => Poll::Ready(()),
+            };
+        };
         if state.pending.values().all(|(_, write)| write != waiting) {
             return Poll::Ready(());
         }
@@ -198,8 +222,8 @@ impl Qcow2 {
         Poll::Pending
     }
 
-    /// The same for a thread that has nothing else to do.
-    pub fn wait(&self, waiting: &PendingWrite) {
+    /// The same for a thread that has nothing else to do, and holds no pin.
+    pub fn wait(&self, awaited: &Awaited) {
         struct Unpark(Thread);
         impl Wake for Unpark {
             fn wake(self: Arc<Self>) {
@@ -207,7 +231,7 @@ impl Qcow2 {
             }
         }
         let waker = Waker::from(Arc::new(Unpark(thread::current())));
-        let ended = std::future::poll_fn(|context| self.poll_wait(waiting, context.waker()));
+        let ended = std::future::poll_fn(|context| self.poll_wait(awaited, context.waker()));
         let mut ended = pin!(ended);
         while ended
             .as_mut()
@@ -246,7 +270,7 @@ impl Qcow2 {
         let mut last = GuestCluster::of(end.before(), g);
         if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {
-                return Ok(Prepared::Wait(waiting));
+                return Ok(Prepared::Wait(Awaited::Write(waiting)));
             }
             last = cluster.before();
         }
@@ -323,6 +347,7 @@ impl Qcow2 {
             last,
             host,
             new,
+            reclaimed: state.refcounts.reclaimed(),
             fresh,
         }))
     }

@@ -10,7 +10,7 @@ use super::error::ImageError;
 use super::file::FileEnd;
 use super::retry::{MayBlock, Retry};
 use super::types::{GuestCluster, HostOffset};
-use super::write::PendingWrite;
+use super::write::Awaited;
 use super::{ImageState, Qcow2};
 
 /// How a range is zeroed or discarded.
@@ -35,8 +35,8 @@ pub enum ZeroStep {
     Write(u64),
     /// Zero this many bytes in the data file, at the same offset.
     File(u64),
-    /// Wait for another write to end first.
-    Wait(PendingWrite),
+    /// Wait for something to end first.
+    Wait(Awaited),
 }
 
 impl Qcow2 {
@@ -55,10 +55,14 @@ impl Qcow2 {
         mode: ZeroMode,
         zeroes_around: bool,
     ) -> Result<ZeroStep, ImageError> {
-        let (step, recorded) = self.change(|state| {
+        let stepped = self.change_or_wait(|state| {
             let step = self.try_zero(state, at, len, mode, zeroes_around)?;
             Ok((step, self.record(state, MayBlock::Yes)))
         })?;
+        let (step, recorded) = match stepped {
+            Ok(stepped) => stepped,
+            Err(awaited) => return Ok(ZeroStep::Wait(awaited)),
+        };
         if !recorded {
             self.flush()?;
         }
@@ -103,7 +107,7 @@ impl Qcow2 {
         let last = GuestCluster::of(end.before(), g);
         if let Some((cluster, waiting)) = Self::pending_in(state, first, last) {
             if cluster == first {
-                return Ok(ZeroStep::Wait(waiting));
+                return Ok(ZeroStep::Wait(Awaited::Write(waiting)));
             }
             end = cluster.start(g);
         }

@@ -365,7 +365,7 @@ fn read(chain: &Chain, at: u64, len: u64) {
 /// Writes what allocates; what is there is overwritten in the file.
 fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
     mark(chain, at, len);
-    let pin = chain.pins().pin(0);
+    let mut pin = chain.pins().pin(0);
     let mut done = 0;
     for _ in 0..10_000 {
         if done >= len {
@@ -384,7 +384,11 @@ fn write(chain: &Chain, file: &Bytes, at: u64, len: u64) {
                 done += len;
             }
             WriteLocation::Allocate { len } => {
-                match chain.prepare_write(GuestOffset(at + done), len) {
+                // It may wait for others, and is none of them.
+                chain.pins().unpin(pin);
+                let prepared = chain.prepare_write(GuestOffset(at + done), len);
+                pin = chain.pins().pin(0);
+                match prepared {
                     Ok(Prepared::Allocated(allocation)) => {
                         assert!(allocation.len > 0 && allocation.len <= len);
                         done += allocation.len;

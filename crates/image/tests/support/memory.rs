@@ -1,6 +1,6 @@
 //! A file in memory that remembers every write, and what a crash may leave of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -47,11 +47,20 @@ struct ImageState {
     record: bool,
     /// Operations until one fails; 0 for never.
     fail_in: u64,
-    /// How many more blocks of zeroes can be written to.
-    space: Option<u64>,
+    /// The space of the file system, if it is limited.
+    space: Option<Space>,
+    /// They are block devices: others set their sizes.
+    is_device: bool,
     /// A flush that fails forgets what was written.
     forgets: bool,
     forgotten: bool,
+}
+
+/// Blocks of a file system.
+struct Space {
+    free: u64,
+    /// Those in use, by file.
+    used: BTreeSet<(usize, u64)>,
 }
 
 /// A file in memory. Clones are the same file.
@@ -107,9 +116,22 @@ impl Memory {
         self.state().fail_in = n;
     }
 
-    /// From now on, it is a sparse file on a file system that has this many blocks left. Blocks of zeroes are holes.
+    /// From now on, it is a file on a file system that has this many blocks left. What is added to it are holes.
     pub fn limit_space(&self, blocks: u64) {
-        self.state().space = Some(blocks);
+        let mut state = self.state();
+        let used = (0..).zip(&state.files).flat_map(|(file, bytes)| {
+            let blocks = 0..(bytes.len() as u64).div_ceil(BLOCK);
+            blocks.map(move |block| (file, block))
+        });
+        let used = used.collect();
+        state.space = Some(Space { free: blocks, used });
+    }
+
+    /// From now on, it is a block device of this size; what is added has other data than zeroes.
+    pub fn be_device(&self, bytes: u64) {
+        let mut state = self.state();
+        state.is_device = true;
+        state.files[self.file].resize(bytes as usize, 0xd5);
     }
 
     /// From now on, it is a file in the page cache: what a failed flush did not write is lost.
@@ -131,21 +153,29 @@ impl ImageState {
     }
 
     fn use_space(&mut self, file: usize, at: u64, len: u64) -> io::Result<()> {
-        let Some(space) = self.space else {
+        let no_space = || io::Error::from_raw_os_error(28);
+        if self.is_device && at + len > self.files[file].len() as u64 {
+            return Err(no_space());
+        }
+        let Some(space) = &mut self.space else {
             return Ok(());
         };
-        let bytes = &self.files[file];
-        let is_hole = |block: &u64| {
-            let (at, end) = (block * BLOCK, (block + 1) * BLOCK);
-            let end = bytes.len().min(end as usize);
-            let block = bytes.get(at as usize..end).unwrap_or_default();
-            block.iter().all(|&byte| byte == 0)
-        };
         let blocks = at / BLOCK..(at + len).div_ceil(BLOCK);
-        let needed = blocks.filter(is_hole).count() as u64;
-        let left = space.checked_sub(needed);
-        self.space = Some(left.ok_or_else(|| io::Error::from_raw_os_error(28))?);
+        let new = blocks.map(|block| (file, block));
+        let new: Vec<_> = new.filter(|block| !space.used.contains(block)).collect();
+        let left = space.free.checked_sub(new.len() as u64);
+        space.free = left.ok_or_else(no_space)?;
+        space.used.extend(new);
         Ok(())
+    }
+
+    /// Gives back the blocks that are in this range as a whole.
+    fn free_space(&mut self, file: usize, at: u64, len: u64) {
+        if let Some(space) = &mut self.space {
+            let blocks = at.div_ceil(BLOCK)..(at + len) / BLOCK;
+            let freed = blocks.filter(|&block| space.used.remove(&(file, block)));
+            space.free += freed.count() as u64;
+        }
     }
 
     fn may_fail(&mut self) -> io::Result<()> {
@@ -211,6 +241,9 @@ impl Storage for Memory {
 
     fn set_size(&self, size: u64) -> io::Result<()> {
         let mut state = self.state();
+        if state.is_device {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         // As a file system with little room: files grow by no more than they need.
         if size > 8 << 20 {
             return Err(io::Error::from_raw_os_error(27));
@@ -223,6 +256,7 @@ impl Storage for Memory {
     fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
         let mut state = self.state();
         punch(&mut state.files[self.file], at.0, len);
+        state.free_space(self.file, at.0, len);
         state.event(self.file, What::Punch { at: at.0, len });
         Ok(())
     }

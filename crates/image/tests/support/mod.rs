@@ -11,9 +11,9 @@ use std::sync::Arc;
 
 use block::{FileOffset, GuestOffset};
 use image::{
-    AllowedDirectories, Chain, ChainError, ChainOptions, FileIndex, FileRole, ImageError,
-    JournalFile, LayerFormat, OpenFiles, Pin, PlainFile, Prepared, ReadLocation, Storage, TopFile,
-    WriteLocation, ZeroMode, ZeroStep,
+    AllowedDirectories, Awaited, Chain, ChainError, ChainOptions, FileIndex, FileRole, ImageError,
+    JournalFile, LayerFormat, OpenFiles, Pin, PlainFile, Prepared, ReadLocation, Reclaimed,
+    Storage, TopFile, WriteLocation, ZeroMode, ZeroStep,
 };
 
 /// Opens allowed files as it is.
@@ -183,51 +183,73 @@ impl Disk {
 
     pub fn write(&self, at: u64, from: &[u8]) -> Result<(), ImageError> {
         self.mark(at, from.len() as u64);
-        self.pinned(|pin| self.write_pinned(pin, at, from))
-    }
-
-    fn write_pinned(&self, pin: &Pin, at: u64, from: &[u8]) -> Result<(), ImageError> {
-        let chain = &self.chain;
         let mut done = 0;
         while done < from.len() {
-            let (at, rest) = (at + done as u64, &from[done..]);
-            match chain.map_write(pin, GuestOffset(at), rest.len() as u64) {
-                WriteLocation::Load(missing) => chain.load(missing)?,
-                WriteLocation::InPlace { file, at, len } => {
-                    assert!(len > 0);
-                    let len = len as usize;
-                    self.file(file)
-                        .write_at(at, &rest[..len])
-                        .map_err(io_error)?;
-                    done += len;
-                }
-                WriteLocation::Allocate { len } => {
-                    match chain.prepare_write(GuestOffset(at), len)? {
-                        Prepared::Mapped => {}
-                        Prepared::Wait(waiting) => chain.image().unwrap().wait(&waiting),
-                        Prepared::Allocated(allocation) => {
-                            assert_eq!(allocation.at, GuestOffset(at));
-                            let len = allocation.len as usize;
-                            assert!(len > 0 && len <= rest.len());
-                            match self.move_data(pin, &allocation, &rest[..len]) {
-                                Ok(()) => chain.commit(allocation)?,
-                                Err(error) => {
-                                    chain.abort(allocation);
-                                    return Err(error);
-                                }
-                            }
-                            done += len;
-                        }
-                    }
-                }
-                WriteLocation::Damaged { .. } => {
-                    // It says what is wrong.
-                    let error = chain.prepare_write(GuestOffset(at), 1).unwrap_err();
-                    return Err(error);
-                }
-            }
+            done += self.write_piece(at + done as u64, &from[done..])?;
         }
         Ok(())
+    }
+
+    /// Writes the first bytes; returns how many. Clusters are taken without a pin, because that may wait for those that
+    /// others use.
+    fn write_piece(&self, at: u64, from: &[u8]) -> Result<usize, ImageError> {
+        let chain = &self.chain;
+        let place = self.pinned(|pin| {
+            let place = chain.map_write(pin, GuestOffset(at), from.len() as u64);
+            if let WriteLocation::InPlace { file, at, len } = place {
+                let written = self.file(file).write_at(at, &from[..len as usize]);
+                written.map_err(io_error)?;
+            }
+            Ok(place)
+        })?;
+        let len = match place {
+            WriteLocation::InPlace { len, .. } => {
+                assert!(len > 0);
+                return Ok(len as usize);
+            }
+            WriteLocation::Load(missing) => return chain.load(missing).map(|()| 0),
+            WriteLocation::Allocate { len } => len,
+            WriteLocation::Damaged { .. } => {
+                // It says what is wrong.
+                return Err(chain.prepare_write(GuestOffset(at), 1).unwrap_err());
+            }
+        };
+        match chain.prepare_write(GuestOffset(at), len)? {
+            Prepared::Mapped => Ok(0),
+            Prepared::Wait(waiting) => {
+                chain.image().unwrap().wait(&waiting);
+                Ok(0)
+            }
+            Prepared::Allocated(allocation) => {
+                assert_eq!(allocation.at, GuestOffset(at));
+                let len = allocation.len as usize;
+                assert!(len > 0 && len <= from.len());
+                if let Err(error) =
+                    self.pinned(|pin| self.move_data(pin, &allocation, &from[..len]))
+                {
+                    let reclaimed = allocation.reclaimed_before();
+                    chain.abort(allocation);
+                    return self.make_space(error, reclaimed);
+                }
+                chain.commit(allocation)?;
+                Ok(len)
+            }
+        }
+    }
+
+    /// Data found no space: there may be some after freed clusters were reclaimed.
+    fn make_space(&self, error: ImageError, reclaimed: u64) -> Result<usize, ImageError> {
+        if !error.is_no_space() {
+            return Err(error);
+        }
+        match self.chain.reclaim(reclaimed)? {
+            Reclaimed::Some => Ok(0),
+            Reclaimed::InUse => {
+                self.chain.image().unwrap().wait(&Awaited::FreedClusters);
+                Ok(0)
+            }
+            Reclaimed::None => Err(error),
+        }
     }
 
     fn move_data(

@@ -250,7 +250,7 @@ impl Qcow2 {
             } = state;
             let run = if clusters == 1 {
                 refcounts
-                    .allocate(&self.file, metadata, 1, MayBlock::Yes)?
+                    .allocate(&self.file, metadata, 1, MayBlock::Grow)?
                     .0
             } else {
                 refcounts.allocate_contiguous(&self.file, metadata, clusters)?

@@ -1,0 +1,74 @@
+//! Making freed clusters usable before their space is missed.
+//!
+//! What a discard frees can be allocated again only after a [flush](super::flush) has made the tables durable that do not
+//! refer to it any more, and after the last request that looked it up has ended. A guest that discards and writes without
+//! flushing would need ever more space. So these clusters are reclaimed, by a flush that the guest did not ask for,
+//!
+//! - before the file grows, which is rare, because it grows in large steps: it never becomes longer than the fully
+//!   allocated disk by more than one step;
+//! - when an allocation finds no space, or a write of data to new clusters does, before anybody is told of that.
+//!
+//! Requests that need space wait for others that still use freed clusters, but hold no pin themselves meanwhile: two that
+//! wait for each other would wait forever.
+//!
+//! The flush itself needs no new space: L2 tables and refcount blocks are written when they are made.
+
+use std::sync::PoisonError;
+
+use super::Qcow2;
+use super::error::ImageError;
+use super::types::HostCluster;
+
+/// What was reclaimed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reclaimed {
+    /// There are free clusters that were not free before.
+    Some,
+    /// There will be, once requests have ended that use them: [`Awaited::FreedClusters`](super::Awaited).
+    InUse,
+    /// Nothing was freed.
+    None,
+}
+
+impl Qcow2 {
+    /// Makes freed clusters usable. `since` is what [`reclaimed`](Self::reclaimed) was before space was found missing:
+    /// another thread may have reclaimed something since. Blocks.
+    ///
+    /// # Errors
+    /// The tables could not be made durable.
+    pub fn reclaim(&self, since: u64) -> Result<Reclaimed, ImageError> {
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_more = || self.lock().refcounts.reclaimed() != since;
+        if has_more() {
+            return Ok(Reclaimed::Some);
+        }
+        if !self.lock().unlinked.is_empty() {
+            self.write_back()?;
+        }
+        self.free_unused()?;
+        let state = self.lock();
+        Ok(if state.refcounts.reclaimed() != since {
+            Reclaimed::Some
+        } else if state.deferred_frees.is_empty() && state.unlinked.is_empty() {
+            debug_assert_eq!(state.refcounts.reclaimable(), 0);
+            Reclaimed::None
+        } else {
+            Reclaimed::InUse
+        })
+    }
+
+    /// Whether the file has space for all of the disk: its data, its L2 tables, and what counts them.
+    pub(super) fn has_full_size(&self) -> bool {
+        let g = &self.g;
+        let tables = g.l1_entries(self.size());
+        let used = 1 + g.clusters(self.size()) + tables + g.clusters(tables * 8);
+        let blocks = used.div_ceil(g.block_entries()) + 1;
+        let counted = used + blocks + g.clusters(blocks * 8);
+        self.file.get() >= HostCluster::new(counted).start(g)
+    }
+
+    /// A number that changes whenever clusters are reclaimed.
+    pub fn reclaimed(&self) -> u64 {
+        self.lock().refcounts.reclaimed()
+    }
+}

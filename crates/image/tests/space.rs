@@ -1,0 +1,286 @@
+//! Volumes with little space: a disk that fits can be written to forever, and lack of space passes.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::support::memory::Memory;
+use crate::support::{Disk, READ, WRITE};
+use image::{AllowedDirectories, ImageError, LayerFormat, ZeroMode, check};
+use testkit::qemu_img as qemu;
+use testkit::random::{Random, seeds};
+
+/// Every form of tables: large and small clusters, subclusters, refcounts of other widths.
+const OPTIONS: &[&str] = &[
+    "cluster_size=64k",
+    "cluster_size=4k",
+    "cluster_size=512,refcount_bits=1",
+    "cluster_size=4k,refcount_bits=64",
+    "cluster_size=16k,extended_l2=on",
+    "cluster_size=64k,compat=0.10",
+];
+
+fn open(memory: &Memory) -> Disk {
+    let allowed = AllowedDirectories::new::<&str>([]).unwrap();
+    let (path, format) = (Path::new("/disk.qcow2"), LayerFormat::Qcow2);
+    Disk::with(Arc::new(memory.clone()), path, format, &allowed, WRITE).unwrap()
+}
+
+/// A new image on a device of this many bytes.
+fn device(options: &str, disk_bytes: u64, bytes: u64) -> Memory {
+    let directory = tempfile::tempdir().unwrap();
+    let create = format!("create -q -f qcow2 -o {options} disk.qcow2 {disk_bytes}");
+    qemu::img(directory.path(), &create);
+    let memory = Memory::new(std::fs::read(directory.path().join("disk.qcow2")).unwrap());
+    memory.be_device(bytes);
+    memory
+}
+
+/// Writes, discards and zeroes a part of the disk at random, without a flush; `model` is what it must have then.
+fn change(disk: &Disk, part: u64, model: &mut [u8], random: &mut Random, operations: u64) {
+    let cluster = disk.chain.image().unwrap().cluster_bytes();
+    for number in 0..operations {
+        let (at, len) = random.range(model.len() as u64, cluster);
+        let here = &mut model[at as usize..(at + len) as usize];
+        match random.below(5) {
+            0 => {
+                disk.zero(part + at, len, ZeroMode::Discard).unwrap();
+                disk.read(part + at, here).unwrap();
+            }
+            1 => {
+                let unmap = random.one_in(2);
+                disk.zero(part + at, len, ZeroMode::Zeroes { unmap })
+                    .unwrap();
+                here.fill(0);
+            }
+            _ => {
+                here.fill(1 + (number % 250) as u8);
+                disk.write(part + at, here).unwrap();
+            }
+        }
+    }
+}
+
+/// The volume has the size that `qemu-img measure` tells: whatever the guest does, no request finds no space.
+#[test]
+fn a_disk_fits_its_measured_device() {
+    if !qemu::is_there("a_disk_fits_its_measured_device") {
+        return;
+    }
+    for options in OPTIONS {
+        for seed in seeds(1, 2) {
+            let disk_bytes = 1 << 20;
+            let bytes = qemu::fully_allocated_size(options, disk_bytes);
+            let memory = device(options, disk_bytes, bytes);
+            let disk = open(&memory);
+            let mut random = Random(seed);
+            let mut model = vec![0; disk_bytes as usize];
+            for round in 0..4 {
+                model.fill(100 + round);
+                disk.write(0, &model).unwrap();
+                disk.zero(0, disk_bytes, ZeroMode::Discard).unwrap();
+                model.fill(200 + round);
+                disk.write(0, &model).unwrap();
+                change(&disk, 0, &mut model, &mut random, 400);
+            }
+            assert!(disk.content().unwrap() == model, "{options}, seed {seed}");
+            disk.chain.close().unwrap();
+            let report = check(&memory).unwrap();
+            assert_eq!((report.errors, report.leaks), (0, 0), "{options}");
+        }
+    }
+}
+
+/// The same by several threads, which use what others free, and wait for them.
+#[test]
+fn threads_share_the_last_clusters() {
+    if !qemu::is_there("threads_share_the_last_clusters") {
+        return;
+    }
+    const THREADS: u64 = 4;
+    for options in ["cluster_size=4k", "cluster_size=16k,extended_l2=on"] {
+        let disk_bytes = 1 << 20;
+        let bytes = qemu::fully_allocated_size(options, disk_bytes);
+        let memory = device(options, disk_bytes, bytes);
+        let disk = open(&memory);
+        disk.write(0, &vec![9; disk_bytes as usize]).unwrap();
+        let part = disk_bytes / THREADS;
+        let parts: Vec<Vec<u8>> = std::thread::scope(|scope| {
+            let disk = &disk;
+            let threads = (0..THREADS).map(|thread| {
+                scope.spawn(move || {
+                    let mut model = vec![9; part as usize];
+                    change(disk, thread * part, &mut model, &mut Random(thread), 600);
+                    model
+                })
+            });
+            let threads: Vec<_> = threads.collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert!(disk.content().unwrap() == parts.concat(), "{options}");
+        disk.chain.close().unwrap();
+        let report = check(&memory).unwrap();
+        assert_eq!((report.errors, report.leaks), (0, 0), "{options}");
+    }
+}
+
+/// A request that waits for freed clusters is woken by the end of the one that uses them.
+#[test]
+fn freed_clusters_are_awaited() {
+    if !qemu::is_there("freed_clusters_are_awaited") {
+        return;
+    }
+    let (options, disk_bytes) = ("cluster_size=4k", 64 << 10);
+    let bytes = qemu::fully_allocated_size(options, disk_bytes);
+    let memory = device(options, disk_bytes, bytes);
+    let disk = open(&memory);
+    disk.write(0, &vec![9; disk_bytes as usize]).unwrap();
+    let reader = disk.chain.pins().pin(1);
+    disk.zero(0, disk_bytes, ZeroMode::Discard).unwrap();
+    let prepared = disk.chain.prepare_write(block::GuestOffset(0), 4096);
+    let image::Prepared::Wait(image::Awaited::FreedClusters) = prepared.unwrap() else {
+        panic!("the read may still use every cluster");
+    };
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| disk.write(0, &[7; 4096]));
+        disk.chain.pins().unpin(reader);
+        writer.join().unwrap().unwrap();
+    });
+    let mut found = [0; 4096];
+    disk.read(0, &mut found).unwrap();
+    assert_eq!(found, [7; 4096]);
+}
+
+/// The same on a file system: no write finds no space, and no flush needs any.
+#[test]
+fn a_disk_fits_its_file_system() {
+    if !qemu::is_there("a_disk_fits_its_file_system") {
+        return;
+    }
+    for options in OPTIONS {
+        // Blocks that small clusters share are not given back before all of them are free.
+        if options.contains("cluster_size=512") {
+            continue;
+        }
+        let disk_bytes = 1 << 20;
+        let directory = tempfile::tempdir().unwrap();
+        let create = format!("create -q -f qcow2 -o {options} disk.qcow2 {disk_bytes}");
+        qemu::img(directory.path(), &create);
+        let memory = Memory::new(std::fs::read(directory.path().join("disk.qcow2")).unwrap());
+        memory.limit_space(qemu::fully_allocated_size(options, disk_bytes).div_ceil(4096));
+        let disk = open(&memory);
+        let (mut random, mut model) = (Random(3), vec![0; disk_bytes as usize]);
+        for round in 0..4 {
+            model.fill(100 + round);
+            disk.write(0, &model).unwrap();
+            disk.zero(0, disk_bytes, ZeroMode::Discard).unwrap();
+            model.fill(200 + round);
+            disk.write(0, &model).unwrap();
+            change(&disk, 0, &mut model, &mut random, 300);
+            disk.flush().unwrap();
+        }
+        assert!(disk.content().unwrap() == model, "{options}");
+        disk.chain.close().unwrap();
+        assert_eq!(check(&memory).unwrap().errors, 0);
+    }
+}
+
+/// A flush succeeds on a file system without a free block, whatever was allocated before it was full.
+#[test]
+fn a_flush_needs_no_space() {
+    if !qemu::is_there("a_flush_needs_no_space") {
+        return;
+    }
+    for options in OPTIONS {
+        let directory = tempfile::tempdir().unwrap();
+        // Several L2 tables, and refcount blocks.
+        let create = format!("create -q -f qcow2 -o {options} disk.qcow2 5M");
+        qemu::img(directory.path(), &create);
+        for blocks in [1, 20, 77, 300, 900] {
+            let memory = Memory::new(std::fs::read(directory.path().join("disk.qcow2")).unwrap());
+            memory.limit_space(blocks);
+            let disk = open(&memory);
+            let mut written = 0;
+            while written < 5 << 20 {
+                match disk.write(written, &[5; 4096]) {
+                    Ok(()) => written += 4096,
+                    Err(error) => {
+                        assert!(error.is_no_space() && !error.is_permanent(), "{error}");
+                        break;
+                    }
+                }
+            }
+            disk.flush().unwrap();
+            let mut found = vec![0; written as usize];
+            disk.read(0, &mut found).unwrap();
+            assert!(found.iter().all(|&byte| byte == 5));
+            drop(disk);
+            assert_eq!(check(&memory).unwrap().errors, 0, "{options}, {blocks}");
+        }
+    }
+}
+
+/// A write that a device is too small for succeeds once the device was extended. What was added is not taken for zeroes.
+#[test]
+fn an_extended_device_is_used() {
+    if !qemu::is_there("an_extended_device_is_used") {
+        return;
+    }
+    for options in OPTIONS {
+        let disk_bytes = 4 << 20;
+        let full = qemu::fully_allocated_size(options, disk_bytes);
+        let memory = device(options, disk_bytes, full / 4);
+        let disk = open(&memory);
+        let mut model = vec![0; disk_bytes as usize];
+        // Most writes leave the rest of their clusters as it is.
+        let step = disk.chain.image().unwrap().cluster_bytes().min(4096) as usize;
+        let (mut at, mut extended) = (step - 512, 0);
+        while at < disk_bytes as usize {
+            model[at..at + 512].fill(3);
+            match disk.write(at as u64, &[3; 512]) {
+                Ok(()) => at += step,
+                Err(error) => {
+                    assert!(matches!(error, ImageError::NoSpace), "{error}");
+                    assert!(!error.is_permanent() && error.errno() == 28);
+                    disk.flush().unwrap();
+                    extended += full / 4;
+                    memory.be_device(full / 4 + extended);
+                }
+            }
+        }
+        assert!(extended > 0, "{options}");
+        assert!(disk.content().unwrap() == model, "{options}");
+        // Also if the device was extended by more than is used.
+        memory.be_device(4 * full);
+        disk.grow(2 * disk_bytes).unwrap();
+        disk.chain.close().unwrap();
+        let report = check(&memory).unwrap();
+        assert_eq!((report.errors, report.leaks), (0, 0), "{options}");
+    }
+}
+
+/// A file that is discarded and written again and again without a flush has no more clusters than the disk needs, and the
+/// step in which it grows.
+#[test]
+fn a_file_grows_to_its_full_size_and_a_step() {
+    if !qemu::is_there("a_file_grows_to_its_full_size_and_a_step") {
+        return;
+    }
+    const DISK: u64 = 8 << 20;
+    const STEP: u64 = 16 << 20;
+    let directory = tempfile::tempdir().unwrap();
+    let create = format!("create -q -f qcow2 -o cluster_size=64k disk.qcow2 {DISK}");
+    qemu::img(directory.path(), &create);
+    let path = directory.path().join("disk.qcow2");
+    let disk = Disk::open(&path, WRITE).unwrap();
+    let full = qemu::fully_allocated_size("cluster_size=64k", DISK);
+    for round in 0..12 {
+        disk.write(0, &vec![round; DISK as usize]).unwrap();
+        disk.zero(0, DISK, ZeroMode::Discard).unwrap();
+        let bytes = std::fs::metadata(&path).unwrap().len();
+        assert!(bytes <= full + STEP, "{bytes} after {round} rounds");
+    }
+    disk.chain.close().unwrap();
+    drop(disk);
+    assert!(Disk::open(&path, READ).is_ok());
+    qemu::check(directory.path(), "disk.qcow2", false);
+}
