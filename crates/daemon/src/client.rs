@@ -1,10 +1,12 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
 mod backup;
+mod backup_copy;
 mod bitmap;
 mod export;
 mod guest_agent;
 mod interrupt;
+mod nbd_client;
 mod rates;
 mod stats;
 mod top;
@@ -197,6 +199,17 @@ pub enum CommandLineError {
     NoNbd,
     #[error("there is no NBD export '{0}'; 'ringdisk export' lists them")]
     NoExport(String),
+    #[error("{path}: {1}", path = .0.display())]
+    Target(PathBuf, io::Error),
+    #[error("NBD export '{0}' could not be copied: {1}")]
+    Copy(String, io::Error),
+    #[error(
+        "the NBD server at {0} wants TLS: copy the backup with nbdcopy, which has --tls-certificates, or let ringdisk listen at a \
+         Unix socket"
+    )]
+    Tls(String),
+    #[error("the copy is complete and durable, but: {0}")]
+    CopyIsComplete(Box<Self>),
     #[error("there is no backup '{0}'; 'ringdisk backup list' shows those that are open")]
     NoBackup(String),
     #[error("guest agent {path}: {1}", path = .0.display())]
@@ -244,6 +257,7 @@ impl CommandLineError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Spec(_) | Self::Limit(_) | Self::Value(..) => 2,
+            Self::CopyIsComplete(_) => 3,
             _ => 1,
         }
     }

@@ -8,6 +8,7 @@ use block::{format_size, parse_size};
 use control::{Client, ClientError, CommandError};
 use serde_json::{Value, json};
 
+use super::backup_copy::{self, CopyArgs};
 use super::export::uri;
 use super::guest_agent::Frozen;
 use super::interrupt::Interrupt;
@@ -18,7 +19,7 @@ use crate::server::handover::HandoverInProgress;
 use crate::token::token;
 
 /// The key of a backup's checkpoint in replies.
-const CHECKPOINT: &str = "x-ringdisk-checkpoint";
+pub const CHECKPOINT: &str = "x-ringdisk-checkpoint";
 
 /// How long the server may take to accept the command that ends a backup which may have begun, and again to answer.
 const UNDO: Duration = Duration::from_secs(10);
@@ -36,6 +37,29 @@ backup.md in /usr/share/doc/ringdisk has recipes for full and incremental backup
 pub struct BackupArgs {
     #[command(subcommand)]
     action: Action,
+}
+
+/// How a backup begins.
+#[derive(clap::Args)]
+pub struct Opening {
+    /// Limit of old data of each disk in memory, as in 256M; at least 4M are used
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<String>,
+    /// Limit of bytes per second, of all clients of a disk together, as in 100M
+    #[arg(long, value_name = "BYTES")]
+    bps: Option<String>,
+    /// Socket of QEMU's guest agent: the guest's file systems are frozen at the moment; can be repeated
+    #[arg(long, value_name = "PATH")]
+    guest_agent: Vec<PathBuf>,
+}
+
+/// A backup that has begun.
+pub struct Begun {
+    /// As the server describes them.
+    pub disks: Vec<Value>,
+    /// Of this backup, and no other.
+    pub token: String,
+    text: String,
 }
 
 #[derive(clap::Subcommand)]
@@ -65,18 +89,22 @@ Old data that the VM overwrites meanwhile is kept in memory, and then in a file 
         /// Copy everything, and let the bitmap begin again
         #[arg(long, requires = "bitmap", conflicts_with = "since")]
         full: bool,
-        /// Limit of old data of each disk in memory, as in 256M; at least 4M are used
-        #[arg(long, value_name = "SIZE")]
-        memory: Option<String>,
-        /// Limit of bytes per second, of all clients of a disk together, as in 100M
-        #[arg(long, value_name = "BYTES")]
-        bps: Option<String>,
-        /// Socket of QEMU's guest agent: the guest's file systems are frozen at the moment; can be repeated
-        #[arg(long, value_name = "PATH")]
-        guest_agent: Vec<PathBuf>,
+        #[command(flatten)]
+        opening: Opening,
         #[command(flatten)]
         connection: Connection,
     },
+    /// Begin a backup, copy it to files, and end it
+    #[command(after_help = "Examples:
+  ringdisk backup copy vm1 --to vm1.raw --bitmap nightly                        full; prints its checkpoint
+  ringdisk backup copy vm1 --to vm1.raw --bitmap nightly --since CHECKPOINT     updates vm1.raw
+  ringdisk backup copy vm1 --to full.qcow2 --format qcow2 --bitmap nightly
+  ringdisk backup copy vm1 --to 1.qcow2 --format qcow2 --bitmap nightly --since CHECKPOINT --base full.qcow2
+
+Exit status: 0 if the backup has ended with success, and the files are durable; 1 if it has not been copied, and has ended as failed; 2 \
+after a mistake in the command; 3 if the files are complete and durable, and the backup may not have ended: what the message says must \
+be done before the next one.")]
+    Copy(CopyArgs),
     /// End a backup, and disconnect its clients
     #[command(after_help = "Examples:
   ringdisk backup end
@@ -107,40 +135,18 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
             bitmap,
             since,
             full,
-            memory,
-            bps,
-            guest_agent,
+            opening,
             connection,
         } => {
-            let size = |option: &str, text: &Option<String>| {
-                let size = text.as_deref().map(parse_size).transpose();
-                size.map_err(|e| CommandLineError::Value(option.into(), e))
-            };
             let mode = match (bitmap, full) {
                 (None, _) => "none",
                 (Some(_), true) => "new",
                 (Some(_), false) => "x-ringdisk-auto",
             };
-            let devices: Vec<_> = disks
-                .iter()
-                .map(|disk| {
-                    let mut device = json!({ "device": disk, "bitmap-mode": mode });
-                    if let Some(bitmap) = bitmap {
-                        device["bitmap-name"] = bitmap.as_str().into();
-                    }
-                    if let Some(since) = since {
-                        device["x-ringdisk-since"] = since.as_str().into();
-                    }
-                    device
-                })
-                .collect();
-            let mut arguments = json!({ "target-id": id, "devices": devices });
-            if let Some(memory) = size("memory", memory)? {
-                arguments["x-ringdisk-memory"] = memory.into();
-            }
-            let bps = size("bps", bps)?;
-            begin(connection, id, arguments, bps, guest_agent)
+            let devices = devices(disks, mode, bitmap.as_deref(), since.as_deref());
+            begin(connection, id, devices, opening)
         }
+        Action::Copy(args) => backup_copy::copy(args),
         Action::End {
             id,
             failed,
@@ -163,14 +169,22 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
     }
 }
 
-fn is_open(client: &mut Client, id: &str) -> Result<bool, CommandLineError> {
-    let open = client.call("x-ringdisk-backups", json!({}))?;
-    let mut open = open.as_array().into_iter().flatten();
-    Ok(open.any(|backup| backup["id"] == id))
+/// Whether there is such a backup.
+///
+/// # Errors
+/// The server does not say.
+pub fn is_open(client: &mut Client, id: &str) -> Result<bool, CommandLineError> {
+    match open_disks(client, id) {
+        Err(CommandLineError::NoBackup(_)) => Ok(false),
+        found => found.map(|_| true),
+    }
 }
 
 /// Ends a backup. Returns the reply.
-fn end(client: &mut Client, id: &str, is_success: bool) -> Result<Value, CommandLineError> {
+///
+/// # Errors
+/// It has not ended, or not as a success.
+pub fn end(client: &mut Client, id: &str, is_success: bool) -> Result<Value, CommandLineError> {
     let arguments = json!({ "target-id": id, "success": is_success });
     let ended = client.call("backup-access-teardown", arguments);
     ended.map_err(|e| match e {
@@ -184,7 +198,7 @@ fn end(client: &mut Client, id: &str, is_success: bool) -> Result<Value, Command
 }
 
 /// Why a backup of a disk is full although an incremental one was wanted.
-fn why_full(disk: &Value) -> Option<String> {
+pub fn why_full(disk: &Value) -> Option<String> {
     let bitmap = disk["bitmap-name"].as_str()?;
     let why = match disk["x-ringdisk-full"].as_str()? {
         "missing" => "there is no such bitmap yet".into(),
@@ -203,13 +217,76 @@ fn why_full(disk: &Value) -> Option<String> {
     Some(format!("bitmap {bitmap}: {why}"))
 }
 
+/// The devices of a backup of these disks, for the server.
+pub fn devices(
+    disks: &[String],
+    mode: &str,
+    bitmap: Option<&str>,
+    since: Option<&str>,
+) -> Vec<Value> {
+    let device = |disk: &String| {
+        let mut device = json!({ "device": disk, "bitmap-mode": mode });
+        if let Some(bitmap) = bitmap {
+            device["bitmap-name"] = bitmap.into();
+        }
+        if let Some(since) = since {
+            device["x-ringdisk-since"] = since.into();
+        }
+        device
+    };
+    disks.iter().map(device).collect()
+}
+
+/// The disks of an open backup, as [`Begun::disks`].
+///
+/// # Errors
+/// There is no such backup.
+pub fn open_disks(client: &mut Client, id: &str) -> Result<Vec<Value>, CommandLineError> {
+    let open = client.call("x-ringdisk-backups", json!({}))?;
+    let mut open = open.as_array().into_iter().flatten();
+    let found = open.find(|backup| backup["id"] == id);
+    let found = found.ok_or_else(|| CommandLineError::NoBackup(id.into()))?;
+    Ok(found["devices"].as_array().cloned().unwrap_or_default())
+}
+
 fn begin(
     connection: &Connection,
     id: &str,
-    mut arguments: Value,
-    bps: Option<u64>,
-    agents: &[PathBuf],
+    devices: Vec<Value>,
+    opening: &Opening,
 ) -> CommandResult {
+    let interrupt = Interrupt::register();
+    let begun = open(connection, id, devices, opening, &interrupt)?;
+    // From now on, signals end the process.
+    interrupt.release();
+    let said = connection.try_to_say(&begun.disks.into(), &begun.text);
+    // Nobody knows where to read the backup.
+    said.map_err(|e| {
+        let error = CommandLineError::Output(e);
+        undo(connection, id, Some(&begun.token), error)
+    })
+}
+
+/// Begins a backup, and has it exported.
+///
+/// # Errors
+/// No backup is open, or the message says that one may be.
+pub fn open(
+    connection: &Connection,
+    id: &str,
+    devices: Vec<Value>,
+    opening: &Opening,
+    interrupt: &Interrupt,
+) -> Result<Begun, CommandLineError> {
+    let size = |option: &str, text: &Option<String>| {
+        let size = text.as_deref().map(parse_size).transpose();
+        size.map_err(|e| CommandLineError::Value(option.into(), e))
+    };
+    let mut arguments = json!({ "target-id": id, "devices": devices });
+    if let Some(memory) = size("memory", &opening.memory)? {
+        arguments["x-ringdisk-memory"] = memory.into();
+    }
+    let bps = size("bps", &opening.bps)?;
     let mut client = connection.open()?;
     let server = client.call("x-ringdisk-nbd", json!({}))?;
     if server["address"].is_null() {
@@ -218,8 +295,7 @@ fn begin(
     let token = token();
     arguments["x-ringdisk-token"] = token.as_str().into();
     let caller = client.hang_up_handle()?;
-    let interrupt = Interrupt::register();
-    let frozen = Frozen::freeze(agents, &interrupt)?;
+    let frozen = Frozen::freeze(&opening.guest_agent, interrupt)?;
     let setup = || client.call("backup-access-setup", arguments);
     let (begun, watched) = frozen.during(setup, || caller.hang_up());
     let begun = begun.map_err(CommandLineError::from);
@@ -232,29 +308,26 @@ fn begin(
         watched.and(exported)
     });
     match exported {
-        Ok((reply, text)) => {
-            // From now on, signals end the process.
-            interrupt.release();
-            let said = connection.try_to_say(&reply, &text);
-            // Nobody knows where to read the backup.
-            said.map_err(|e| undo(connection, id, &token, CommandLineError::Output(e)))
-        }
+        Ok((disks, text)) => Ok(Begun { disks, token, text }),
         Err(e) => {
             caller.hang_up();
-            Err(undo(connection, id, &token, e))
+            Err(undo(connection, id, Some(&token), e))
         }
     }
 }
 
 /// Ends a backup that may have begun, after the client has hung up. If it is about to begin, the server ends it, because the
 /// client has left. Returns the error for the user.
-fn undo(
+pub fn undo(
     connection: &Connection,
     id: &str,
-    token: &str,
+    token: Option<&str>,
     error: CommandLineError,
 ) -> CommandLineError {
-    let arguments = json!({ "target-id": id, "success": false, "x-ringdisk-token": token });
+    let mut arguments = json!({ "target-id": id, "success": false });
+    if let Some(token) = token {
+        arguments["x-ringdisk-token"] = token.into();
+    }
     let deadline = Instant::now() + UNDO;
     let ended = loop {
         let ended = Client::connect(connection.path(), UNDO)
@@ -294,13 +367,13 @@ fn is_upgrading(refusal: &CommandError) -> bool {
     refusal.desc == HandoverInProgress.to_string()
 }
 
-/// Exports what has begun. Returns what is printed, as JSON and as text.
+/// Exports what has begun. Returns what is printed, as JSON for each disk, and as text.
 fn export(
     client: &mut Client,
     begun: &Value,
     bps: Option<u64>,
     server: &Value,
-) -> Result<(Value, String), CommandLineError> {
+) -> Result<(Vec<Value>, String), CommandLineError> {
     let mut rows = vec![row(["DISK", "SIZE", "BACKUP", "URI"])];
     let (mut all, mut notes) = (Vec::new(), Vec::new());
     for disk in begun.as_array().cloned().unwrap_or_default() {
@@ -336,7 +409,7 @@ fn export(
         disk["uri"] = uri.into();
         all.push(disk);
     }
-    Ok((all.into(), table(&rows) + "\n" + &notes.concat()))
+    Ok((all, table(&rows) + "\n" + &notes.concat()))
 }
 
 fn list(connection: &Connection) -> CommandResult {

@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod checkpoints;
+mod copy;
 mod failures;
 mod interrupted;
 pub mod moment;

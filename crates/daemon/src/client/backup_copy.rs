@@ -1,0 +1,501 @@
+//! `ringdisk backup copy`: begins a backup, copies it to files through NBD, and ends it.
+//!
+//! A full copy is written to `FILE.partial`, which becomes `FILE` once the backup has ended with success. Changes of a raw disk
+//! are written into the file that has the last backup: if that fails, the next copy has the same changes again.
+//!
+//! The order: all data, a check of the length, fsync, the end of the backup, and the name of the file.
+
+mod target;
+
+use std::io::{self, IsTerminal};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use block::format_size;
+use serde_json::{Value, json};
+
+use super::backup::{self, CHECKPOINT, Opening};
+use super::interrupt::Interrupt;
+use super::nbd_client::{Address, Extent, NbdClient, TRANSFER_MAX};
+use super::{CommandLineError, CommandResult, Connection};
+use crate::config::nbd::NbdAddress;
+use target::{Target, Writer};
+
+/// Threads, each with connections of its own.
+const WORKERS: usize = 4;
+/// What a thread takes at a time.
+const WINDOW: u64 = 64 << 20;
+/// Most bytes of a read: larger ones gain nothing, and NBD allows 32 MiB.
+const READ: u64 = 2 << 20;
+const _: () = assert!(READ <= TRANSFER_MAX);
+/// How often the progress is shown: at a terminal, and otherwise.
+const SHOW: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
+
+const STATE_ZERO: u32 = 2;
+const STATE_DIRTY: u32 = 1;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum TargetFormat {
+    Raw,
+    Qcow2,
+}
+
+#[derive(clap::Args)]
+pub struct CopyArgs {
+    /// Names of disks, which are copied as of one moment
+    #[arg(required = true)]
+    disks: Vec<String>,
+    /// File for the copy of a disk; once for each, in the same order
+    #[arg(long, value_name = "FILE", required = true)]
+    to: Vec<PathBuf>,
+    /// Format of the files; qcow2 needs qemu-img and qemu-nbd
+    #[arg(long, value_enum, default_value = "raw")]
+    format: TargetFormat,
+    /// Id of the backup
+    #[arg(long, value_name = "ID", default_value = "backup")]
+    id: String,
+    /// Bitmap that records what changes from now on, for the next copy with --since
+    #[arg(long, value_name = "NAME")]
+    bitmap: Option<String>,
+    /// Copy what has changed since the backup with this checkpoint. A raw FILE has that backup, and is updated. If the bitmap has
+    /// another checkpoint, everything is copied
+    #[arg(long, value_name = "CHECKPOINT", requires = "bitmap")]
+    since: Option<String>,
+    /// qcow2 file with the last backup, for --since with --format=qcow2; once for each disk
+    #[arg(long, value_name = "FILE", requires = "since")]
+    base: Vec<PathBuf>,
+    /// Copy the disks of a backup that 'ringdisk backup begin' has begun, and end that
+    #[arg(long, conflicts_with_all = ["bitmap", "since"])]
+    open: bool,
+    #[command(flatten)]
+    opening: Opening,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+/// A disk of the backup, and where it is copied to.
+struct Job<'a> {
+    disk: &'a Value,
+    export: String,
+    size: u64,
+    /// The bitmap that says what to copy, if not everything.
+    bitmap: Option<String>,
+    target: Target,
+}
+
+/// What the threads that copy a disk have in common.
+struct Copying<'a> {
+    address: &'a Address,
+    job: &'a Job<'a>,
+    next: AtomicU64,
+    /// Bytes that are done, copied or not.
+    done: &'a AtomicU64,
+    copied: &'a AtomicU64,
+    stop: &'a Stop,
+}
+
+/// Ends all connections.
+#[derive(Default)]
+struct Stop {
+    is_set: AtomicBool,
+    sockets: Mutex<Vec<OwnedFd>>,
+}
+
+impl Stop {
+    fn set(&self) {
+        self.is_set.store(true, Relaxed);
+        let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        for socket in sockets.iter() {
+            let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
+        }
+    }
+
+    fn add(&self, client: &NbdClient) -> io::Result<()> {
+        let mut sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.push(client.socket()?);
+        drop(sockets);
+        self.check()
+    }
+
+    fn check(&self) -> io::Result<()> {
+        if self.is_set.load(Relaxed) {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        Ok(())
+    }
+}
+
+pub fn copy(args: &CopyArgs) -> CommandResult {
+    check(args)?;
+    let interrupt = Interrupt::register();
+    let (connection, id) = (&args.connection, &*args.id);
+    let mut client = connection.open()?;
+    let server = client.call("x-ringdisk-nbd", json!({}))?;
+    let address = address_of(&server)?;
+    let (disks, token) = if args.open {
+        (backup::open_disks(&mut client, id)?, None)
+    } else {
+        let mode = match (&args.bitmap, &args.since) {
+            (None, _) => "none",
+            (Some(_), None) => "new",
+            (Some(_), Some(_)) => "x-ringdisk-auto",
+        };
+        let bitmap = args.bitmap.as_deref();
+        let devices = backup::devices(&args.disks, mode, bitmap, args.since.as_deref());
+        let begun = backup::open(connection, id, devices, &args.opening, &interrupt)?;
+        (begun.disks, Some(begun.token))
+    };
+    let stop = Stop::default();
+    let work = || copy_all(args, &disks, &address, &stop);
+    let (copied, watched) = interrupt.watch(None, work, || stop.set());
+    let (jobs, copied) = match watched.and(copied) {
+        Ok(done) => done,
+        // What it needs is wrong, or the backup is another one.
+        Err(e) if args.open && matches!(e, CommandLineError::Value(..)) => return Err(e),
+        Err(e) => return Err(backup::undo(connection, id, token.as_deref(), e)),
+    };
+    // Signals end the process again. Its files are there, and complete.
+    interrupt.release();
+    let ended = match backup::end(&mut connection.open()?, id, true) {
+        Ok(ended) => ended,
+        Err(e) => {
+            let is_complete = matches!(e, CommandLineError::MayHaveSucceeded(_))
+                || backup::is_open(&mut connection.open()?, id)?;
+            if !is_complete {
+                return Err(e);
+            }
+            jobs.into_iter().try_for_each(|job| job.target.keep())?;
+            return Err(CommandLineError::CopyIsComplete(Box::new(e)));
+        }
+    };
+    say(connection, jobs, &copied, &ended)
+}
+
+fn check(args: &CopyArgs) -> CommandResult {
+    let value = |option: &str, why: &str| {
+        let (option, why) = (option.to_owned(), why.to_owned());
+        Err(CommandLineError::Value(option, why))
+    };
+    let is_increment = args.since.is_some() && args.format == TargetFormat::Qcow2;
+    match () {
+        () if args.to.len() != args.disks.len() => {
+            value("--to", "once for each disk, in the same order")
+        }
+        () if is_increment && args.base.len() != args.disks.len() => value(
+            "--base",
+            "once for each disk: an increment as qcow2 needs the file with the last backup below it",
+        ),
+        () if !args.base.is_empty() && args.format == TargetFormat::Raw => {
+            value("--base", "only for --format=qcow2: a raw file is updated")
+        }
+        () => Ok(()),
+    }
+}
+
+fn address_of(server: &Value) -> Result<Address, CommandLineError> {
+    let address = server["address"].as_str().ok_or(CommandLineError::NoNbd)?;
+    if server["tls"] == true {
+        return Err(CommandLineError::Tls(address.into()));
+    }
+    Ok(match address.parse() {
+        Ok(NbdAddress::Tcp(address)) => Address::Tcp(address),
+        _ => Address::Unix(address.into()),
+    })
+}
+
+/// Copies all disks durably. Returns what was copied of each, in bytes.
+fn copy_all<'a>(
+    args: &CopyArgs,
+    disks: &'a [Value],
+    address: &Address,
+    stop: &Stop,
+) -> Result<(Vec<Job<'a>>, Vec<u64>), CommandLineError> {
+    let mut jobs = Vec::new();
+    for (at, (name, to)) in args.disks.iter().zip(&args.to).enumerate() {
+        let disk = disks.iter().find(|disk| disk["device"] == **name);
+        let disk = disk.ok_or_else(|| {
+            CommandLineError::Value(name.clone(), "the backup does not have this disk".into())
+        })?;
+        let size = disk["size"].as_u64().unwrap_or(0);
+        let full = disk["x-ringdisk-full"].is_string();
+        let bitmap = disk["bitmap-name"].as_str().filter(|_| !full);
+        let base = args.base.get(at).filter(|_| bitmap.is_some());
+        if let Some(why) = backup::why_full(disk).filter(|_| args.since.is_some()) {
+            eprintln!("disk {name} is copied in full: {why}");
+        }
+        let is_update = args.since.is_some();
+        let target = Target::create(to, args.format, size, bitmap.is_some(), is_update, base)
+            .map_err(|e| CommandLineError::Target(to.clone(), e))?;
+        jobs.push(Job {
+            disk,
+            export: disk["node-name"].as_str().unwrap_or_default().into(),
+            size,
+            bitmap: bitmap.map(Into::into),
+            target,
+        });
+    }
+    let [done, copied] = [const { AtomicU64::new(0) }; 2];
+    let total = jobs.iter().map(|job| job.size).sum();
+    let is_over = AtomicBool::new(false);
+    let all = thread::scope(|scope| {
+        scope.spawn(|| show(&is_over, &done, &copied, total));
+        let mut all = Vec::new();
+        for job in &mut jobs {
+            let before = copied.load(Relaxed);
+            match copy_disk(address, job, &done, &copied, stop) {
+                Ok(()) => all.push(copied.load(Relaxed) - before),
+                Err(e) => {
+                    is_over.store(true, Relaxed);
+                    return Err(e);
+                }
+            }
+        }
+        is_over.store(true, Relaxed);
+        Ok(all)
+    })?;
+    Ok((jobs, all))
+}
+
+fn copy_disk(
+    address: &Address,
+    job: &mut Job<'_>,
+    done: &AtomicU64,
+    copied: &AtomicU64,
+    stop: &Stop,
+) -> Result<(), CommandLineError> {
+    let before = done.load(Relaxed);
+    let copying = Copying {
+        address,
+        job,
+        next: AtomicU64::new(0),
+        done,
+        copied,
+        stop,
+    };
+    let of_export = |e| CommandLineError::Copy(job.export.clone(), e);
+    thread::scope(|scope| {
+        let workers = [(); WORKERS].map(|()| scope.spawn(|| copying.run()));
+        let ended = workers.map(|worker| worker.join());
+        let mut ended = ended.into_iter();
+        ended.try_for_each(|ended| ended.unwrap_or_else(|p| std::panic::resume_unwind(p)))
+    })
+    .map_err(of_export)?;
+    let all = done.load(Relaxed) - before;
+    if all != job.size {
+        let text = format!("{all} bytes were copied or are unchanged, of {}", job.size);
+        return Err(of_export(io::Error::other(text)));
+    }
+    let path = job.target.path();
+    job.target
+        .finish(job.size)
+        .map_err(|e| CommandLineError::Target(path, e))
+}
+
+impl Copying<'_> {
+    /// Copies until nothing is left, or something has failed: then the others stop, too.
+    fn run(&self) -> io::Result<()> {
+        let run = self.windows();
+        if run.is_err() {
+            self.next.store(u64::MAX - WINDOW * WORKERS as u64, Relaxed);
+        }
+        run
+    }
+
+    fn windows(&self) -> io::Result<()> {
+        let job = self.job;
+        let mut contexts = vec!["base:allocation".to_owned()];
+        contexts.extend(
+            job.bitmap
+                .iter()
+                .map(|name| format!("qemu:dirty-bitmap:{name}")),
+        );
+        let mut from = NbdClient::connect(self.address, &job.export, &contexts)?;
+        self.stop.add(&from)?;
+        if from.size != job.size {
+            let text = format!(
+                "the export has {} bytes, and the disk {}",
+                from.size, job.size
+            );
+            return Err(io::Error::other(text));
+        }
+        let mut to = job.target.writer()?;
+        if let Writer::Nbd(client) | Writer::Empty(client) = &to {
+            self.stop.add(client)?;
+        }
+        let mut buffer = vec![0; READ as usize];
+        loop {
+            let mut at = self.next.fetch_add(WINDOW, Relaxed);
+            if at >= job.size {
+                return Ok(());
+            }
+            let end = job.size.min(at + WINDOW);
+            while at < end {
+                self.stop.check()?;
+                let (bytes, is_copied, is_zero) = extent(&from.status(at, end - at)?);
+                if is_copied {
+                    self.extent(&mut from, &mut to, at, bytes, is_zero, &mut buffer)?;
+                } else {
+                    self.done.fetch_add(bytes, Relaxed);
+                }
+                at += bytes;
+            }
+        }
+    }
+
+    fn extent(
+        &self,
+        from: &mut NbdClient,
+        to: &mut Writer,
+        at: u64,
+        bytes: u64,
+        is_zero: bool,
+        buffer: &mut [u8],
+    ) -> io::Result<()> {
+        if is_zero {
+            to.zero(at, bytes)?;
+            self.done.fetch_add(bytes, Relaxed);
+            return Ok(());
+        }
+        let mut done = 0;
+        while done < bytes {
+            self.stop.check()?;
+            let part = READ.min(bytes - done);
+            let part_of = &mut buffer[..part as usize];
+            from.read(at + done, part_of)?;
+            to.write(at + done, part_of)?;
+            self.done.fetch_add(part, Relaxed);
+            self.copied.fetch_add(part, Relaxed);
+            done += part;
+        }
+        Ok(())
+    }
+}
+
+/// The first bytes for which all contexts say the same; whether they are copied, and whether they are zeroes.
+fn extent(contexts: &[Vec<Extent>]) -> (u64, bool, bool) {
+    let first = |context: usize| contexts.get(context)?.first().copied();
+    let (allocated, state) = first(0).unwrap_or((0, 0));
+    let (dirty, is_copied) = match first(1) {
+        Some((bytes, flags)) => (bytes, flags & STATE_DIRTY != 0),
+        None => (allocated, true),
+    };
+    if !is_copied {
+        return (dirty, false, false);
+    }
+    (allocated.min(dirty), true, state & STATE_ZERO != 0)
+}
+
+/// Shows how much is done until it is over.
+fn show(is_over: &AtomicBool, done: &AtomicU64, copied: &AtomicU64, total: u64) {
+    let is_terminal = io::stderr().is_terminal();
+    let pause = SHOW[usize::from(!is_terminal)];
+    let (began, mut shown) = (Instant::now(), Instant::now());
+    while !is_over.load(Relaxed) {
+        thread::sleep(Duration::from_millis(20));
+        if shown.elapsed() < pause {
+            continue;
+        }
+        shown = Instant::now();
+        let line = progress(
+            done.load(Relaxed),
+            copied.load(Relaxed),
+            total,
+            began.elapsed(),
+        );
+        if is_terminal {
+            eprint!("\r{line}\x1b[K");
+        } else {
+            eprintln!("{line}");
+        }
+    }
+    if is_terminal {
+        eprint!("\r\x1b[K");
+    }
+}
+
+fn progress(done: u64, copied: u64, total: u64, elapsed: Duration) -> String {
+    let part = done as f64 / total.max(1) as f64;
+    let rate = copied as f64 / elapsed.as_secs_f64().max(1e-3);
+    let left = match part {
+        part if part > 0.0 => {
+            let left = (elapsed.as_secs_f64() * (1.0 - part) / part).round() as u64;
+            format!(
+                "{}:{:02}:{:02} left",
+                left / 3600,
+                left / 60 % 60,
+                left % 60
+            )
+        }
+        _ => "?".into(),
+    };
+    let (percent, copied, rate) = (100.0 * part, format_size(copied), format_size(rate as u64));
+    format!("{percent:.1} % done, {copied} copied, {rate}/s, {left}")
+}
+
+/// The files get their names, and the result is printed.
+fn say(
+    connection: &Connection,
+    jobs: Vec<Job<'_>>,
+    copied: &[u64],
+    ended: &Value,
+) -> CommandResult {
+    let (mut all, mut text) = (Vec::new(), String::new());
+    for (job, copied) in jobs.into_iter().zip(copied) {
+        let (name, to) = (
+            job.disk["device"].as_str().unwrap_or_default(),
+            job.target.name(),
+        );
+        let mode = if job.bitmap.is_some() {
+            "incremental"
+        } else {
+            "full"
+        };
+        text += &format!(
+            "disk {name}: {mode}, {} copied to {to}\n",
+            format_size(*copied)
+        );
+        let mut disk = json!({
+            "device": name, "file": to, "mode": mode, "size": job.size, "copied": copied,
+        });
+        if mode == "full" {
+            disk["x-ringdisk-full"] = job.disk["x-ringdisk-full"].clone();
+        }
+        all.push(disk);
+        job.target.keep()?;
+    }
+    let mut reply = json!({ "disks": all });
+    if let Some(checkpoint) = ended[CHECKPOINT].as_str() {
+        reply[CHECKPOINT] = checkpoint.into();
+        text +=
+            &format!("the checkpoint of this backup, for --since of the next one:\n{checkpoint}");
+    }
+    connection.say(&reply, &text);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_are_those_of_both_contexts() {
+        let all = |allocated: Extent, dirty: Extent| extent(&[vec![allocated], vec![dirty]]);
+        assert_eq!(all((10, 0), (20, 1)), (10, true, false));
+        assert_eq!(all((10, 3), (5, 1)), (5, true, true));
+        // What is unchanged is not looked at.
+        assert_eq!(all((10, 3), (50, 0)), (50, false, false));
+        assert_eq!(extent(&[vec![(7, 2), (3, 0)]]), (7, true, true));
+    }
+
+    #[test]
+    fn progress_has_the_time_that_is_left() {
+        let line = progress(1 << 30, 512 << 20, 4 << 30, Duration::from_secs(2000));
+        assert!(line.starts_with("25.0 % done, 512"), "{line}");
+        assert!(line.ends_with(", 1:40:00 left"), "{line}");
+        assert!(progress(0, 0, 0, Duration::ZERO).ends_with('?'));
+    }
+}

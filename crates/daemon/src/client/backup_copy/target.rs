@@ -1,0 +1,343 @@
+//! Where a disk is copied to.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, fcntl_lock};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::TargetFormat;
+use crate::client::CommandLineError;
+use crate::client::nbd_client::{Address, NbdClient};
+use crate::token::token;
+
+/// A file that is being written. Unless it is [kept](Self::keep), a new one is removed.
+pub struct Target {
+    /// The file as it is named at the end.
+    to: PathBuf,
+    /// As it is named now, if that differs.
+    partial: Option<PathBuf>,
+    kind: Kind,
+}
+
+enum Kind {
+    /// `is_empty`: zeroes need not be written.
+    Raw {
+        file: File,
+        is_empty: bool,
+    },
+    Qcow2(QemuNbd),
+    Finished,
+}
+
+/// `qemu-nbd`, which writes an image. It ends with this.
+struct QemuNbd {
+    child: Child,
+    directory: PathBuf,
+    /// The image has no other one below it.
+    is_empty: bool,
+}
+
+impl Drop for QemuNbd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// What a thread writes to.
+pub enum Writer {
+    File {
+        file: File,
+        is_empty: bool,
+    },
+    Nbd(NbdClient),
+    /// Writes no zeroes.
+    Empty(NbdClient),
+}
+
+impl Target {
+    /// For a disk of `size` bytes. Changes go into a raw file that is there, and into a new image on `base`. A full copy goes into
+    /// a new file; `is_update`: that replaces the one that is there.
+    ///
+    /// # Errors
+    /// It cannot be created, or opened; or it is there already.
+    pub fn create(
+        to: &Path,
+        format: TargetFormat,
+        size: u64,
+        is_incremental: bool,
+        is_update: bool,
+        base: Option<&PathBuf>,
+    ) -> io::Result<Self> {
+        if format == TargetFormat::Raw && is_incremental {
+            let file = not_in_use(to)?;
+            let now = file.metadata()?;
+            if !now.is_file() || now.len() > size {
+                let text = "it is no regular file, or larger than the disk: it does not have the last backup";
+                return Err(io::Error::other(text));
+            }
+            file.set_len(size)?;
+            return Ok(Self {
+                to: to.into(),
+                partial: None,
+                kind: Kind::Raw {
+                    file,
+                    is_empty: false,
+                },
+            });
+        }
+        let is_replaced = is_update && format == TargetFormat::Raw;
+        match fs::symlink_metadata(to) {
+            Ok(found) if found.is_file() && is_replaced => drop(not_in_use(to)?),
+            Ok(_) => {
+                let text = "it exists; name a new file, or remove it";
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+        let mut partial = to.as_os_str().to_owned();
+        partial.push(".partial");
+        let partial = PathBuf::from(partial);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&partial)
+            .map_err(|e| {
+                let then = match e.kind() {
+                    io::ErrorKind::AlreadyExists => "; if no other copy writes it, remove it",
+                    _ => "",
+                };
+                io::Error::new(e.kind(), format!("{}: {e}{then}", partial.display()))
+            })?;
+        // From now on, it is removed if something fails.
+        let mut target = Self {
+            to: to.into(),
+            partial: Some(partial.clone()),
+            kind: Kind::Finished,
+        };
+        target.kind = match format {
+            TargetFormat::Raw => {
+                file.set_len(size)?;
+                Kind::Raw {
+                    file,
+                    is_empty: true,
+                }
+            }
+            TargetFormat::Qcow2 => Kind::Qcow2(QemuNbd::start(&partial, size, base)?),
+        };
+        Ok(target)
+    }
+
+    /// As it is named now.
+    pub fn path(&self) -> PathBuf {
+        self.partial.clone().unwrap_or_else(|| self.to.clone())
+    }
+
+    /// As it is named at the end.
+    pub fn name(&self) -> String {
+        self.to.to_string_lossy().into_owned()
+    }
+
+    /// For a thread.
+    ///
+    /// # Errors
+    /// There are too many descriptors, or `qemu-nbd` has ended.
+    pub fn writer(&self) -> io::Result<Writer> {
+        match &self.kind {
+            Kind::Raw { file, is_empty } => Ok(Writer::File {
+                file: file.try_clone()?,
+                is_empty: *is_empty,
+            }),
+            Kind::Qcow2(server) => {
+                let client = server.connect()?;
+                Ok(if server.is_empty {
+                    Writer::Empty(client)
+                } else {
+                    Writer::Nbd(client)
+                })
+            }
+            Kind::Finished => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+
+    /// Makes all of it durable, and checks its length.
+    ///
+    /// # Errors
+    /// It is not durable, or has another length.
+    pub fn finish(&mut self, size: u64) -> io::Result<()> {
+        let length = match std::mem::replace(&mut self.kind, Kind::Finished) {
+            Kind::Raw { file, .. } => {
+                file.sync_all()?;
+                file.metadata()?.len()
+            }
+            Kind::Qcow2(server) => {
+                let length = server.end()?;
+                File::open(self.path())?.sync_all()?;
+                length
+            }
+            Kind::Finished => size,
+        };
+        if length != size {
+            let text = format!("it has {length} bytes, and the disk {size}");
+            return Err(io::Error::other(text));
+        }
+        // A new file is found again after a crash.
+        directory_of(&self.to)?.sync_all()
+    }
+
+    /// Gives it its name, durably.
+    ///
+    /// # Errors
+    /// It keeps the other one.
+    pub fn keep(mut self) -> Result<(), CommandLineError> {
+        let Some(partial) = self.partial.take() else {
+            return Ok(());
+        };
+        let renamed = fs::rename(&partial, &self.to);
+        let renamed = renamed.and_then(|()| directory_of(&self.to)?.sync_all());
+        renamed.map_err(|e| {
+            let text = format!("the copy is complete, and could not be renamed: {e}");
+            CommandLineError::Target(partial, io::Error::new(e.kind(), text))
+        })
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if let Some(partial) = &self.partial {
+            let _ = fs::remove_file(partial);
+        }
+    }
+}
+
+/// Opens a file to which no other program writes, such as the disk itself: these lock their files.
+fn not_in_use(file: &Path) -> io::Result<File> {
+    let opened = OpenOptions::new().read(true).write(true).open(file)?;
+    let locked = fcntl_lock(&opened, FlockOperation::NonBlockingLockExclusive);
+    locked.map_err(|_| {
+        let text = "another program uses it; name the file that has the last backup";
+        io::Error::new(io::ErrorKind::ResourceBusy, text)
+    })?;
+    Ok(opened)
+}
+
+fn directory_of(file: &Path) -> io::Result<File> {
+    let parent = file
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    File::open(parent.unwrap_or(Path::new(".")))
+}
+
+impl QemuNbd {
+    fn start(file: &Path, size: u64, base: Option<&PathBuf>) -> io::Result<Self> {
+        let mut create = Command::new("qemu-img");
+        create.args(["create", "-q", "-f", "qcow2"]);
+        if let Some(base) = base {
+            create
+                .args(["-F", "qcow2", "-b"])
+                .arg(fs::canonicalize(base)?);
+        }
+        create.arg("--").arg(file).arg(size.to_string());
+        let created = create.output().map_err(of_program("qemu-img"))?;
+        if !created.status.success() {
+            let text = String::from_utf8_lossy(&created.stderr).trim().to_owned();
+            return Err(io::Error::other(text));
+        }
+        let directory = std::env::temp_dir().join(format!("ringdisk-copy-{}", token()));
+        fs::DirBuilder::new().mode(0o700).create(&directory)?;
+        let child = Command::new("qemu-nbd")
+            .args(["--format=qcow2", "--persistent", "--shared=0", "--socket"])
+            .arg(directory.join("nbd"))
+            .arg("--")
+            .arg(fs::canonicalize(file)?)
+            .stdin(Stdio::null())
+            .spawn();
+        let child = child.inspect_err(|_| drop(fs::remove_dir_all(&directory)));
+        let mut server = Self {
+            child: child.map_err(of_program("qemu-nbd"))?,
+            directory,
+            is_empty: base.is_none(),
+        };
+        // It is asked for the export until it listens, or has ended.
+        while server.connect().is_err() {
+            if let Some(status) = server.child.try_wait()? {
+                return Err(io::Error::other(format!("qemu-nbd has ended: {status}")));
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(server)
+    }
+
+    fn connect(&self) -> io::Result<NbdClient> {
+        let socket = self.directory.join("nbd").to_string_lossy().into_owned();
+        NbdClient::connect(&Address::Unix(socket), "", &[])
+    }
+
+    /// Makes the image durable, and closes it. Returns its size.
+    fn end(mut self) -> io::Result<u64> {
+        let mut client = self.connect()?;
+        client.flush()?;
+        let size = client.size;
+        drop(client);
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, Signal::TERM)?;
+        let status = self.child.wait()?;
+        if !status.success() {
+            return Err(io::Error::other(format!("qemu-nbd: {status}")));
+        }
+        Ok(size)
+    }
+}
+
+fn of_program(name: &'static str) -> impl Fn(io::Error) -> io::Error {
+    move |e| {
+        io::Error::new(
+            e.kind(),
+            format!("{name}: {e}; Debian's package qemu-utils has it"),
+        )
+    }
+}
+
+impl Writer {
+    /// # Errors
+    /// Not all was written.
+    pub fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::File { file, .. } => file.write_all_at(bytes, at),
+            Self::Nbd(client) | Self::Empty(client) => client.write(at, bytes),
+        }
+    }
+
+    /// # Errors
+    /// Not all are zeroes.
+    pub fn zero(&mut self, at: u64, bytes: u64) -> io::Result<()> {
+        match self {
+            Self::File { is_empty: true, .. } | Self::Empty(_) => Ok(()),
+            Self::Nbd(client) => client.zero(at, bytes),
+            Self::File { file, .. } => {
+                let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                if fallocate(&*file, punch, at, bytes).is_ok() {
+                    return Ok(());
+                }
+                let zeroes = vec![0; 1 << 20];
+                let mut done = 0;
+                while done < bytes {
+                    let part = (bytes - done).min(zeroes.len() as u64);
+                    file.write_all_at(&zeroes[..part as usize], at + done)?;
+                    done += part;
+                }
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! `ringdisk backup copy`.
+
+use std::fs;
+use std::process::{Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+use super::failures::bits;
+use super::{BINARY, DISK_BYTES, Served, run, text, write};
+
+const KEY: &str = "x-ringdisk-checkpoint";
+
+fn of(copied: &Value) -> (&str, &Value, String) {
+    let disk = &copied["disks"][0];
+    let checkpoint = copied[KEY].as_str().unwrap().to_owned();
+    (
+        disk["mode"].as_str().unwrap(),
+        &disk["x-ringdisk-full"],
+        checkpoint,
+    )
+}
+
+/// The content of a copy, which is that of the disk.
+#[track_caller]
+fn check(served: &Served, format: &str, file: &str) {
+    served.done(&["export", "b", "--name=now"]);
+    let uri = served.uri("now");
+    run(
+        "qemu-img",
+        &["compare", "-f", format, "-F", "raw", file, &uri],
+    );
+    served.done(&["export", "now", "--remove", "--force"]);
+}
+
+#[test]
+fn copies_of_both_formats_are_the_disk() {
+    let Some(served) = Served::start("copies_of_both_formats_are_the_disk", &[]) else {
+        return;
+    };
+    let mut device = served.connect("b");
+    for (format, queue) in [("raw", 0), ("qcow2", 1)] {
+        let format_option = format!("--format={format}");
+        let path = |name: &str| text(&served.path(&format!("{name}.{format}"))).to_owned();
+        let copy = |to: &str, more: &[&str]| {
+            let to = format!("--to={to}");
+            let fixed = ["backup", "copy", "b", &to, &format_option, "--bitmap=n"];
+            served.done(&[&fixed[..], more].concat())
+        };
+        for block in 0..100 {
+            write(&mut device, queue, block * 37, 1 + block);
+        }
+        let full = path("full");
+        let copied = copy(&full, &[]);
+        let (mode, why, checkpoint) = of(&copied);
+        assert_eq!((mode, why), ("full", &json!("wanted")));
+        check(&served, format, &full);
+        // Data and zeroes change, the latter over data of the copy.
+        for block in 50..60 {
+            write(&mut device, queue, block * 37, 0);
+            write(&mut device, queue, 7000 + block, block);
+        }
+        served.done(&["export", "b", "--name=zero", "--writable"]);
+        let zero = ["-f", "raw", "-c", "write -z 148k 8M", &served.uri("zero")].map(str::to_owned);
+        run("qemu-io", &zero.each_ref().map(String::as_str));
+        served.done(&["export", "zero", "--remove", "--force"]);
+        let since = format!("--since={checkpoint}");
+        let base = format!("--base={full}");
+        let (to, mut more) = (path("one"), vec![&*since]);
+        let to = if format == "raw" { &full } else { &to };
+        if format == "qcow2" {
+            more.push(&base);
+        }
+        let copied = copy(to, &more);
+        let (mode, why, second) = of(&copied);
+        assert_eq!((mode, why), ("incremental", &Value::Null));
+        assert!(copied["disks"][0]["copied"].as_u64().unwrap() < DISK_BYTES / 4);
+        check(&served, format, to);
+        // The first checkpoint is not that of the bitmap any more.
+        write(&mut device, queue, 9000, 5);
+        let (to, mut more) = (path("two"), vec![&*since]);
+        let to = if format == "raw" { &full } else { &to };
+        if format == "qcow2" {
+            more.push(&base);
+        }
+        let copied = copy(to, &more);
+        let (mode, why, third) = of(&copied);
+        assert_eq!((mode, why), ("full", &json!("other-checkpoint")));
+        assert!(third != second && second != checkpoint);
+        check(&served, format, to);
+        served.done(&["bitmap", "remove", "b", "n"]);
+    }
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+}
+
+/// Two disks of a backup that has begun.
+#[test]
+fn an_open_backup_is_copied_and_ended() {
+    let Some(served) = Served::start("an_open_backup_is_copied_and_ended", &[]) else {
+        return;
+    };
+    let mut device = served.connect("a");
+    write(&mut device, 0, 3, 7);
+    served.done(&["backup", "begin", "a", "b"]);
+    write(&mut device, 0, 3, 8);
+    let [a, b] = ["a", "b"].map(|name| served.path(&format!("{name}-copy")));
+    let to = [&a, &b].map(|file| format!("--to={}", text(file)));
+    served.refused(
+        &["backup", "copy", "a", &to[0], "--open", "--id=other"],
+        "there is no backup 'other'",
+    );
+    served.done(&["backup", "copy", "a", "b", &to[0], &to[1], "--open"]);
+    assert_eq!(fs::read(a).unwrap()[3 * 4096], 7);
+    assert_eq!(fs::metadata(b).unwrap().len(), DISK_BYTES);
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+}
+
+/// The changes stay in the bitmap, and no backup stays open.
+#[test]
+fn copies_that_fail_lose_no_changes() {
+    let Some(served) = Served::start("copies_that_fail_lose_no_changes", &[]) else {
+        return;
+    };
+    let mut device = served.connect("a");
+    let file = served.path("copy.raw");
+    let to = format!("--to={}", text(&file));
+    let first = served.done(&["backup", "copy", "a", &to, "--bitmap=n"]);
+    let since = format!("--since={}", first[KEY].as_str().unwrap());
+    for block in 0..2000 {
+        write(&mut device, 0, block, 1);
+    }
+    let dirty = bits(&served, "a", "n");
+    served.refused(&["backup", "copy", "a", &to, "--bitmap=n"], "it exists");
+    let own = format!("--to={}", text(&served.path("a.raw")));
+    let update = ["backup", "copy", "a", "--bitmap=n", &since];
+    served.refused(&[&update[..], &[&own]].concat(), "another program uses it");
+    let missing = format!("--to={}/missing/c", text(&served.path("")));
+    served.refused(&["backup", "copy", "a", &missing], "No such file");
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+
+    // A signal while it copies.
+    let slow = served.path("slow.raw");
+    let mut command = Command::new(BINARY);
+    command.args(["backup", "copy", "a", "--bps=4k", "--to"]);
+    command.arg(&slow).arg("--control");
+    command.arg(served.path("control.qmp"));
+    let child = command.stderr(Stdio::piped()).spawn().unwrap();
+    let partial = served.path("slow.raw.partial");
+    crate::support::wait_until("the copy begins", || partial.exists());
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("interrupted; no backup is open"), "{said}");
+    assert!(!partial.exists() && !slow.exists());
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+    assert_eq!(bits(&served, "a", "n"), dirty);
+
+    // The copy is complete, and the backup cannot end.
+    let records = fs::read_dir(served.path("state")).unwrap();
+    let records = records.map(|record| record.unwrap().path());
+    let blocked: Vec<_> = records
+        .filter(|path| path.extension().is_some_and(|is| is == "bitmaps"))
+        .map(|path| path.with_extension("new"))
+        .collect();
+    blocked
+        .iter()
+        .for_each(|path| fs::create_dir(path).unwrap());
+    let output = served.ringdisk(&[&update[..], &[&to]].concat());
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    assert_eq!(
+        fs::read(&file).unwrap(),
+        fs::read(served.path("a.raw")).unwrap()
+    );
+    blocked
+        .iter()
+        .for_each(|path| fs::remove_dir(path).unwrap());
+    served.done(&["backup", "end"]);
+    assert_eq!(bits(&served, "a", "n"), 0);
+    let output = served.ringdisk(&["backup", "copy", "a", "b", &to]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
