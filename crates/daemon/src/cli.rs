@@ -1,5 +1,6 @@
 //! The command line: subcommands, the log, and exit codes.
 
+use std::env;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
@@ -65,6 +66,13 @@ enum Command {
 
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
+    // No command of a user.
+    if env::args_os()
+        .nth(1)
+        .is_some_and(|first| first == serve::probe::SUBCOMMAND)
+    {
+        return serve::probe::run().map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS);
+    }
     let cli = Cli::parse();
     if let Command::Check(args) = &cli.command {
         return checked(args);

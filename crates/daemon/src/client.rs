@@ -333,7 +333,7 @@ pub fn list(args: &ListArgs) -> CommandResult {
         let text = |key: &str| disk[key].as_str().unwrap_or("-").to_owned();
         rows.push(vec![
             text("name"),
-            format_size(disk["size"].as_u64().unwrap_or(0)),
+            disk["size"].as_u64().map_or("-".into(), format_size),
             match disk["connected"].as_bool() {
                 Some(true) => "connected".into(),
                 Some(false) => "-".into(),
@@ -347,11 +347,16 @@ pub fn list(args: &ListArgs) -> CommandResult {
         ]);
     }
     let nothing = "no disk is served; 'ringdisk attach FILE' serves one";
-    let text = if disks.is_empty() {
+    let mut text = if disks.is_empty() {
         nothing.to_owned()
     } else {
         table(&rows)
     };
+    for disk in &disks {
+        if let (Some(name), Some(problem)) = (disk["name"].as_str(), disk["problem"].as_str()) {
+            text += &format!("\ndisk {name} is not served, and tried again: {problem}");
+        }
+    }
     args.connection.say(&disks.into(), &text);
     Ok(())
 }

@@ -56,6 +56,8 @@ pub struct InheritedParts {
     pub disks: BTreeMap<String, InheritedDisk>,
     /// How what the old process serves differs from the configuration.
     pub overrides: Option<Overrides>,
+    /// Disks that the old process was to serve and could not.
+    pub absent: Vec<String>,
     /// Disks that other hosts may have locked.
     pub released: Vec<String>,
     /// The files of all sockets.
@@ -243,6 +245,11 @@ impl Inherited {
 
     pub fn lock(&self) -> Option<File> {
         self.parts().lock.take()
+    }
+
+    /// Whether the old process was to serve a disk and could not.
+    pub fn is_absent(&self, disk: &str) -> bool {
+        self.parts().absent.iter().any(|name| name == disk)
     }
 
     /// Whether another host may have a disk locked.

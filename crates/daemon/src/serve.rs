@@ -1,5 +1,7 @@
 //! `ringdisk serve`: serves disks until it is told to stop.
 
+pub mod probe;
+
 mod service;
 
 use std::io;

@@ -14,6 +14,7 @@ pub mod iothreads;
 pub mod nbd;
 pub mod reload;
 
+mod absent;
 mod deadline;
 mod hangs;
 mod numa;
@@ -24,6 +25,7 @@ mod resize;
 mod share;
 mod shutdown;
 mod start;
+mod throttle;
 mod tls;
 mod watch;
 
@@ -54,6 +56,7 @@ use crate::socket::Socket;
 use crate::state::Remembered;
 use crate::state::store::{Configured, StateStore};
 
+use absent::AbsentDisk;
 use backup::OpenBackups;
 use deadline::{SHUTDOWN_TIMEOUT, patiently, with_deadline};
 use error::NbdError;
@@ -104,6 +107,10 @@ struct ServerState {
     stopping: Vec<(String, Arc<Node>)>,
     /// Disks that are being moved to other files.
     moving: Vec<String>,
+    /// Disks that are to be served and cannot be, by name.
+    absent: BTreeMap<String, AbsentDisk>,
+    /// A thread tries them again.
+    is_retrying: bool,
     /// Detached disks whose storage had not answered, with their files.
     still_open: Vec<(String, Vec<Identity>)>,
     /// What guests depend on, by export, served or not.
@@ -167,9 +174,11 @@ impl Server {
         let name = spec.name.clone();
         let export = ExportSpec::from(&spec);
         self.add_node(spec)?;
-        self.add_export(&name, &export).inspect_err(|_| {
+        let served = self.add_export(&name, &export).inspect_err(|_| {
             let _ = self.remove_node(&name);
-        })
+        })?;
+        self.came_back(&name);
+        Ok(served)
     }
 
     /// Stops serving a disk and closes it.
@@ -179,6 +188,9 @@ impl Server {
     /// file; or ([`ServerError::Detached`]) writes could not be made durable, or storage does not answer: then the disk
     /// is detached regardless.
     pub fn detach(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
+        if self.forget_absent(name) {
+            return Ok(());
+        }
         let (export, in_cluster) = {
             let state = self.state();
             let mut exports = state.exports.values();
@@ -225,6 +237,10 @@ impl Server {
 
     /// Opens a disk without serving it.
     pub fn add_node(&self, spec: DiskSpec) -> Result<(), ServerError> {
+        self.add_opened(self.open_new(spec)?)
+    }
+
+    fn open_new(&self, spec: DiskSpec) -> Result<Node, ServerError> {
         let spec = self.context.inherited.on_its_file(spec);
         let rights = &self.context.rights;
         let there = rights.with_file(&spec.file, !spec.read_only, || {
@@ -237,7 +253,7 @@ impl Server {
             state.check_file(&spec, there)?;
         }
         // Without the lock: waiting for a file lock takes seconds.
-        self.add_opened(self.open(spec, &[])?)
+        self.open(spec, &[])
     }
 
     /// Opens and locks the file of a disk; see [`Node::open`]. If a disk of this process has the lock, the error names
@@ -511,68 +527,6 @@ impl Server {
         Ok(())
     }
 
-    /// Sets a disk's own limits, and the group whose limits it shares.
-    pub fn throttle(
-        &self,
-        name: &str,
-        limits: &ThrottleLimits,
-        group: Option<&str>,
-    ) -> Result<(), ServerError> {
-        limits.check()?;
-        let mut state = self.state();
-        let shared = state.group(group)?;
-        let name = state.top(name)?.node.name().to_owned();
-        let Some(entry) = state.nodes.get_mut(&name) else {
-            return Err(ServerError::NoNode(name));
-        };
-        (entry.limits, entry.group) = (*limits, group.map(str::to_owned));
-        let node = entry.node.clone();
-        let mut exports = state.exports.values();
-        if let Some(export) = exports.find(|e| Arc::ptr_eq(&e.node, &node)) {
-            export.disk.set_limits(limits)?;
-            export.disk.set_throttle_group(shared);
-        }
-        Ok(())
-    }
-
-    /// Adds a group of disks with common limits.
-    pub fn add_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), ServerError> {
-        let mut state = self.state();
-        if state.groups.contains_key(name) {
-            return Err(ServerError::SameGroup(name.into()));
-        }
-        if state.groups.len() >= GROUPS_MAX {
-            return Err(ServerError::TooMany(format!(
-                "{GROUPS_MAX} throttle groups"
-            )));
-        }
-        let group = ThrottleGroup::new(name.into(), limits)?;
-        state.groups.insert(name.into(), Arc::new(group));
-        Ok(())
-    }
-
-    /// Changes the limits of a group.
-    pub fn change_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), ServerError> {
-        match self.state().group(Some(name))? {
-            Some(group) => Ok(group.set_limits(limits)?),
-            None => Ok(()),
-        }
-    }
-
-    /// Removes a group that no disk is in.
-    pub fn remove_group(&self, name: &str) -> Result<(), ServerError> {
-        let mut state = self.state();
-        let mut nodes = state.nodes.values();
-        if let Some(user) = nodes.find(|entry| entry.group.as_deref() == Some(name)) {
-            let user = user.node.name().to_owned();
-            return Err(ServerError::GroupInUse(name.into(), user));
-        }
-        match state.groups.remove(name) {
-            Some(_) => Ok(()),
-            None => Err(ServerError::NoGroup(name.into())),
-        }
-    }
-
     /// The node of an export, or the node of this name.
     pub fn node_of(&self, name: &str) -> Option<String> {
         let state = self.state();
@@ -620,7 +574,7 @@ fn identity(file: &FileSpec) -> Option<Identity> {
 impl ServerState {
     fn entry(&self, name: &str) -> Result<&NodeEntry, ServerError> {
         let entry = self.nodes.get(name);
-        entry.ok_or_else(|| ServerError::NoNode(name.into()))
+        entry.ok_or_else(|| self.not_there(name))
     }
 
     /// Whether a configured disk is on another file than the configured one.
@@ -700,16 +654,6 @@ impl ServerState {
             };
             name = entry.child.clone();
         }
-    }
-
-    fn group(&self, name: Option<&str>) -> Result<Option<Arc<ThrottleGroup>>, ServerError> {
-        let Some(name) = name else {
-            return Ok(None);
-        };
-        let group = self.groups.get(name).cloned();
-        group
-            .map(Some)
-            .ok_or_else(|| ServerError::NoGroup(name.into()))
     }
 
     /// Checks that no export or other node uses a node, and that it is not being moved.

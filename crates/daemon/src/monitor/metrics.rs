@@ -64,6 +64,12 @@ fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
         }));
     });
     let mut text = Text(to);
+    let name = "ringdisk_disk_absent";
+    let help = "Disks that are to be served and cannot be; they are tried again.";
+    text.family(name, "gauge", help)?;
+    for (disk, _) in server.absent() {
+        text.value(name, &[("disk", &disk.name)], 1)?;
+    }
     write_counts(&mut text, &disks)?;
     text.family(
         REQUEST_SECONDS,

@@ -132,6 +132,9 @@ impl Qmp {
                     Some(true) => Removal::Hard,
                     _ => Removal::Safe,
                 };
+                if server.forget_absent(&which.id) {
+                    return Ok(json!({}));
+                }
                 done(server.detach(&node_of(server, &which.id)?, removal))
             }
             Command::RingdiskNbd(_) => Ok(queries::nbd(server)),
@@ -151,6 +154,7 @@ impl Qmp {
                 server.refresh_sizes(false);
                 let mut disks = Vec::new();
                 server.each_disk(|disk| disks.push(stats::disk(&disk)));
+                disks.extend(server.absent().iter().map(stats::absent));
                 let threads = server.threads.running();
                 let threads: Vec<_> = threads.iter().map(|(t, _)| stats::thread(t)).collect();
                 Ok(json!({ "pid": std::process::id(), "disks": disks, "iothreads": threads }))
@@ -248,7 +252,9 @@ fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {
 impl From<ServerError> for CommandError {
     fn from(error: ServerError) -> Self {
         match &error {
-            ServerError::NoNode(_) => Self::device_not_found(error.to_string()),
+            ServerError::NoNode(_) | ServerError::Absent(..) => {
+                Self::device_not_found(error.to_string())
+            }
             _ => Self::generic(error.to_string()),
         }
     }
@@ -262,7 +268,7 @@ impl From<IoThreadError> for CommandError {
 
 fn node_of(server: &Server, name: &str) -> Result<String, CommandError> {
     let node = server.node_of(name);
-    node.ok_or_else(|| ServerError::NoNode(name.into()).into())
+    node.ok_or_else(|| server.not_there(name).into())
 }
 
 impl From<HandoverInProgress> for CommandError {

@@ -7,6 +7,7 @@ use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
 use serde_json::{Map, Value, json};
 
 use crate::config::limits;
+use crate::config::spec::DiskSpec;
 use crate::node::Node;
 use crate::server::DiskView;
 use crate::server::device::ServedDisk;
@@ -50,6 +51,16 @@ pub fn disk(look: &DiskView<'_>) -> Value {
         disk["stats"] = to_json(&export.disk.stats());
     }
     disk
+}
+
+/// A disk that is to be served and cannot be.
+pub fn absent((spec, reason): &(DiskSpec, String)) -> Value {
+    json!({
+        "name": spec.name,
+        "file": spec.file.to_string(),
+        "storage": "absent",
+        "problem": reason,
+    })
 }
 
 /// How the storage of a disk does, in a word.

@@ -14,12 +14,12 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{error, info, warn};
 
-use super::{Args, ServeError};
+use super::{Args, ServeError, probe};
 use crate::config::Config;
 use crate::config::conflicts::check_conflicts;
 use crate::config::cpus::Cpus;
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
-use crate::config::spec::DiskSpec;
+use crate::config::spec::{DiskSpec, FileSpec};
 use crate::credentials::{self, UserAccount};
 use crate::inherited::Inherited;
 use crate::log;
@@ -56,13 +56,17 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     };
     let specs = [&command_line[..], &config.disks].concat();
     check_conflicts(&specs)?;
-    let (signals, stop) = handle_signals()?;
+    let hanging = report_hanging(&command_line, &config.disks);
     let settings = Settings::new(args, &config)?;
     let journals = Journals::new(settings.user.as_ref());
     let persistent = persistent_directories(&settings, &journals)?;
     let own_upgrade_socket = settings.open_upgrade_socket(args.take_over);
     // While this is the only thread.
+    let answers = |disk: &&DiskSpec| !hanging.contains(&disk.name);
+    let specs: Vec<_> = specs.iter().filter(answers).cloned().collect();
     let sandbox = settings.enter_sandbox(args, &config, &specs, &persistent)?;
+    // Until here, a signal ends the process at once, also while it waits for storage.
+    let (signals, stop) = handle_signals()?;
     let rights = Arc::new(sandbox.assume_rights(&specs)?);
     log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
     let threads = IoThreads::new(settings.iothreads, &settings.cpus, settings.polling);
@@ -110,7 +114,14 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let nbd_exports = config.exports.clone();
     server.set_configured(configured.clone());
     let (store, persisted) = store.unzip();
-    let started = start_disks(&server, &config, &configured, persisted, store.as_ref());
+    let started = start_disks(
+        &server,
+        &config,
+        &configured,
+        &command_line,
+        persisted,
+        store.as_ref(),
+    );
     drop(ready_threads);
     let path = args.config.as_deref();
     let reloader = path.map(|path| Arc::new(Reloader::new(path, command_line, config)));
@@ -133,8 +144,32 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     };
     let explained = args.explain.then(|| explain::all(&service.server));
     announce(&ready, metrics, explained, args.json);
+    service.server.tell_status();
+    service.server.retry_absent();
     let reloads = service.run(signals, reload);
     service.stop(control, &reloads)
+}
+
+/// Reports disks whose storage does not answer. Returns the names of configured ones, whose paths the sandbox then leaves
+/// out; those of the command line are waited for.
+fn report_hanging(command_line: &[DiskSpec], configured: &[DiskSpec]) -> Vec<String> {
+    let path = |disk: &DiskSpec| match &disk.file {
+        FileSpec::Path(path) => Some(path.clone()),
+        FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+    };
+    let all = command_line.iter().chain(configured);
+    let hanging = probe::hanging(all.clone().filter_map(path).collect());
+    let is_hanging = |disk: &&DiskSpec| path(disk).is_some_and(|path| hanging.contains(&path));
+    for DiskSpec { name, file, .. } in all.filter(is_hanging) {
+        // The log is not written before the sandbox is entered, which waits for the paths of the command line.
+        let level = if log::is_journal() { "<3>" } else { "" };
+        let _ = writeln!(
+            io::stderr(),
+            "{level}ringdisk: disk {name}: {file}: its storage does not answer"
+        );
+    }
+    let configured = configured.iter().filter(is_hanging);
+    configured.map(|disk| disk.name.clone()).collect()
 }
 
 /// Also returns a flag that SIGTERM and SIGINT set: disks that are being opened look at it.
@@ -275,6 +310,7 @@ fn start_disks(
     server: &Server,
     config: &Config,
     configured: &Configured,
+    required: &[DiskSpec],
     persisted: Option<Overrides>,
     store: Option<&StateStore>,
 ) -> Result<Vec<ConnectionInfo>, ServeError> {
@@ -289,9 +325,9 @@ fn start_disks(
     let (ready, absent) = match server.context.inherited.overrides() {
         Some(overrides) => {
             let configured = without_detached(configured, &overrides);
-            server.start(&configured, &overrides)?
+            server.start(&configured, &overrides, required)?
         }
-        None => server.start(configured, &persisted.unwrap_or_default())?,
+        None => server.start(configured, &persisted.unwrap_or_default(), required)?,
     };
     if let Some(store) = store {
         store.set_absent(absent);
@@ -403,6 +439,9 @@ impl Service {
         }
         for export in exports {
             let name = export.name.clone();
+            if server.export_when_there(&export) {
+                continue;
+            }
             if let Err(e) = server.add_nbd_export(export) {
                 error!("NBD: '{name}' is not exported: {e}");
             }

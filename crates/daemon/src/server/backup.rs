@@ -205,7 +205,7 @@ impl Server {
         let mut served = Vec::<ServedNode>::new();
         for target in targets {
             let name = self.node_of(&target.disk);
-            let name = name.ok_or_else(|| ServerError::NoNode(target.disk.clone()))?;
+            let name = name.ok_or_else(|| self.not_there(&target.disk))?;
             let state = self.state();
             let node = state.top(&name)?.node.clone();
             let device = state.device_of(node.name());

@@ -25,6 +25,10 @@ pub enum ServerError {
     Conflict(#[from] ConflictError),
     #[error("there is no disk '{0}'; 'ringdisk list' shows those that are served")]
     NoNode(String),
+    #[error("disk '{0}' is not served at present: {1}; ringdisk tries again")]
+    Absent(String, String),
+    #[error("disk '{0}': ringdisk was told to stop while it was being opened")]
+    Stopped(String),
     #[error("there is no export '{0}'")]
     NoExport(String),
     #[error("disk '{0}' is in use by '{1}'; remove that first")]

@@ -158,6 +158,7 @@ impl Server {
         Inventory {
             configured: state.configured.clone(),
             detached: state.detached.clone(),
+            absent: state.absent.values().map(|a| a.spec.clone()).collect(),
             nodes: state.nodes.values().map(node).collect(),
             exports: state.exports.values().map(export).collect(),
             groups: state.groups.iter().map(group).collect(),

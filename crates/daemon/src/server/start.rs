@@ -2,22 +2,24 @@
 
 use tracing::{error, info, warn};
 
+use super::absent::StartPatience;
 use super::{Server, ServerError};
 use crate::config::spec::DiskSpec;
 use crate::server::connection_info::ConnectionInfo;
+use crate::state::Overrides;
 use crate::state::store::Configured;
-use crate::state::{DiskOverride, Overrides};
 
 impl Server {
-    /// Serves what is configured, with the changes of `overrides`, and what these add. Returns also what of the overrides
-    /// could not be served.
+    /// Serves what is configured, with the changes of `overrides`, and what these add. Disks that cannot be served are absent
+    /// from then on. Returns also what else of the overrides could not be served.
     ///
     /// # Errors
-    /// A configured disk cannot be served, or one that was taken over.
+    /// One of the `required` disks cannot be served, or one that was taken over.
     pub fn start(
         &self,
         configured: &Configured,
         overrides: &Overrides,
+        required: &[DiskSpec],
     ) -> Result<(Vec<ConnectionInfo>, Overrides), ServerError> {
         let overrides = &overrides.clone().with_marked_queues(&configured.disks);
         let disks = overrides.apply(&configured.disks);
@@ -37,21 +39,11 @@ impl Server {
         self.start_threads_and_groups(configured, overrides, &mut absent);
         self.remember_detached(overrides);
         self.remember(configured, overrides);
-        let ready = disks.disks.into_iter();
-        let ready = ready.map(|spec| self.attach_at_start(spec));
-        let mut ready: Vec<ConnectionInfo> = ready.collect::<Result<_, _>>()?;
-        for disk in disks.attached {
-            match self.attach(disk.clone()) {
-                Ok(attached) => ready.push(attached),
-                Err(e) if self.is_taken_over(&disk.name) => return Err(e.of_disk(&disk.name)),
-                Err(e) => {
-                    log_absent("disk", &disk.name, &e);
-                    absent.disks.push(DiskOverride {
-                        disk,
-                        configured: None,
-                    });
-                }
-            }
+        let patience = StartPatience::new();
+        let mut ready = Vec::new();
+        for spec in disks.disks.into_iter().chain(disks.attached) {
+            let is_required = required.iter().any(|disk| disk.name == spec.name);
+            ready.extend(self.start_disk(spec, is_required, &patience)?);
         }
         self.start_nodes(overrides, &mut absent)?;
         self.start_exports(overrides, &mut absent, &mut ready)?;

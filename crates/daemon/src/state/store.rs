@@ -49,6 +49,8 @@ pub struct Inventory {
     pub configured: Configured,
     /// Configured disks that have been detached, if their last file was not the configured one.
     pub detached: Vec<DiskSpec>,
+    /// Disks that are to be served and cannot be.
+    pub absent: Vec<DiskSpec>,
     /// Opened files, with the limits of the disks on them.
     pub nodes: Vec<NodeOverride>,
     pub exports: Vec<ExportOverride>,
@@ -280,7 +282,19 @@ impl Inventory {
                 }
             }
         }
-        for before in configured.disks.iter().filter(|disk| !has_node(&disk.name)) {
+        let find = |name: &str| configured.disks.iter().find(|disk| disk.name == name);
+        for disk in &self.absent {
+            let before = find(&disk.name);
+            if before != Some(disk) {
+                overrides.disks.push(DiskOverride {
+                    disk: disk.clone(),
+                    configured: before.cloned(),
+                });
+            }
+        }
+        let is_absent = |name: &str| self.absent.iter().any(|disk| disk.name == name);
+        let detached = |disk: &&DiskSpec| !has_node(&disk.name) && !is_absent(&disk.name);
+        for before in configured.disks.iter().filter(detached) {
             overrides.detached.push(before.clone());
             // Attached again, the disk uses the file that the guest has written to last.
             let last = self.detached.iter().find(|last| last.name == before.name);

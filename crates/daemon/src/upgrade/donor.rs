@@ -104,7 +104,8 @@ pub fn upgrade(server: &Server, (socket, refused): Client, program: Option<&str>
         Ok((UpgradeRequest { unless_running }, _)) => unless_running,
         Err(e) => return warn!("{}", UpgradeError::Launch(e)),
     };
-    if unless.is_some() && unless.as_deref() == program {
+    let is_same = unless.is_some() && unless.as_deref() == program;
+    if is_same && !server.needs_new_sandbox() {
         let _ = client.send(&UpgradeReply::SameProgram, &[], deadline);
         return;
     }
@@ -347,7 +348,10 @@ fn send(
 ) -> io::Result<()> {
     let files = server.descriptors()?;
     let lock = server.state_lock()?;
-    let nbd = server.nbd.handover()?;
+    let mut nbd = server.nbd.handover()?;
+    if let Some(nbd) = &mut nbd {
+        nbd.exports.extend(server.waiting_exports());
+    }
     let (bitmaps, bits) = temporary_bitmaps(server)?;
     let state = &server.handover;
     let (control, upgrade) = (locked(&state.control), locked(&state.upgrade));
@@ -366,6 +370,11 @@ fn send(
             .map(HandoverDisk::from)
             .collect(),
         changed: Some(server.overrides().text()),
+        absent: server
+            .absent()
+            .into_iter()
+            .map(|(disk, _)| disk.name)
+            .collect(),
         away: server.released(),
         sockets,
         exports: Vec::new(),

@@ -117,6 +117,9 @@ pub struct Handover {
     /// Changes made at run time, in the format of the state file. If they are missing, the state file is used.
     #[serde(default)]
     pub changed: Option<String>,
+    /// Names of disks that are to be served and cannot be. Older versions served nothing if one could not be.
+    #[serde(default)]
+    pub absent: Vec<String>,
     /// Names of released disks, which other hosts may have locked.
     pub away: Vec<String>,
     /// The files of all sockets. Another file at one of the paths does not belong to ringdisk.

@@ -106,6 +106,7 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
         upgrade: descriptors.next_if(handover.upgrade)?,
         metrics: descriptors.next_if(handover.metrics)?,
         released: handover.away,
+        absent: handover.absent,
         sockets: handover.sockets,
         gate: Some(gate.clone()),
         ..InheritedParts::default()

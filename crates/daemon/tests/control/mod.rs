@@ -1,6 +1,7 @@
 //! Changes to a running ringdisk: over its control socket, by the subcommands that use it, and by reloading a
 //! configuration.
 
+mod absent;
 mod bitmaps;
 mod bitmaps_of_images;
 mod bitmaps_of_qemu;

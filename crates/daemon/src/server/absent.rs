@@ -1,0 +1,407 @@
+//! Disks that are to be served and cannot be: each is listed with the reason and tried again, while the others are served.
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::Access;
+use tracing::{error, info, warn};
+
+use super::replace::close;
+use super::{Server, ServerError, ServerState};
+use crate::config::export::ExportSpec;
+use crate::config::nbd::NbdExportSpec;
+use crate::config::spec::{DiskSpec, FileSpec};
+use crate::sd_notify;
+use crate::server::connection_info::ConnectionInfo;
+
+/// How long the start waits for one disk, and for all of them together beyond a moment for each. A file that another
+/// process has locked is waited for, for 3 s.
+const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE_OF_ALL: Duration = Duration::from_secs(20);
+const MOMENT: Duration = Duration::from_millis(100);
+
+/// How often disks are tried again, and how many at a time.
+const RETRY: Duration = Duration::from_secs(5);
+const RETRIED_MAX: usize = 64;
+
+/// A disk that is to be served, and is not.
+pub struct AbsentDisk {
+    pub spec: DiskSpec,
+    /// Why it is not.
+    pub reason: String,
+    /// Its NBD exports, which are added with it.
+    exports: Vec<NbdExportSpec>,
+    /// A thread is opening it.
+    is_opening: bool,
+    tried: Instant,
+    /// It was reported.
+    is_known: bool,
+    /// Its file can be opened by this user, but not in the sandbox, which was made without it.
+    is_denied: bool,
+}
+
+/// How the start waits for disks.
+pub(super) struct StartPatience(Instant);
+
+impl StartPatience {
+    pub(super) fn new() -> Self {
+        Self(Instant::now() + PATIENCE_OF_ALL)
+    }
+
+    /// The deadline of the next disk.
+    fn deadline(&self) -> Instant {
+        let now = Instant::now();
+        (now + PATIENCE).min(self.0.max(now + MOMENT))
+    }
+}
+
+impl Server {
+    /// Serves a disk at the start. `None` if it cannot be served and others can do without it: it is absent.
+    ///
+    /// # Errors
+    /// The disk is required, or a guest has it already; or the process is told to stop.
+    pub(super) fn start_disk(
+        &self,
+        spec: DiskSpec,
+        is_required: bool,
+        patience: &StartPatience,
+    ) -> Result<Option<ConnectionInfo>, ServerError> {
+        let name = spec.name.clone();
+        if self.context.inherited.is_uncommitted() {
+            // Guests wait, so a disk that the old process could not serve is tried when they have gone on.
+            if self.context.inherited.is_absent(&name) {
+                self.add_absent(spec, "it is tried in a moment");
+                return Ok(None);
+            }
+            return self.attach_at_start(spec).map(Some);
+        }
+        self.add_absent(spec, "it is being opened");
+        let Some(opened) = self.open_absent(&name) else {
+            return Ok(None);
+        };
+        let deadline = patience.deadline();
+        let mut has_told = false;
+        loop {
+            match opened.recv_timeout(MOMENT / 2) {
+                Ok(Ok(ready)) => return Ok(Some(ready)),
+                // A mistake in the configuration concerns more than this disk.
+                Ok(Err(e)) if is_required || matches!(e, ServerError::IoThread(_)) => {
+                    self.forget_absent(&name);
+                    return Err(e.of_disk(&name));
+                }
+                Ok(Err(_)) => {
+                    self.report_absent(&name);
+                    return Ok(None);
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if self.context.stop.load(Ordering::SeqCst) {
+                return Err(ServerError::Stopped(name));
+            }
+            if Instant::now() < deadline || has_told {
+                continue;
+            }
+            has_told = true;
+            let reason = "it cannot be opened yet: its storage does not answer, or its image takes long to repair";
+            // The thread stays, and nobody else tries meanwhile.
+            self.set_reason(&name, reason.into(), true);
+            if is_required {
+                error!("disk {name}: {reason}; ringdisk waits for it");
+            } else {
+                self.report_absent(&name);
+                return Ok(None);
+            }
+        }
+    }
+
+    fn add_absent(&self, spec: DiskSpec, reason: &str) {
+        let disk = AbsentDisk {
+            reason: reason.into(),
+            exports: Vec::new(),
+            is_opening: false,
+            tried: Instant::now(),
+            is_known: false,
+            is_denied: false,
+            spec,
+        };
+        self.state().absent.insert(disk.spec.name.clone(), disk);
+    }
+
+    /// A disk is no longer to be served. Returns whether it was absent.
+    pub fn forget_absent(&self, name: &str) -> bool {
+        let was_absent = self.state().absent.remove(name).is_some();
+        if was_absent {
+            self.tell_status();
+        }
+        was_absent
+    }
+
+    /// The configuration of an absent disk has changed.
+    pub(super) fn change_absent(&self, spec: DiskSpec) {
+        let mut state = self.state();
+        if let Some(absent) = state.absent.get_mut(&spec.name) {
+            // A thread that opens the previous one finds that it is not wanted.
+            (absent.spec, absent.is_opening) = (spec, false);
+        }
+    }
+
+    /// The configuration of an absent disk.
+    pub(super) fn absent_spec(&self, name: &str) -> Option<DiskSpec> {
+        let state = self.state();
+        state.absent.get(name).map(|absent| absent.spec.clone())
+    }
+
+    /// The disks that are to be served and are not, with the reasons.
+    pub fn absent(&self) -> Vec<(DiskSpec, String)> {
+        let state = self.state();
+        let each = state.absent.values();
+        each.map(|absent| (absent.spec.clone(), absent.reason.clone()))
+            .collect()
+    }
+
+    /// The error for a disk that is not served.
+    pub fn not_there(&self, name: &str) -> ServerError {
+        self.state().not_there(name)
+    }
+
+    /// Adds an NBD export when its disk comes, if that is absent. Returns whether it is.
+    pub fn export_when_there(&self, export: &NbdExportSpec) -> bool {
+        let mut state = self.state();
+        let absent = state.absent.get_mut(&export.node);
+        absent.is_some_and(|absent| {
+            absent.exports.push(export.clone());
+            true
+        })
+    }
+
+    /// NBD exports of absent disks.
+    pub fn waiting_exports(&self) -> Vec<NbdExportSpec> {
+        let state = self.state();
+        let absent = state.absent.values();
+        absent.flat_map(|absent| absent.exports.clone()).collect()
+    }
+
+    /// Whether an absent disk could be served by a process whose sandbox knows of it.
+    pub fn needs_new_sandbox(&self) -> bool {
+        let state = self.state();
+        state.absent.values().any(|absent| absent.is_denied)
+    }
+
+    /// Tries absent disks again until there are none. The first attempt begins at once.
+    pub fn retry_absent(&self) {
+        {
+            let mut state = self.state();
+            if state.absent.is_empty() || state.is_retrying {
+                return;
+            }
+            state.is_retrying = true;
+        }
+        let me = self.me.clone();
+        let retry = move || {
+            while let Some(server) = me.upgrade() {
+                if server.handover.is_stopping() || !server.retry_once() {
+                    return;
+                }
+                drop(server);
+                thread::sleep(RETRY);
+            }
+        };
+        let thread = thread::Builder::new().name("retry".into());
+        if let Err(e) = thread.spawn(retry) {
+            self.state().is_retrying = false;
+            warn!("absent disks are not tried again: no thread available: {e}");
+        }
+    }
+
+    /// Tries those that were not tried for the longest time. Returns false if none is absent.
+    pub(super) fn retry_once(&self) -> bool {
+        let names: Vec<_> = {
+            let mut state = self.state();
+            if state.absent.is_empty() {
+                state.is_retrying = false;
+                return false;
+            }
+            let absent = state.absent.values().filter(|absent| !absent.is_opening);
+            let mut absent: Vec<_> = absent.map(|a| (a.tried, a.spec.name.clone())).collect();
+            absent.sort();
+            absent.into_iter().take(RETRIED_MAX).collect()
+        };
+        for (_, name) in names {
+            drop(self.open_absent(&name));
+        }
+        true
+    }
+
+    /// Begins to open an absent disk, in a thread that stays while its storage does not answer. The result arrives when
+    /// the disk is served, or cannot be.
+    fn open_absent(&self, name: &str) -> Option<Receiver<Result<ConnectionInfo, ServerError>>> {
+        let me = self.me.upgrade()?;
+        let spec = {
+            let mut state = self.state();
+            let absent = state.absent.get_mut(name).filter(|a| !a.is_opening)?;
+            (absent.is_opening, absent.tried) = (true, Instant::now());
+            absent.spec.clone()
+        };
+        let (done, result) = mpsc::channel();
+        let open = move || {
+            if let Some(served) = me.serve_absent(&spec) {
+                let _ = done.send(served);
+            }
+        };
+        let thread = thread::Builder::new().name("open".into());
+        if let Err(e) = thread.spawn(open) {
+            self.set_reason(name, format!("no thread is available: {e}"), false);
+            return None;
+        }
+        Some(result)
+    }
+
+    /// Opens and serves an absent disk. `None` if it is not wanted any more.
+    fn serve_absent(&self, spec: &DiskSpec) -> Option<Result<ConnectionInfo, ServerError>> {
+        let name = &spec.name;
+        // Without an inhibitor: storage that does not answer must not hold up an upgrade.
+        let opened = self.open_new(spec.clone());
+        let inhibitor = self.handover.wait_and_inhibit();
+        let is_wanted = {
+            let state = self.state();
+            let absent = state.absent.get(name);
+            absent.is_some_and(|absent| absent.spec == *spec)
+        };
+        if inhibitor.is_err() || self.handover.is_stopping() || !is_wanted {
+            if let (Ok(node), Ok(_)) = (opened, inhibitor) {
+                close(node.into(), "which is not to be served any more");
+            }
+            return None;
+        }
+        let served = opened
+            .and_then(|node| self.add_opened(node))
+            .and_then(|()| {
+                let export = ExportSpec::from(spec);
+                let served = self.add_export(name, &export);
+                served.inspect_err(|_| drop(self.remove_node(name)))
+            });
+        match &served {
+            Ok(_) => self.came_back(name),
+            Err(e) => {
+                let is_denied = self.is_denied(spec, e);
+                if let Some(absent) = self.state().absent.get_mut(name) {
+                    absent.is_denied = is_denied;
+                }
+                let reason = if is_denied {
+                    format!(
+                        "{}: was not there when ringdisk entered its sandbox; 'ringdisk reload --upgrade' ('systemctl reload \
+                         ringdisk') has it served, and VMs stay connected",
+                        spec.file
+                    )
+                } else {
+                    e.to_string()
+                };
+                self.set_reason(name, reason, false);
+            }
+        }
+        Some(served)
+    }
+
+    /// Whether the sandbox is the reason for an error. It does not keep this process from asking what its user may do.
+    fn is_denied(&self, spec: &DiskSpec, error: &ServerError) -> bool {
+        let FileSpec::Path(path) = &spec.file else {
+            return false;
+        };
+        let denied = || File::open(path).is_err_and(|e| e.kind() == ErrorKind::PermissionDenied);
+        is_there(path, spec.read_only)
+            && (matches!(error, ServerError::OutsideSandbox(_)) || denied())
+    }
+
+    /// A disk is served, which may have been absent.
+    pub(super) fn came_back(&self, name: &str) {
+        let Some(absent) = self.state().absent.remove(name) else {
+            return;
+        };
+        for export in absent.exports {
+            let id = export.name.clone();
+            if let Err(e) = self.add_nbd_export(export) {
+                error!("NBD: '{id}' is not exported: {e}");
+            }
+        }
+        if absent.is_known {
+            info!("disk {name}: can be served now, and is");
+            self.persist();
+            self.tell_status();
+        }
+    }
+
+    /// A disk could not be opened, for this reason. A reason that is new is reported, if the disk has been.
+    fn set_reason(&self, name: &str, reason: String, is_opening: bool) {
+        let mut state = self.state();
+        let Some(absent) = state.absent.get_mut(name) else {
+            return;
+        };
+        absent.is_opening = is_opening;
+        if absent.reason == reason {
+            return;
+        }
+        let is_known = absent.is_known;
+        absent.reason = reason;
+        drop(state);
+        if is_known {
+            self.report_absent(name);
+        }
+    }
+
+    fn report_absent(&self, name: &str) {
+        let reason = {
+            let mut state = self.state();
+            let Some(absent) = state.absent.get_mut(name) else {
+                return;
+            };
+            absent.is_known = true;
+            absent.reason.clone()
+        };
+        error!(
+            "disk {name}: is not served: {reason}; ringdisk serves the others, and tries this one again every {} s",
+            RETRY.as_secs()
+        );
+        self.tell_status();
+    }
+
+    /// Tells the service manager which disks are missing.
+    pub fn tell_status(&self) {
+        const SHOWN: usize = 5;
+        let absent = self.absent();
+        let mut status = "STATUS=all disks are served".to_owned();
+        if !absent.is_empty() {
+            let names: Vec<_> = absent.iter().map(|(spec, _)| spec.name.as_str()).collect();
+            let more = if names.len() > SHOWN { ", ..." } else { "" };
+            let names = names[..names.len().min(SHOWN)].join(", ");
+            status = format!(
+                "STATUS=degraded: {} disks are not served, and tried again: {names}{more}",
+                absent.len()
+            );
+        }
+        sd_notify::tell(&status);
+    }
+}
+
+impl ServerState {
+    pub(super) fn not_there(&self, name: &str) -> ServerError {
+        match self.absent.get(name) {
+            Some(absent) => ServerError::Absent(name.into(), absent.reason.clone()),
+            None => ServerError::NoNode(name.into()),
+        }
+    }
+}
+
+fn is_there(path: &Path, read_only: bool) -> bool {
+    let access = if read_only {
+        Access::READ_OK
+    } else {
+        Access::READ_OK | Access::WRITE_OK
+    };
+    rustix::fs::access(path, access).is_ok()
+}

@@ -1,0 +1,229 @@
+//! Disks of the configuration that cannot be served: the others are, and these are tried again.
+
+use std::fs;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use testkit::driver::{Device, DeviceConfig};
+use testkit::server::Server;
+use testkit::storage::Storage;
+
+use super::server::Controlled;
+use crate::support::{content, wait_until};
+
+const BYTES: usize = 4 << 20;
+
+fn disk(dir: &Path, name: &str, file: &Path) -> String {
+    let socket = dir.join(format!("{name}.sock"));
+    let (file, socket) = (file.display(), socket.display());
+    format!(
+        "[[disk]]\nname = \"{name}\"\nfile = \"{file}\"\nsocket = \"{socket}\"\nqueues = 1\nformat = \"raw\"\n"
+    )
+}
+
+/// Serves `good`, and `bad` in front of it, with more arguments.
+fn start(dir: tempfile::TempDir, bad: &Path, more: &[String]) -> Controlled {
+    let at = dir.path();
+    let good = at.join("good.raw");
+    fs::write(&good, content(0, BYTES)).unwrap();
+    let nbd = format!("nbd = \"{}\"\n", at.join("nbd.sock").display());
+    let export = "[[export]]\ndisk = \"bad\"\n";
+    let text = nbd + &disk(at, "bad", bad) + &disk(at, "good", &good) + export;
+    fs::write(at.join("r.toml"), text).unwrap();
+    let arguments = [
+        format!("--config={}", at.join("r.toml").display()),
+        format!("--state={}", at.join("state").display()),
+    ];
+    Controlled::start_in(dir, &[&arguments[..], more].concat())
+}
+
+fn directory() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn assert_works(ringdisk: &Controlled, disk: &str) {
+    let socket = ringdisk.path(&format!("{disk}.sock"));
+    let mut device = Device::connect(socket, &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(8, 512).unwrap(), content(8, 512));
+}
+
+fn problem(ringdisk: &Controlled) -> String {
+    let bad = ringdisk.disk("bad");
+    assert_eq!(bad["storage"], "absent", "{bad}");
+    bad["problem"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn missing_disk_does_not_stop_the_others_and_is_served_when_it_is_there() {
+    let dir = directory();
+    let bad = dir.path().join("bad.raw");
+    let ringdisk = start(dir, &bad, &["--metrics=127.0.0.1:0".into()]);
+    assert_works(&ringdisk, "good");
+    assert!(problem(&ringdisk).contains("no such file"));
+    let list = ringdisk.ringdisk(&["list"]);
+    assert!(
+        list.out.contains("disk bad is not served, and tried again"),
+        "{list:?}"
+    );
+    // The state does not say that it was detached: the next start tries it as well.
+    let ringdisk = ringdisk.kill_and_restart();
+    assert!(problem(&ringdisk).contains("no such file"));
+    let throttled = ringdisk.ringdisk(&["throttle", "bad", "iops=5"]);
+    throttled.assert_fails(1, &["'bad' is not served at present", "no such file"]);
+
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(&ringdisk, "bad");
+    let exports = ringdisk.json(&["export"]);
+    assert_eq!(exports["exports"][0]["disk"], "bad", "{exports}");
+    assert_works(&ringdisk, "good");
+}
+
+/// A reload of a changed configuration, a detach, and a removal apply to it as to others.
+#[test]
+fn commands_apply_to_absent_disks() {
+    let dir = directory();
+    let (bad, other) = (dir.path().join("bad.raw"), dir.path().join("other.raw"));
+    let ringdisk = start(dir, &bad, &[]);
+    fs::write(&other, content(0, BYTES)).unwrap();
+    let file = ringdisk.path("r.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    fs::write(&file, text.replace("bad.raw", "other.raw")).unwrap();
+    ringdisk.json(&["reload"]);
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(&ringdisk, "bad");
+
+    fs::write(&file, &text).unwrap();
+    fs::rename(&other, &bad).unwrap();
+    let ringdisk = ringdisk.kill_and_restart();
+    assert_works(&ringdisk, "bad");
+    fs::remove_file(&bad).unwrap();
+    let ringdisk = ringdisk.kill_and_restart();
+    problem(&ringdisk);
+    ringdisk.json(&["detach", "bad"]);
+    assert_eq!(ringdisk.disk("bad"), Value::Null);
+    let ringdisk = ringdisk.kill_and_restart();
+    assert_eq!(ringdisk.disk("bad"), Value::Null, "it was detached");
+}
+
+/// The service manager shows which disks are not served, until they are.
+#[test]
+fn service_manager_is_told() {
+    let dir = directory();
+    let (bad, manager) = (dir.path().join("bad.raw"), dir.path().join("notify"));
+    let notified = UnixDatagram::bind(&manager).unwrap();
+    notified
+        .set_read_timeout(Some(testkit::driver::HANG))
+        .unwrap();
+    let next = || {
+        let mut text = vec![0; 4096];
+        let n = notified.recv(&mut text).unwrap();
+        String::from_utf8(text[..n].to_vec()).unwrap()
+    };
+    let wait_for = |what: &str| while !next().contains(what) {};
+    let file = dir.path().join("r.toml");
+    fs::write(&file, disk(dir.path(), "bad", &bad)).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    command.args(["serve", "--json", "--config"]).arg(&file);
+    command.arg("--control").arg(dir.path().join("c.qmp"));
+    let _server = Server::ringdisk_command({
+        command.env("NOTIFY_SOCKET", &manager);
+        command
+    })
+    .unwrap();
+    wait_for("READY=1");
+    wait_for("STATUS=degraded: 1 disks are not served, and tried again: bad");
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    wait_for("STATUS=all disks are served");
+}
+
+/// A disk of the command line that cannot be served is an error, and so is a mistake in the configuration.
+#[test]
+fn command_line_and_mistakes_are_errors() {
+    let dir = directory();
+    let missing = dir.path().join("missing.raw");
+    let good = dir.path().join("good.raw");
+    fs::write(&good, content(0, BYTES)).unwrap();
+    let file = dir.path().join("r.toml");
+    let serve = |text: &str, argument: &str| {
+        fs::write(&file, text).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command
+            .arg("serve")
+            .arg("--config")
+            .arg(&file)
+            .arg(argument);
+        command.arg("--control").arg(dir.path().join("c.qmp"));
+        let ended = command.stdin(Stdio::null()).output().unwrap();
+        (
+            ended.status.code(),
+            String::from_utf8(ended.stderr).unwrap(),
+        )
+    };
+    let argument = format!(
+        "{},socket={}/m.sock",
+        missing.display(),
+        dir.path().display()
+    );
+    let (code, why) = serve(&disk(dir.path(), "good", &good), &argument);
+    assert!(code == Some(1) && why.contains("no such file"), "{why}");
+    let (code, why) = serve(
+        &(disk(dir.path(), "bad", &missing) + "cach = 1\n"),
+        "--explain",
+    );
+    assert!(code == Some(2) && why.contains("line 7"), "{why}");
+}
+
+/// The process that an upgrade starts tries the disk again, in a sandbox that knows it.
+#[test]
+fn upgrade_serves_a_disk_that_the_sandbox_did_not_know() {
+    let (dir, elsewhere) = (directory(), directory());
+    let bad = elsewhere.path().join("mounted/later/bad.raw");
+    let ringdisk = start(dir, &bad, &[]);
+    assert!(problem(&ringdisk).contains("no such file"));
+    fs::create_dir_all(bad.parent().unwrap()).unwrap();
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    let mut guest = Device::connect(ringdisk.path("good.sock"), &DeviceConfig::default()).unwrap();
+    let before = ringdisk.server.pid();
+    let has_landlock = || problem(&ringdisk).contains("reload --upgrade");
+    wait_until("the sandbox's refusal", || {
+        ringdisk.disk("bad")["storage"] == "works" || has_landlock()
+    });
+    if ringdisk.disk("bad")["storage"] == "works" {
+        return println!("skipped: this kernel does not restrict files");
+    }
+    let upgraded = ringdisk.json(&["reload", "--upgrade"]);
+    let now = upgraded["pid"].as_u64().unwrap() as u32;
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(&ringdisk, "bad");
+    assert_eq!(guest.queues[0].read(8, 512).unwrap(), content(8, 512));
+    assert_ne!(now, before);
+    kill_process(Pid::from_raw(now as i32).unwrap(), Signal::TERM).unwrap();
+}
+
+/// Storage that hangs at the start: reported at once, the others are served, and SIGTERM ends the process.
+#[test]
+fn hanging_disk_does_not_stop_the_others() {
+    let dir = directory();
+    let mount = dir.path().join("mnt");
+    fs::create_dir(&mount).unwrap();
+    let Ok(storage) = Storage::mount(&mount, content(0, BYTES), 0) else {
+        return println!("skipped: no FUSE file system to break");
+    };
+    storage.change(|s| (s.hangs, s.silent) = (true, true));
+    let mut ringdisk = start(dir, &storage.file(), &[]);
+    assert_works(&ringdisk, "good");
+    let log = ringdisk.server.log();
+    assert!(
+        log.contains("disk bad: ") && log.contains("does not answer"),
+        "{log}"
+    );
+    problem(&ringdisk);
+    storage.change(|s| (s.hangs, s.silent) = (false, false));
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(&ringdisk, "bad");
+    assert!(ringdisk.server.terminate().unwrap().success());
+}
