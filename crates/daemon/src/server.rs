@@ -191,6 +191,15 @@ impl Server {
         if self.forget_absent(name) {
             return Ok(());
         }
+        if removal == Removal::Safe {
+            let bitmaps = self.temporary_bitmaps_of(name);
+            if !bitmaps.is_empty() {
+                return Err(ServerError::TemporaryBitmaps(
+                    name.into(),
+                    bitmaps.join(", "),
+                ));
+            }
+        }
         let (export, in_cluster) = {
             let state = self.state();
             let mut exports = state.exports.values();

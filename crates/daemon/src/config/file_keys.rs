@@ -113,7 +113,7 @@ pub static TOP_KEYS: &[TopKey] = &[
         )
         .by_default("none"),
         read: |config, entry| set_some(&mut config.nbd, entry),
-        differs: |a, b| a.nbd != b.nbd || a.exports != b.exports,
+        differs: |a, b| a.nbd != b.nbd,
     },
     TopKey {
         key: key(

@@ -135,6 +135,13 @@ impl Server {
         nodes.iter().flat_map(of_node).collect()
     }
 
+    /// The names of the temporary bitmaps of a disk.
+    pub fn temporary_bitmaps_of(&self, disk: &str) -> Vec<String> {
+        let all = self.temporary_bitmaps().into_iter();
+        let its = all.filter(|(of, _)| of == disk);
+        its.map(|(_, bitmap)| bitmap.name().to_owned()).collect()
+    }
+
     /// The nodes that actions are about, each once, and the place among them of each name.
     fn nodes_of(&self, actions: &[BitmapAction]) -> (Vec<Arc<Node>>, BTreeMap<String, usize>) {
         let mut names = BTreeSet::new();

@@ -75,6 +75,11 @@ pub enum ServerError {
          then stops answering"
     )]
     Connected(String),
+    #[error(
+        "disk '{0}' has temporary bitmaps ({1}), which end with it; remove them first ('ringdisk bitmap remove'), or force \
+         the removal"
+    )]
+    TemporaryBitmaps(String, String),
     #[error("disk '{0}' is read-only; it can only be exported with writable=false")]
     ReadOnly(String),
     #[error("there are already {0}, which is the limit")]

@@ -372,6 +372,13 @@ impl Server {
         exports.find(|export| export.device.disk.name == disk)
     }
 
+    /// The NBD exports of a disk, without those of backups.
+    pub fn nbd_exports_of(&self, disk: &str) -> Vec<NbdExportSpec> {
+        let exports = self.nbd.exports().into_iter();
+        let its = exports.filter(|e| e.moment.is_none() && e.device.disk.name == disk);
+        its.map(|export| export.spec()).collect()
+    }
+
     /// Removes the NBD exports of a disk that is no longer served, and disconnects their clients.
     pub(super) fn end_nbd_exports_of(&self, disk: &str) {
         let deadline = Instant::now() + END_TIMEOUT;

@@ -9,6 +9,7 @@ use tracing::{error, info, warn};
 
 use crate::config::disk_keys::{ReloadEffect, effect_of_reload};
 use crate::config::file_keys::TOP_KEYS;
+use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, ConfigError, ThreadSpec};
 use crate::server::iothreads::IoThreadError;
@@ -32,6 +33,11 @@ pub enum ReloadError {
          sockets as well; nothing has been changed"
     )]
     Circle(String, String),
+    #[error(
+        "disk '{0}' has temporary bitmaps ({1}), which a restart of the disk with its new settings would lose; remove them \
+         ('ringdisk bitmap remove'), or leave the disk as it is configured; nothing has been changed"
+    )]
+    Bitmaps(String, String),
     #[error("{0}; nothing has been changed")]
     Server(#[from] ServerError),
     #[error("{0}; nothing has been changed")]
@@ -71,14 +77,26 @@ impl Reloader {
         let new = Config::read(&self.path)?;
         let change = Change::between(&old, &new, server);
         let prepared = change.prepare(server)?;
+        let ended = change.what_ends(server);
         let failed = change.carry_out(server, prepared);
         change.tell_what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: reloaded: {}", change.summary());
         let in_force = failed.in_force(&new);
         let reasons = failed.reasons;
-        let left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
+        let mut left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
+        left_out.extend(ended);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
+        // At once: the operator may have repaired the reason.
+        server.retry_once();
+        server.retry_absent();
+        let absent = server.absent().into_iter();
+        left_out.extend(absent.map(|(disk, reason)| {
+            format!(
+                "disk {}: is not served, and tried again: {reason}",
+                disk.name
+            )
+        }));
         *old = in_force;
         server.set_configured(Configured::new(&self.disks, &old));
         if reasons.is_empty() {
@@ -99,6 +117,8 @@ struct Change<'a> {
     /// Disks of which only the file and the limits change.
     moved: Vec<&'a DiskSpec>,
     changed: Vec<DiskChange<'a>>,
+    /// Disks that cannot be served, in their new form.
+    absent: Vec<DiskSpec>,
     /// Disks whose configuration has changed, and that stay detached since a command has detached them.
     detached: Vec<&'a DiskSpec>,
 }
@@ -160,6 +180,7 @@ impl<'a> Change<'a> {
             throttled: Vec::new(),
             moved: Vec::new(),
             changed: Vec::new(),
+            absent: Vec::new(),
             detached: Vec::new(),
         };
         for disk in &new.disks {
@@ -168,7 +189,12 @@ impl<'a> Change<'a> {
                 None if server.spec_of(&disk.name).as_ref() == Some(disk) => {}
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
-                Some(_) if server.node_of(&disk.name).is_none() => change.detached.push(disk),
+                Some(before) if server.node_of(&disk.name).is_none() => {
+                    match server.absent_spec(&disk.name) {
+                        Some(now) => change.absent.push(disk.with_overrides(before, &now)),
+                        None => change.detached.push(disk),
+                    }
+                }
                 // The default, written down, is no change for the guest.
                 Some(before) => match effect_of_reload(&server.with_queues(before, disk), disk) {
                     None => {}
@@ -183,7 +209,9 @@ impl<'a> Change<'a> {
         // A disk that a command has detached needs no removal.
         let gone = |disk: &&DiskSpec| {
             let mut disks = new.disks.iter();
-            !disks.any(|other| other.name == disk.name) && server.node_of(&disk.name).is_some()
+            let is_there = server.node_of(&disk.name).is_some();
+            let is_there = is_there || server.absent_spec(&disk.name).is_some();
+            !disks.any(|other| other.name == disk.name) && is_there
         };
         change.removed.extend(old.disks.iter().filter(gone));
         change
@@ -227,6 +255,12 @@ impl<'a> Change<'a> {
             server.backups.check_none(disk).map_err(ServerError::from)?;
         }
         server.check_target_state(&end)?;
+        for DiskChange { then, .. } in &self.changed {
+            let bitmaps = server.temporary_bitmaps_of(&then.name);
+            if !bitmaps.is_empty() {
+                return Err(ReloadError::Bitmaps(then.name.clone(), bitmaps.join(", ")));
+            }
+        }
         let leaves = |disk: &str| end.leaves(disk);
         for &disk in &self.moved {
             let moved = server.prepare_to_follow(disk, &leaves);
@@ -247,11 +281,17 @@ impl<'a> Change<'a> {
     /// Applies the changes, some of which may fail.
     fn carry_out(&self, server: &Server, ready: ConnectionInfo<'a>) -> Failed<'a> {
         let mut failed = Failed::default();
+        for disk in &self.absent {
+            server.change_absent(disk.clone());
+        }
         for &disk in &self.removed {
             let result = server.detach(&disk.name, Removal::Hard);
             let remains = server.node_of(&disk.name).map(|_| disk);
             failed.disk("removing disk", disk, result, remains);
         }
+        let restarted = self.changed.iter().map(|changed| &changed.then.name);
+        let exports = restarted.flat_map(|disk| server.nbd_exports_of(disk));
+        let exports: Vec<NbdExportSpec> = exports.collect();
         // All of them before the first starts again: they may have exchanged files.
         let changed = self.changed.iter().zip(ready.changed);
         let stopped = changed.map(|(changed, prepared)| (changed, stop(server, changed), prepared));
@@ -280,6 +320,11 @@ impl<'a> Change<'a> {
             let served = server.serve(prepared).map(drop);
             failed.disk("serving disk", disk, served, None);
         }
+        for export in exports {
+            let (name, result) = (export.name.clone(), server.add_nbd_export(export));
+            failed.note("exporting", &name, result);
+        }
+        self.apply_exports(server, &mut failed);
         let limits_stay =
             |disk: &DiskSpec| before(&disk.name).is_some_and(|b| b.has_limits_of(disk));
         let moved = self.moved.iter().filter(|disk| !limits_stay(disk));
@@ -309,6 +354,52 @@ impl<'a> Change<'a> {
         failed
     }
 
+    /// Adds and removes NBD exports whose configuration has changed, and adds those of disks that are new. One that a command
+    /// has removed does not return.
+    fn apply_exports(&self, server: &Server, failed: &mut Failed<'a>) {
+        if server.nbd.address().is_none() {
+            // 'nbd' needs a restart.
+            return;
+        }
+        let gone = |export: &&NbdExportSpec| !self.new.exports.contains(export);
+        for export in self.old.exports.iter().filter(gone) {
+            let removed = server.remove_nbd_export(&export.id, Removal::Hard);
+            failed.note("removing export", &export.name, removed.map(drop));
+        }
+        let there = server.nbd.exports();
+        let is_new = |export: &&NbdExportSpec| {
+            let its_disk = |disk: &&DiskSpec| disk.name == export.node;
+            let is_added = self.added.iter().any(its_disk);
+            let is_there = there.iter().any(|other| other.id == export.id);
+            (is_added || !self.old.exports.contains(export)) && !is_there
+        };
+        for export in self.new.exports.iter().filter(is_new) {
+            if !server.export_when_there(export) {
+                let result = server.add_nbd_export(export.clone());
+                if failed.note("exporting", &export.name, result) {
+                    failed.exports.push(&export.name);
+                }
+            }
+        }
+    }
+
+    /// What ends with the disks that are removed, a sentence for each disk.
+    fn what_ends(&self, server: &Server) -> Vec<String> {
+        let sentence = |disk: &&DiskSpec| {
+            let name = &disk.name;
+            let exports = server.nbd_exports_of(name).into_iter();
+            let exports = exports.map(|export| format!("NBD export '{}'", export.name));
+            let bitmaps = server.temporary_bitmaps_of(name).into_iter();
+            let bitmaps = bitmaps.map(|bitmap| format!("temporary bitmap '{bitmap}'"));
+            let ended: Vec<_> = exports.chain(bitmaps).collect();
+            let ended = (!ended.is_empty()).then(|| ended.join(", "))?;
+            Some(format!(
+                "disk {name}: is no longer configured, nor served, and with it ended: {ended}"
+            ))
+        };
+        self.removed.iter().filter_map(sentence).collect()
+    }
+
     fn tell_what_needs_a_restart(&self, old: &Config, new: &Config) {
         let changed_thread = new.threads.iter().any(|(id, spec)| {
             let before = old.threads.iter().find(|(other, _)| other == id);
@@ -323,6 +414,7 @@ impl<'a> Change<'a> {
 
     fn summary(&self) -> String {
         let changed = self.changed.len() + self.throttled.len() + self.moved.len();
+        let changed = changed + self.absent.len();
         format!(
             "{} disks added, {} removed, {changed} changed",
             self.added.len(),
@@ -339,6 +431,7 @@ struct Failed<'a> {
     disks: Vec<(&'a str, Option<&'a DiskSpec>)>,
     groups: Vec<&'a (String, ThrottleLimits)>,
     threads: Vec<&'a (String, ThreadSpec)>,
+    exports: Vec<&'a str>,
 }
 
 impl<'a> Failed<'a> {
@@ -372,6 +465,8 @@ impl<'a> Failed<'a> {
             config.disks.retain(|disk| disk.name != name);
             config.disks.extend(remains.cloned());
         }
+        let failed = |export: &NbdExportSpec| self.exports.contains(&export.name.as_str());
+        config.exports.retain(|export| !failed(export));
         config.groups.extend(self.groups.iter().copied().cloned());
         config.threads.extend(self.threads.iter().copied().cloned());
         config

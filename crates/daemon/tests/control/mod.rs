@@ -15,6 +15,7 @@ mod qemu_client;
 mod qemu_errors;
 mod reload;
 mod reload_conflicts;
+mod reload_restart;
 mod rename;
 mod replace;
 mod server;

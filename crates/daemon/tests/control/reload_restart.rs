@@ -1,0 +1,149 @@
+//! What depends on a disk stays when a reload has to restart it, or the reload is refused; and when it is detached.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use testkit::driver::{Device, DeviceConfig};
+
+use super::server::Controlled;
+use crate::support::content;
+
+/// The offset of the write cache in the configuration space.
+const WCE: u32 = 32;
+
+fn text(dir: &Path, options: &str, exports: &str) -> String {
+    let disk = |name: &str, options: &str| {
+        let (file, socket) = (
+            dir.join(format!("{name}.raw")),
+            dir.join(format!("{name}.sock")),
+        );
+        let (file, socket) = (file.display(), socket.display());
+        format!("[[disk]]\nfile = \"{file}\"\nsocket = \"{socket}\"\n{options}\n")
+    };
+    let nbd = format!("nbd = \"{}\"\n", dir.join("nbd.sock").display());
+    nbd + &disk("a", options) + &disk("b", "queues = 1") + exports
+}
+
+fn start(options: &str, exports: &str) -> Controlled {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for name in ["a.raw", "b.raw"] {
+        fs::write(dir.path().join(name), content(0, 4 << 20)).unwrap();
+    }
+    let file = dir.path().join("r.toml");
+    fs::write(&file, text(dir.path(), options, exports)).unwrap();
+    let config = format!("--config={}", file.display());
+    Controlled::start_in(dir, &[config])
+}
+
+fn write(ringdisk: &Controlled, options: &str, exports: &str) {
+    let text = text(ringdisk.dir.path(), options, exports);
+    fs::write(ringdisk.path("r.toml"), text).unwrap();
+}
+
+/// The names of the exports, with their disks.
+fn exports(ringdisk: &Controlled) -> Vec<(String, String)> {
+    let listed = ringdisk.json(&["export"]);
+    let exports = listed.as_array().unwrap().iter();
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    exports
+        .map(|e| (text(&e["name"]), text(&e["disk"])))
+        .collect()
+}
+
+fn device(ringdisk: &Controlled) -> Device {
+    Device::connect(ringdisk.path("a.sock"), &DeviceConfig::default()).unwrap()
+}
+
+fn pairs(all: &[(&str, &str)]) -> Vec<(String, String)> {
+    all.iter()
+        .map(|(a, b)| ((*a).into(), (*b).into()))
+        .collect()
+}
+
+/// The guest would go on without flushes, and lose what it has written at the next crash.
+#[test]
+fn restarted_disk_keeps_exports_and_the_write_cache() {
+    let export = "[[export]]\ndisk = \"a\"\n";
+    let ringdisk = start("queues = 2", export);
+    ringdisk.json(&["export", "a", "--name", "more"]);
+    let mut guest = device(&ringdisk);
+    assert_eq!(guest.frontend.config(WCE, 1).unwrap(), [1]);
+    guest.frontend.set_config(WCE, &[0]).unwrap();
+    write(&ringdisk, "queues = 1", export);
+    ringdisk.json(&["reload"]);
+    assert!(guest.config().is_err(), "the disk was not restarted");
+    let mut guest = device(&ringdisk);
+    assert_eq!(guest.frontend.config(WCE, 1).unwrap(), [0]);
+    assert_eq!(exports(&ringdisk), pairs(&[("a", "a"), ("more", "a")]));
+
+    // The same after a detach, which ends exports only by force.
+    drop(guest);
+    ringdisk
+        .ringdisk(&["detach", "a"])
+        .assert_fails(1, &["NBD export"]);
+    ringdisk.json(&["detach", "a", "--force"]);
+    let socket = ringdisk.path("a.sock");
+    let disk = format!(
+        "{},socket={}",
+        ringdisk.path("a.raw").display(),
+        socket.display()
+    );
+    ringdisk.json(&["attach", &disk]);
+    assert_eq!(device(&ringdisk).frontend.config(WCE, 1).unwrap(), [0]);
+}
+
+#[test]
+fn restart_that_would_lose_temporary_bitmaps_is_refused() {
+    let ringdisk = start("queues = 2", "");
+    ringdisk.json(&["bitmap", "add", "a", "nightly"]);
+    let mut guest = device(&ringdisk);
+    write(&ringdisk, "queues = 1", "");
+    let refused = ringdisk.ringdisk(&["reload"]);
+    refused.assert_fails(1, &["'a'", "nightly", "nothing has been changed"]);
+    let refused = ringdisk.ringdisk(&["detach", "b"]);
+    assert_eq!(refused.code, Some(0), "{refused:?}");
+    assert_eq!(guest.queues[0].read(8, 512).unwrap(), content(8, 512));
+    drop(guest);
+    let refused = ringdisk.ringdisk(&["detach", "a"]);
+    refused.assert_fails(1, &["temporary bitmaps (nightly)"]);
+    ringdisk.json(&["bitmap", "remove", "a", "nightly"]);
+    ringdisk.json(&["reload"]);
+    assert_eq!(ringdisk.disk("a")["queues"], 1);
+}
+
+/// What a removed disk takes along is said, and what is configured for it returns with it.
+#[test]
+fn removed_disk_and_changed_exports_are_as_configured() {
+    let export = "[[export]]\ndisk = \"a\"\n";
+    let ringdisk = start("queues = 1", export);
+    ringdisk.json(&["bitmap", "add", "a", "nightly"]);
+    let whole = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
+    let at = whole.find("[[disk]]").unwrap();
+    let second = at + 1 + whole[at + 1..].find("[[disk]]").unwrap();
+    let only_b = format!("{}{}", &whole[..at], &whole[second..].replace(export, ""));
+    fs::write(ringdisk.path("r.toml"), only_b).unwrap();
+    let reply = ringdisk.json(&["reload"]);
+    let said = reply["left-out"][0].as_str().unwrap();
+    for words in ["disk a: ", "NBD export 'a'", "temporary bitmap 'nightly'"] {
+        assert!(said.contains(words), "{said}");
+    }
+    fs::write(ringdisk.path("r.toml"), &whole).unwrap();
+    assert_eq!(ringdisk.json(&["reload"]), json!({}));
+    assert_eq!(exports(&ringdisk), pairs(&[("a", "a")]));
+
+    // Changed exports take effect; one that a command has removed does not return with an unchanged file.
+    write(
+        &ringdisk,
+        "queues = 1",
+        &(export.to_owned() + "[[export]]\ndisk = \"b\"\n"),
+    );
+    ringdisk.json(&["reload"]);
+    assert_eq!(exports(&ringdisk), pairs(&[("a", "a"), ("b", "b")]));
+    ringdisk.json(&["export", "b", "--remove"]);
+    ringdisk.json(&["reload"]);
+    assert_eq!(exports(&ringdisk), pairs(&[("a", "a")]));
+    write(&ringdisk, "queues = 1", "");
+    ringdisk.json(&["reload"]);
+    assert_eq!(exports(&ringdisk), pairs(&[]));
+}
