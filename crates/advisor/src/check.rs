@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use serde::Serialize;
 
 use crate::facts::Facts;
+use crate::fix::{Remedy, remedies};
 use crate::input::{Input, Kind};
 use crate::measured::{Gain, Measured, Subject};
 use crate::model::{Origin, Table, Vm};
@@ -31,6 +32,9 @@ pub struct Finding {
     pub because: Vec<Because>,
     /// Results of `ringdisk lab` on this host for the same change.
     pub measured: Vec<Gain>,
+    /// Whether `--fix` fixes it.
+    #[serde(skip)]
+    pub remedy: Remedy,
     /// What measured results must be about.
     #[serde(skip)]
     pub subject: Subject,
@@ -128,10 +132,12 @@ pub fn check(
         unknown,
     } = hits(input, rules, facts, ignore);
     let host = facts.map(Facts::table);
-    let findings = hits.iter().filter_map(|hit| {
+    let remedies = remedies(input, &hits, facts);
+    let findings = hits.iter().zip(remedies).filter_map(|(hit, remedy)| {
         let vm = input.vms.get(hit.vm)?;
         let lookup = lookup(vm, hit.disk, host.as_ref());
-        Some(finding(hit, vm, &lookup, &input.sources))
+        let finding = finding(hit, vm, &lookup, &input.sources);
+        Some(Finding { remedy, ..finding })
     });
     let mut findings: Vec<Finding> = findings.collect();
     sort(&mut findings);
@@ -241,6 +247,7 @@ pub fn check_host(facts: &Facts, extra: Table, rules: &Rules, ignore: &[String])
                     at: None,
                     because: because(&rule.when, &lookup, &[]),
                     measured: Vec::new(),
+                    remedy: Remedy::None,
                     subject: match rule.scope {
                         Scope::Device => Subject::of_device(device, lookup.own.unwrap_or(&extra)),
                         _ => Subject::default(),
@@ -312,6 +319,7 @@ fn finding(hit: &Hit<'_>, vm: &Vm, lookup: &Lookup<'_>, sources: &[Source]) -> F
         at: source.map(|source| source.position(span.start)),
         because: because(&rule.when, lookup, sources),
         measured: Vec::new(),
+        remedy: Remedy::None,
         subject: disk.map_or_else(|| Subject::of_vm(vm), Subject::of),
         vm_index: Some(hit.vm),
         span,

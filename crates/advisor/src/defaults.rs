@@ -36,6 +36,7 @@ pub fn fill(vm: &mut Vm) {
     let vcpus = vm.table.number("vm.vcpus");
     for disk in &mut vm.disks {
         fill_disk(disk, machine, ccw, vcpus);
+        limits(disk);
     }
     threads(vm);
     let busy = |disk: &&Disk| matches!(disk.table.word("disk.device"), Some("disk" | "lun"));
@@ -65,6 +66,36 @@ pub fn fill(vm: &mut Vm) {
     vm.table
         .derive("vm.virtqueues", queues, "counted in the input");
     hide(vm);
+}
+
+/// The least limits of a disk, of any direction.
+fn limits(disk: &mut Disk) {
+    for (name, of_requests) in [("disk.limit-iops", true), ("disk.limit-bytes", false)] {
+        let rates = disk.carried.limits.iter();
+        let least = rates
+            .filter(|(limit, _)| limit.is_rate() && limit.is_of_requests() == of_requests)
+            .map(|(_, rate)| *rate)
+            .min();
+        if let Some(least) = least {
+            disk.table.derive(name, least, "the least of its limits");
+        }
+    }
+}
+
+/// Whether this QEMU has deleted its machine type: since 10.1, a versioned type exists for six major versions
+/// (`MACHINE_VER_DELETION`). Distributions' own types do not follow this rule.
+pub fn removed_machine(vm: &mut Vm) {
+    let table = &mut vm.table;
+    let (Some(machine), Some(qemu), true) = (
+        table.version("vm.machine-version"),
+        table.version("vm.qemu"),
+        table.is_yes("vm.machine-numbered"),
+    ) else {
+        return;
+    };
+    let oldest = Version(qemu.0.saturating_sub(6), qemu.1, 0);
+    let is_removed = qemu >= Version(10, 1, 0) && Version(machine.0, machine.1, 0) <= oldest;
+    table.derive("vm.machine-removed", is_removed, "from QEMU's version");
 }
 
 /// Marks assumptions about a VM or a disk as unknown if a shell variable may contain more options.
@@ -110,6 +141,9 @@ fn fill_disk(disk: &mut Disk, machine: Option<Version>, ccw: bool, vcpus: Option
     }
     let bus = table.word("disk.bus").unwrap_or("other").to_owned();
     let vhost_user = bus.starts_with("vhost-user");
+    if vhost_user && disk.file.contains("/ringdisk/") {
+        table.derive("disk.ringdisk-socket", true, "from its socket's path");
+    }
     let local = !vhost_user && bus != "pass-through" && table.word("disk.protocol").is_some();
     if local {
         table.default_to("disk.format", "raw", "QEMU");

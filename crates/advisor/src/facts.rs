@@ -139,6 +139,7 @@ impl Facts {
             vm.table
                 .set("vm.qemu", version, Origin::Fact("QEMU on the host".into()));
         }
+        defaults::removed_machine(vm);
         for disk in &mut vm.disks {
             if let Some(map) = self.files.get(&disk.file) {
                 fill(&mut disk.table, "backing", map);

@@ -4,6 +4,8 @@
 mod tests;
 mod unknown;
 
+pub use unknown::Question;
+
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 
@@ -26,7 +28,7 @@ const ROUNDS_MAX: usize = 64;
 pub struct Wanted<'a> {
     /// Rules to skip.
     pub ignore: &'a [String],
-    /// Rules to fix although they lower durability or are notes.
+    /// Rules to fix although they lower durability, are notes, or depend on unknown facts.
     pub also: &'a [String],
 }
 
@@ -36,7 +38,10 @@ pub struct Fixed {
     /// The input, read again.
     pub input: Input,
     pub done: Vec<Change>,
+    /// Findings whose fix was not made.
     pub left: Vec<Unfixed>,
+    /// Findings other than notes that have no fix, or one that the user must ask for.
+    pub others: Vec<Unfixed>,
     /// The number of times that the text was changed and read again.
     pub rounds: usize,
 }
@@ -47,8 +52,10 @@ pub struct Change {
     pub rule: String,
     /// The VM and the disk.
     pub place: String,
-    /// What the input and the facts do not say, and on which the change depends: it may do harm otherwise.
-    pub unknown: Option<String>,
+    /// What the input and the facts do not say, and on which the change depends.
+    pub unknown: Option<Question>,
+    /// Whether the finding exists only since another change.
+    pub is_consequence: bool,
 }
 
 /// A finding that was not fixed.
@@ -81,11 +88,13 @@ pub fn fix(
         ..wanted
     };
     let (mut done, mut left, mut edits) = (Vec::new(), Vec::new(), Vec::new());
+    let mut others = Vec::new();
     let mut rounds = 0;
     for (vm, machine) in input.vms.iter().zip(machines) {
         let mut fixed = fix_text(machine, rules, facts, wanted)?;
         done.append(&mut fixed.done);
         left.append(&mut fixed.left);
+        others.append(&mut fixed.others);
         rounds = rounds.max(fixed.rounds);
         let text = fixed.input.sources.swap_remove(0).text;
         edits.push(Edit::replace(vm.span, text));
@@ -96,6 +105,7 @@ pub fn fix(
         input,
         done,
         left,
+        others,
         rounds,
     })
 }
@@ -140,13 +150,21 @@ fn fix_text(
         input,
         done: Vec::new(),
         left: Vec::new(),
+        others: Vec::new(),
         rounds: 0,
     };
+    let mut first: Option<HashSet<(String, String)>> = None;
     loop {
         let input = with_facts(&fixed.input, facts);
         let hits = hits(&input, rules, facts, wanted.ignore).hits;
         let (sources, left) = if fixed.rounds < ROUNDS_MAX {
-            let (sources, done, left) = round(&input, &hits, facts, wanted);
+            let (sources, mut done, left) = round(&input, &hits, facts, wanted);
+            let key = |hit: &Hit<'_>| (hit.rule.id.clone(), hit.place(&input));
+            let first = first.get_or_insert_with(|| hits.iter().map(key).collect());
+            for change in &mut done {
+                let key = (change.rule.clone(), change.place.clone());
+                change.is_consequence = !first.contains(&key);
+            }
             fixed.done.extend(done);
             (sources, left)
         } else {
@@ -157,11 +175,83 @@ fn fix_text(
         };
         fixed.left = left;
         let Some(sources) = sources else {
+            fixed.others = others(&hits, &input, wanted);
             return Ok(fixed);
         };
         fixed.input = reread(&input, sources)?;
         fixed.rounds += 1;
     }
+}
+
+/// The findings, other than notes, that no fix was tried for.
+fn others(hits: &[Hit<'_>], input: &Input, wanted: Wanted<'_>) -> Vec<Unfixed> {
+    let others = hits
+        .iter()
+        .filter(|hit| hit.rule.severity != Severity::Info && !is_wanted(hit.rule, wanted));
+    let reason = |rule: &Rule| match rule.fix.is_empty() {
+        true => format!("it has no automatic fix; {}", rule.advice),
+        false => format!("less durable; --fix-rule {} changes it", rule.id),
+    };
+    others
+        .map(|hit| unfixed(hit, input, reason(hit.rule)))
+        .collect()
+}
+
+/// Whether `--fix` fixes a finding.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Remedy {
+    /// There is no automatic fix.
+    #[default]
+    None,
+    Fix,
+    /// `--fix-rule` does, for this reason.
+    Named(String),
+    /// The fix is refused, for this reason.
+    Refused(String),
+}
+
+/// What `--fix` would do about each finding of an input to which its facts have been added.
+pub(crate) fn remedies(input: &Input, hits: &[Hit<'_>], facts: Option<&Facts>) -> Vec<Remedy> {
+    let parsed = ParsedInput::new(input);
+    let remedy = |hit: &Hit<'_>| {
+        let Hit { rule, vm, disk } = *hit;
+        if rule.fix.is_empty() {
+            return Remedy::None;
+        }
+        let tried = try_fix(&parsed, &parsed.target(vm, disk), rule, facts);
+        parsed.round.undo(vm);
+        match tried {
+            Err(reason) => Remedy::Refused(reason),
+            Ok(_) if rule.lowers_durability => Remedy::Named("less durable".into()),
+            Ok(_) if rule.severity == Severity::Info => Remedy::Named("a note".into()),
+            Ok((
+                _,
+                Some(Question {
+                    text,
+                    may_harm: true,
+                }),
+            )) => Remedy::Named(format!("unknown {text}")),
+            Ok(_) => Remedy::Fix,
+        }
+    };
+    hits.iter().map(remedy).collect()
+}
+
+/// The edits of a rule's fix, and the question on which they depend.
+fn try_fix(
+    parsed: &ParsedInput<'_>,
+    target: &Target<'_>,
+    rule: &Rule,
+    facts: Option<&Facts>,
+) -> Result<(Vec<Edit>, Option<Question>), String> {
+    let round = &parsed.round;
+    round.begin(target.vm);
+    let threads = round.threads(target.vm);
+    let edits = rule_edits(parsed, target, rule)?;
+    if edits.is_empty() && round.threads(target.vm) == threads {
+        return Err("the change would have no effect".into());
+    }
+    Ok((edits, unknown::of(target, &rule.fix, facts)?))
 }
 
 /// The input with the facts of its host added.
@@ -208,17 +298,17 @@ fn round(
         if waits || !is_wanted(rule, wanted) {
             continue;
         }
-        round.begin(vm);
-        let threads = round.threads(vm);
-        let target = parsed.target(vm, disk);
-        let edits = rule_edits(&parsed, &target, rule).and_then(|edits| {
-            if edits.is_empty() && round.threads(vm) == threads {
-                return Err("the change would have no effect".into());
-            }
-            Ok(edits)
+        let named = wanted.also.contains(&rule.id);
+        let fixed = try_fix(&parsed, &parsed.target(vm, disk), rule, facts);
+        let fixed = fixed.and_then(|(edits, unknown)| match unknown {
+            Some(Question { text, may_harm: true }) if !named => Err(format!(
+                "unknown {text}; collect the facts with --host on the VM's host, or name the rule with --fix-rule {}",
+                rule.id
+            )),
+            unknown => Ok((edits, unknown)),
         });
-        let edits = match edits {
-            Ok(edits) => edits,
+        let (edits, unknown) = match fixed {
+            Ok(fixed) => fixed,
             Err(reason) => {
                 round.undo(vm);
                 left.push(unfixed(hit, input, reason));
@@ -233,7 +323,8 @@ fn round(
         done.push(Change {
             rule: rule.id.clone(),
             place: hit.place(input),
-            unknown: unknown::of(&target, &rule.fix, facts),
+            unknown,
+            is_consequence: false,
         });
         machines.insert(vm, disk.is_none());
         disks.extend(disk.map(|disk| (vm, disk)));

@@ -20,10 +20,10 @@ use roxmltree::{Attribute, Node};
 use crate::input::{Mistake, Reading, THREADS_MAX};
 use crate::model::carried::{Dialect, is_limit};
 use crate::model::{Disk, Thread, Vm, is_device};
-use crate::qemu::machine_version;
+use crate::qemu::{describe_machine, is_red_hats};
 use crate::text::Span;
 use crate::work;
-use driver::{driver, driver_queues};
+use driver::{driver, driver_queues, vhost_user_driver};
 use xml::parse;
 
 /// Models of SCSI controllers that emulate a PCI device, so that virtio-scsi can replace them.
@@ -154,11 +154,7 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
     let os_type = self::at(node, &["os", "type"]);
     match (attribute(os_type, "machine"), attribute(os_type, "arch")) {
         (Some((machine, at)), _) => {
-            let (name, version) = machine_version(machine);
-            table.give("vm.machine", name.to_owned(), at);
-            if let Some(version) = version {
-                table.give("vm.machine-version", version, at);
-            }
+            describe_machine(machine, at, table);
         }
         (None, None | Some(("x86_64" | "i686", _))) => {
             table.default_to("vm.machine", "pc", "libvirt")
@@ -181,6 +177,11 @@ fn domain(node: Node<'_, '_>, input: &str, reading: &mut Reading) -> Vm {
         reading.note(vm.span, "the domain has no <devices>");
         return vm;
     };
+    if let Some((program, at)) = child(devices, "emulator").map(text)
+        && is_red_hats(program)
+    {
+        vm.table.give("vm.rhel", true, at);
+    }
     let balloon = attribute(child(devices, "memballoon"), "model");
     match balloon {
         Some(("none", at)) => vm.table.give("vm.balloon", false, at),
@@ -431,6 +432,14 @@ fn disk(
     });
     table.give("disk.bus", word, bus_at);
     driver(child(node, "driver"), &mut disk, reading);
+    if vhost_user {
+        vhost_user_driver(child(node, "driver"), &mut disk);
+    }
+    if let Some((bytes, at)) = attribute(child(node, "blockio"), "discard_granularity")
+        && let Ok(bytes) = bytes.parse::<u64>()
+    {
+        disk.table.give("disk.discard-granularity", bytes, at);
+    }
     if word == "virtio-scsi" {
         driver_queues(
             scsi.and_then(|node| child(node, "driver")),

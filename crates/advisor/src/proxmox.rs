@@ -9,7 +9,7 @@ pub use edit::edits;
 
 use crate::input::{Input, Mistake, Reading, Surroundings};
 use crate::model::{CephAccess, Disk, Origin, Table, Thread, ThreadUse, Vm, is_device};
-use crate::qemu::{self, ParsedCommand, machine_version};
+use crate::qemu::{self, ParsedCommand, describe_machine};
 use crate::text::Span;
 
 /// Buses and the number of disks on each (`qm.conf(5)`).
@@ -263,11 +263,7 @@ pub fn read(
                 .into_iter()
                 .find(|part| matches!(part.key, "" | "type"));
             let machine = part.map_or("pc", |part| part.value);
-            let (name, version) = machine_version(machine);
-            table.give("vm.machine", name.to_owned(), line.value_span);
-            if let Some(version) = version {
-                table.give("vm.machine-version", version, line.value_span);
-            }
+            describe_machine(machine, line.value_span, table);
         }
         None => table.default_to("vm.machine", "pc", "Proxmox"),
     }
@@ -426,6 +422,7 @@ fn disk(
     {
         table.give("disk.throttled", true, part.span);
     }
+    limits(&parts, table);
     if let Some(part) = get("queues") {
         match part.value.parse::<u64>() {
             Ok(queues @ 1..=1024) => table.give("disk.queues", queues, part.span),
@@ -462,6 +459,23 @@ fn disk(
         }
     }
     Some(disk)
+}
+
+/// The least limits of any direction.
+fn limits(parts: &[Part<'_>], table: &mut Table) {
+    for (name, prefix, unit) in [
+        ("disk.limit-iops", "iops", 1.0),
+        ("disk.limit-bytes", "mbps", f64::from(1 << 20)),
+    ] {
+        let rates = parts
+            .iter()
+            .filter(|part| RATES.contains(&part.key) && part.key.starts_with(prefix));
+        let rates = rates.filter_map(|part| Some((part.value.parse::<f64>().ok()?, part.span)));
+        let limits = rates.filter(|(rate, _)| *rate > 0.0);
+        if let Some((least, span)) = limits.min_by(|a, b| a.0.total_cmp(&b.0)) {
+            table.give(name, (least * unit) as u64, span);
+        }
+    }
 }
 
 fn set_bus(line: &Line<'_>, bus: &str, scsihw: Option<&Line<'_>>, table: &mut Table) {

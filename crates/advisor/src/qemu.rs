@@ -26,7 +26,7 @@ pub use options_of_disks::{Options, options_in, options_of_disks};
 pub use words::shell;
 
 use crate::input::{Mistake, Reading, Surroundings};
-use crate::model::{Disk, Thread, Vm};
+use crate::model::{Disk, Table, Thread, Vm};
 use crate::text::Span;
 use crate::version::Version;
 use line::{FILES_MAX, Line, line, set_pair};
@@ -55,6 +55,30 @@ pub fn files_named(text: &str) -> Vec<String> {
 /// Whether a text contains a command that starts QEMU.
 pub fn has_command(text: &str) -> bool {
     !words::commands(text, 0).commands.is_empty()
+}
+
+/// Sets the properties that a machine type gives.
+pub fn describe_machine(machine: &str, at: Span, table: &mut Table) {
+    let (name, version) = machine_version(machine);
+    table.give("vm.machine", name.to_owned(), at);
+    table.remove("vm.machine-version");
+    if let Some(version) = version {
+        table.give("vm.machine-version", version, at);
+    }
+    let digits = machine.split('+').next().unwrap_or(machine);
+    let digits = digits.rsplit('-').next().unwrap_or(digits);
+    let is_numbered = version.is_some()
+        && digits.starts_with(|c: char| c.is_ascii_digit())
+        && digits.chars().all(|c| c.is_ascii_digit() || c == '.');
+    table.give("vm.machine-numbered", is_numbered, at);
+    if machine.contains("rhel") {
+        table.give("vm.rhel", true, at);
+    }
+}
+
+/// Whether a path is that of Red Hat's QEMU.
+pub fn is_red_hats(program: &str) -> bool {
+    program == "/usr/libexec/qemu-kvm"
 }
 
 /// The machine type without its version, and the version: `pc-q35-8.2`, `pc-i440fx-rhel7.6.0`, `pc-q35-focal`, `q35`.
@@ -206,6 +230,9 @@ fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
     if program.ends_with("x86_64") || program.ends_with("kvm") || program.ends_with("i386") {
         table.default_to("vm.machine", "pc", "QEMU");
     }
+    if is_red_hats(&command.program.text) {
+        table.give("vm.rhel", true, command.program.outer);
+    }
     if program.ends_with("kvm") {
         table.default_to(
             "vm.accel",
@@ -224,14 +251,7 @@ fn machine(command: &Command, line: &Line, reading: &mut Reading) -> Vm {
 /// Adds the options of a VM.
 fn add_line(line: &Line, vm: &mut Vm, reading: &mut Reading) {
     if let Some(pair) = line.last("machine", "type") {
-        let (name, version) = machine_version(&pair.value);
-        vm.table
-            .give("vm.machine", name.to_owned(), pair.value_span);
-        vm.table.remove("vm.machine-version");
-        if let Some(version) = version {
-            vm.table
-                .give("vm.machine-version", version, pair.value_span);
-        }
+        describe_machine(&pair.value, pair.value_span, &mut vm.table);
     }
     accelerator(line, vm);
     vcpus(line, vm, reading);

@@ -12,9 +12,11 @@ use std::fmt::Write;
 use serde_json::{Value, json};
 
 use crate::check::{Checked, Finding};
+use crate::fix::Remedy;
 use crate::input::Input;
 use crate::measured::Gain;
 use crate::rules::{Measurement, Rule, Rules, Scope, Severity, Status};
+use crate::text::printable;
 
 /// The number of places that a finding names; the rest is only counted.
 const PLACES_MAX: usize = 3;
@@ -158,14 +160,18 @@ pub fn text(report: &Report, rules: &Rules, notes: bool) -> String {
         if let Some(at) = first.at {
             let _ = write!(text, "  {}:{at}", first.file);
         }
-        let _ = writeln!(text, "\n        {}", first.text);
+        text.push('\n');
+        // Findings of one rule may say different things, such as the names of two buses.
+        let mut said: Vec<&str> = Vec::new();
+        for finding in &group {
+            if said.len() < PLACES_MAX && !said.contains(&finding.text.as_str()) {
+                said.push(&finding.text);
+                let _ = writeln!(text, "        {}", finding.text);
+            }
+        }
         let worth = worth(first, rule);
-        let fix = match (rule.fix.is_empty(), rule.lowers_durability) {
-            (true, _) => "",
-            (false, true) => "less durable: --fix-rule",
-            (false, false) => "fixable: --fix",
-        };
-        let line: Vec<&str> = [worth.as_str(), fix]
+        let fix = remedy(group.iter().map(|finding| &finding.remedy));
+        let line: Vec<&str> = [worth.as_str(), &fix]
             .into_iter()
             .filter(|part| !part.is_empty())
             .collect();
@@ -175,6 +181,26 @@ pub fn text(report: &Report, rules: &Rules, notes: bool) -> String {
     }
     text.push_str(&summary(report, notes));
     text
+}
+
+/// What `--fix` does about findings of a rule, in a few words. Where it differs, the least is said.
+fn remedy<'a>(all: impl Iterator<Item = &'a Remedy>) -> String {
+    let rank = |remedy: &&Remedy| match remedy {
+        Remedy::None => 0,
+        Remedy::Refused(_) => 1,
+        Remedy::Named(_) => 2,
+        Remedy::Fix => 3,
+    };
+    match all.min_by_key(rank) {
+        None | Some(Remedy::None) => String::new(),
+        Some(Remedy::Refused(reason)) => format!("not fixable: {}", printable(reason)),
+        Some(Remedy::Named(reason)) => {
+            // The rest is in --fix's messages and in --json.
+            let short = reason.split(':').next().unwrap_or(reason);
+            format!("{}: --fix-rule", printable(short))
+        }
+        Some(Remedy::Fix) => "fixable: --fix".into(),
+    }
 }
 
 pub fn severity_word(severity: Severity) -> &'static str {
@@ -218,6 +244,9 @@ fn summary(report: &Report, notes: bool) -> String {
         plural(report.vms, "VM")
     );
     text.push_str(&match counts.as_slice() {
+        [] if report.findings.iter().any(|it| it.rule == "throttled") => {
+            "nothing that costs performance, except I/O limits".into()
+        }
         [] => "nothing that costs performance".into(),
         counts => counts.join(", "),
     });
@@ -266,7 +295,10 @@ pub fn json(report: &Report, rules: &Rules) -> Value {
                 value["title"] = json!(rule.title);
                 value["advice"] = json!(rule.advice);
                 value["expected"] = json!(rule.gain);
-                value["fixable"] = json!(!rule.fix.is_empty());
+                value["fixable"] = json!(finding.remedy == Remedy::Fix);
+                if let Remedy::Named(reason) | Remedy::Refused(reason) = &finding.remedy {
+                    value["not-fixed-because"] = json!(printable(reason));
+                }
                 value["activate"] = json!(rule.activate);
                 value["status"] = json!(rule.status);
             }
@@ -348,6 +380,27 @@ pub fn explain(rule: &Rule, rules: &Rules) -> String {
         Measurement::None(why) => writeln!(text, "Unmeasured  {why}"),
     };
     text
+}
+
+/// All rules as JSON.
+pub fn list_json(rules: &Rules) -> Value {
+    let each = |rule: &Rule| {
+        json!({
+            "id": rule.id,
+            "title": rule.title,
+            "severity": rule.severity,
+            "status": rule.status,
+            "scope": rule.scope,
+            "when": rule.conditions,
+            "advice": rule.advice,
+            "expected": rule.gain,
+            "has-fix": !rule.fix.is_empty(),
+            "lowers-durability": rule.lowers_durability,
+            "activate": rule.activate,
+            "evidence": rule.evidence,
+        })
+    };
+    rules.rules.iter().map(each).collect()
 }
 
 /// A list of all rules, one per line.

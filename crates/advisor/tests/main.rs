@@ -10,3 +10,4 @@ mod network;
 mod preservation;
 mod scripts;
 mod support;
+mod unsafe_fixes;

@@ -531,7 +531,7 @@ fn changed_pci_addresses_are_reported() {
     let fixed = fixed(line);
     let told = fixed.done.iter().filter_map(|done| done.unknown.as_ref());
     assert!(
-        told.clone().any(|told| told.contains("network cards")),
+        told.clone().any(|told| told.text.contains("network cards")),
         "{:?}",
         fixed.done
     );

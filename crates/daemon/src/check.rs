@@ -135,7 +135,11 @@ pub fn run(args: &Args) -> Result<CheckResult, String> {
         return Ok(CheckResult::Clean);
     }
     if args.rules {
-        print(&report::list(&rules));
+        if args.json {
+            print(&format!("{}\n", report::list_json(&rules)));
+        } else {
+            print(&report::list(&rules));
+        }
         return Ok(CheckResult::Clean);
     }
     let (mut inputs, mut failures) = inputs(args);
@@ -527,6 +531,7 @@ fn fix(
     let before = inputs.clone();
     let mut messages = Vec::new();
     let mut uncertain = 0;
+    let mut remain = false;
     let mut in_place = InPlace::default();
     match (args.to, args.in_place, &args.config) {
         (Some(To::Ringdisk), true, None) => {
@@ -567,19 +572,30 @@ fn fix(
             let mut after = Vec::new();
             for input in inputs {
                 let fixed = fix::fix(input, rules, facts, wanted).map_err(|e| e.to_string())?;
-                for change in &fixed.done {
-                    if let Some(unknown) = &change.unknown {
+                for Change {
+                    rule,
+                    place,
+                    unknown,
+                    is_consequence,
+                } in &fixed.done
+                {
+                    if *is_consequence {
+                        messages.push(format!(
+                            "{place}: {rule} is fixed as well: another change makes it apply"
+                        ));
+                    }
+                    if let Some(unknown) = unknown {
                         uncertain += 1;
-                        let Change { rule, place, .. } = change;
-                        messages.push(format!("{place}: {rule}: unknown {unknown}"));
+                        messages.push(format!("{place}: {rule}: unknown {}", unknown.text));
                     }
                 }
                 for Unfixed {
                     rule,
                     place,
                     reason,
-                } in &fixed.left
+                } in fixed.left.iter().chain(&fixed.others)
                 {
+                    remain = true;
                     messages.push(format!("{place}: {rule} is not fixed: {reason}"));
                 }
                 after.push(fixed.input);
@@ -610,7 +626,7 @@ fn fix(
     for name in in_place.commit()? {
         eprintln!("ringdisk: {name}: changed");
     }
-    Ok(result(!changed))
+    Ok(result(!changed && !remain))
 }
 
 /// Asks on the terminal whether to change the files. Without a terminal, refuses.

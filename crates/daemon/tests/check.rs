@@ -80,28 +80,75 @@ fn unknown_facts_are_reported_and_asked_for() {
 
     let (code, patch, error) = check(&["--fix", name]);
     assert_eq!(code, Some(1), "{error}");
-    assert!(patch.contains("cache=none"), "{patch}");
-    for unknown in [
-        "cache-host-page: unknown whether the file system of /vms/a.img supports O_DIRECT",
-        "aio-threads-file: unknown whether the host's kernel allows QEMU to use io_uring",
+    assert_eq!(patch, "", "a wrong answer would harm data");
+    for part in [
+        "cache-host-page is not fixed: unknown whether /vms/a.img is on a file system with checksums",
+        "--fix-rule cache-host-page",
     ] {
-        assert!(error.contains(unknown), "{error}");
+        assert!(error.contains(part), "{error}");
     }
 
-    let (code, _, error) = check(&["--fix", "--in-place", name]);
+    let named = ["--fix", "--fix-rule", "cache-host-page", name];
+    let (code, patch, error) = check(&named);
+    assert_eq!(code, Some(1), "{error}");
+    assert!(patch.contains("cache=none"), "{patch}");
+    for part in [
+        "cache-host-page: unknown whether /vms/a.img is on a file system with checksums",
+        "whether the file system of /vms/a.img supports O_DIRECT",
+        "aio-threads-file is not fixed: unknown whether QEMU is another version than 7.1",
+        "whether the host's kernel allows QEMU to use io_uring",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+
+    let in_place = [&named[..], &["--in-place"]].concat();
+    let (code, _, error) = check(&in_place);
     assert_eq!(code, Some(2), "{error}");
     assert!(
-        error.contains("no file was changed: 2 changes depend") && error.contains("--yes"),
+        error.contains("no file was changed: 1 change depends") && error.contains("--yes"),
         "{error}"
     );
     assert_eq!(fs::read_to_string(&file).unwrap(), text);
 
-    let (code, _, error) = check(&["--fix", "--in-place", "--yes", name]);
+    let (code, _, error) = check(&[&in_place[..], &["--yes"]].concat());
     assert_eq!(code, Some(1), "{error}");
     assert!(
         fs::read_to_string(&file).unwrap().contains("cache=none"),
         "{error}"
     );
+}
+
+/// `--fix` says of each finding why it stays, and fails while one does.
+#[test]
+fn findings_that_stay_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("vm.conf");
+    let text = "boot: order=scsi0\ncores: 4\ncpu: x86-64-v2-AES\nmemory: 4096\nname: a\nostype: l26\nscsihw: \
+        virtio-scsi-single\nscsi0: local-lvm:vm-1-disk-0,discard=on,iothread=1,iops_rd=300,iops_wr=300,size=8G\n";
+    fs::write(&file, text).unwrap();
+    let name = file.to_str().unwrap();
+    let (code, out, _) = check(&[name]);
+    assert_eq!(code, Some(1), "{out}");
+    assert!(
+        out.contains("limit-low") && out.contains("300 requests"),
+        "{out}"
+    );
+    let (code, patch, error) = check(&["--fix", name]);
+    assert_eq!((code, patch.as_str()), (Some(1), ""), "{error}");
+    assert!(
+        error.contains("limit-low is not fixed: it has no automatic fix"),
+        "{error}"
+    );
+}
+
+#[test]
+fn rules_are_listed_as_json() {
+    let (code, out, error) = check(&["--rules", "--json"]);
+    assert_eq!(code, Some(0), "{error}");
+    let rules: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let rules = rules.as_array().unwrap();
+    assert!(rules.len() > 50);
+    assert!(rules.iter().any(|rule| rule["id"] == "cache-unsafe"));
 }
 
 /// Facts known about the host are not asked for.

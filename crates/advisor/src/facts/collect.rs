@@ -438,6 +438,17 @@ impl Host {
             }
         }
         if block {
+            let zvol = fs::canonicalize(path).is_ok_and(|path| path.starts_with("/dev/zd"));
+            let number_of =
+                |name: &str| self.number(&format!("/sys/dev/block/{}/{name}", major_minor(number)));
+            if path.starts_with("/dev/zvol") || zvol {
+                // OpenZFS reports volblocksize as the physical block size.
+                put(
+                    &mut map,
+                    "zvol-block",
+                    number_of("queue/physical_block_size"),
+                );
+            }
             if let Some(sectors) =
                 self.number(&format!("/sys/dev/block/{}/size", major_minor(number)))
             {
@@ -483,7 +494,7 @@ impl Host {
             return;
         };
         let mounts = self.text("/proc/self/mountinfo").unwrap_or_default();
-        let mut best: Option<(usize, &str, &str)> = None;
+        let mut best: Option<(usize, &str, &str, &str)> = None;
         for line in mounts.lines() {
             let Some((before, after)) = line.split_once(" - ") else {
                 continue;
@@ -493,13 +504,14 @@ impl Host {
             };
             let mut fields = after.split(' ');
             let kind = fields.next().unwrap_or_default();
-            let options = fields.nth(1).unwrap_or_default();
+            let source = fields.next().unwrap_or_default();
+            let options = fields.next().unwrap_or_default();
             let length = point.len();
             if path.starts_with(point) && best.is_none_or(|(longest, ..)| length >= longest) {
-                best = Some((length, kind, options));
+                best = Some((length, kind, source, options));
             }
         }
-        let Some((_, kind, options)) = best else {
+        let Some((_, kind, source, options)) = best else {
             return;
         };
         let kind = if kind.starts_with("nfs") { "nfs" } else { kind };
@@ -527,6 +539,14 @@ impl Host {
                 "nfs-sync".into(),
                 json!(options.split(',').any(|option| option == "sync")),
             );
+        }
+        if kind == "zfs" {
+            // OpenZFS before 2.3 has no such property.
+            let value = output("zfs", &["get", "-H", "-o", "value", "direct", source]);
+            let value = value.map(|value| value.trim().to_owned());
+            let is_known =
+                |value: &String| matches!(value.as_str(), "standard" | "always" | "disabled");
+            put(map, "zfs-direct", value.filter(is_known));
         }
         if matches!(kind, "zfs" | "gpfs" | "lustre" | "beegfs")
             && let Ok(metadata) = fs::metadata(&path)

@@ -34,6 +34,33 @@ pub fn monitors(source: Option<Node<'_, '_>>) -> Vec<String> {
     addresses.take(MONITORS_MAX).collect()
 }
 
+/// The attributes of `<driver>` that libvirt refuses for a vhostuser disk (9.0: "… is not supported with vhostuser disk").
+const INAPT: [&str; 9] = [
+    "cache",
+    "error_policy",
+    "rerror_policy",
+    "io",
+    "ioeventfd",
+    "copy_on_read",
+    "discard",
+    "detect_zeroes",
+    "iothread",
+];
+
+/// Finds the attributes that libvirt refuses for a vhostuser disk.
+pub fn vhost_user_driver(driver: Option<Node<'_, '_>>, disk: &mut Disk) {
+    let given = INAPT.into_iter().filter_map(|name| {
+        let (value, at) = attribute(driver, name)?;
+        (value != "default").then_some((name, at))
+    });
+    let given: Vec<_> = given.collect();
+    if let Some((_, at)) = given.first() {
+        let names: Vec<&str> = given.iter().map(|(name, _)| *name).collect();
+        disk.table
+            .give("disk.vhost-user-inapt", names.join(", "), *at);
+    }
+}
+
 pub fn driver(driver: Option<Node<'_, '_>>, disk: &mut Disk, reading: &mut Reading) {
     let mut word = |attribute_name: &str, name: &'static str, words: &[&'static str]| {
         let Some((text, at)) = attribute(driver, attribute_name) else {

@@ -68,6 +68,12 @@ impl Limit {
         Self::all().find(is)
     }
 
+    /// Whether it is a rate of requests, not of bytes.
+    pub fn is_of_requests(self) -> bool {
+        const BYTES: usize = 3;
+        (BYTES * PARTS.len()..RATES.len() * PARTS.len()).contains(&self.0)
+    }
+
     /// Whether it is a rate; bursts and sizes have no effect without one.
     pub fn is_rate(self) -> bool {
         self.0 < RATES.len() * PARTS.len() && self.0.is_multiple_of(PARTS.len())

@@ -140,6 +140,31 @@ pub const PROPERTIES: &[Property] = &[
         "the QEMU option that describes it",
     ),
     p("disk.throttled", YES_NO, "whether it has I/O limits"),
+    p(
+        "disk.limit-iops",
+        Kind::Number,
+        "its least limit of requests per second",
+    ),
+    p(
+        "disk.limit-bytes",
+        Kind::Number,
+        "its least limit of bytes per second",
+    ),
+    p(
+        "disk.ringdisk-socket",
+        YES_NO,
+        "whether its vhost-user socket is in a directory of ringdisk",
+    ),
+    p(
+        "disk.vhost-user-inapt",
+        ANY,
+        "attributes of its driver that libvirt refuses for a vhostuser disk",
+    ),
+    p(
+        "disk.discard-granularity",
+        Kind::Number,
+        "bytes that a discard must cover, as the guest is told",
+    ),
     p("disk.encrypted", YES_NO, "whether QEMU encrypts it"),
     p("disk.copy-on-read", YES_NO, "whether reads fill the image"),
     p("disk.packed", YES_NO, "whether it has packed virtqueues"),
@@ -313,6 +338,16 @@ pub const PROPERTIES: &[Property] = &[
         "block size of the file system",
     ),
     p(
+        "backing.zfs-direct",
+        Kind::Word(&["standard", "always", "disabled"]),
+        "property direct of its ZFS dataset",
+    ),
+    p(
+        "backing.zvol-block",
+        Kind::Number,
+        "volblocksize of its zvol",
+    ),
+    p(
         "backing.nfs-rsize",
         Kind::Number,
         "largest read of its NFS mount",
@@ -394,7 +429,22 @@ pub const PROPERTIES: &[Property] = &[
         Kind::Version,
         "version of the machine type; unversioned types are the newest",
     ),
+    p(
+        "vm.machine-numbered",
+        YES_NO,
+        "whether its machine type is one of QEMU's own with a version",
+    ),
+    p(
+        "vm.machine-removed",
+        YES_NO,
+        "whether this QEMU has removed its machine type",
+    ),
     p("vm.qemu", Kind::Version, "version of QEMU"),
+    p(
+        "vm.rhel",
+        YES_NO,
+        "whether QEMU is Red Hat's, by its machine type or path",
+    ),
     p(
         "vm.accel",
         Kind::Word(&["kvm", "tcg", "xen", "hvf", "other"]),

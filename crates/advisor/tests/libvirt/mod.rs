@@ -519,6 +519,16 @@ const DIFFERENT: &[(&str, &str, &str)] = &[
         "a command line says which allocator QEMU has, and a domain does not",
     ),
     (
+        "limit-low",
+        "",
+        "libvirt sets limits by QMP after the start, or in groups that the domain names",
+    ),
+    (
+        "limit-low-bytes",
+        "",
+        "libvirt sets limits by QMP after the start, or in groups that the domain names",
+    ),
+    (
         "",
         "qemu-ns-",
         "what <qemu:commandline> adds is only in the arguments",
