@@ -85,17 +85,18 @@ Exit codes: 0 not worse, 3 worse, 4 not comparable.")]
         /// What to measure, as JSON
         job: String,
     },
-    /// Make a result from files of fio (JSON), DiskSpd (XML) or CrystalDiskMark (text); the other configurations are
-    /// compared with that of the first file
+    /// Make a result from files of fio, DiskSpd or CrystalDiskMark; the other configurations are compared with that of the
+    /// first file
     #[command(after_help = "Example:
   fio --output-format=json+ --output=a1.json job.fio      once for each boot, in turn: a1, b1, a2, b2, ...
   diskspd -Rxml -L ... > a1.xml                           in a Windows guest
-  ringdisk lab import before=a1.json before=a2.json before=a3.json \\
-                      after=b1.json after=b2.json after=b3.json --output RESULT
+  ringdisk lab import before=FOLDER-A after=FOLDER-B --output RESULT
+  ringdisk lab import before=a1.json before=a2.json after=b1.json after=b2.json --output RESULT
 
-Nothing is decided with fewer than three files for each name.")]
+fio's JSON, text and terse output, DiskSpd's XML and text, and CrystalDiskMark's text are read. Nothing is decided with
+fewer than five files for each name.")]
     Import {
-        /// A configuration and a result of fio; files with the same name are repeats
+        /// A configuration and a result, or a folder of results; files with the same name are repeats
         #[arg(required = true, value_name = "NAME=FILE")]
         files: Vec<String>,
         /// The result's folder

@@ -119,8 +119,11 @@ fn score(metric: Metric, workload: &Workload, sample: &Sample) -> f64 {
 impl<'a> Analysis<'a> {
     /// Analyses a result.
     pub fn of(journal: &'a Journal) -> Self {
-        let sequential = Arc::new(Sequential::new(journal.plan.blocks_max as usize));
-        Self::with(journal, sequential)
+        let sequential = match journal.header.file.as_str() {
+            crate::import::PLAN => Sequential::once(),
+            _ => Sequential::new(journal.plan.blocks_max as usize),
+        };
+        Self::with(journal, Arc::new(sequential))
     }
 
     /// As [`Analysis::of`], with corrections that have been computed before.
@@ -404,6 +407,41 @@ impl<'a> Analysis<'a> {
         better
             .filter(|(_, gain)| *gain > 0.0)
             .max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// The mean gain of a case over the first for all loads, over the blocks that have all of them, with its interval.
+    pub fn over_all(&self, case: usize) -> Option<(f64, Option<Interval>)> {
+        let loads = 0..self.plan().workloads.len();
+        let scores = |arm: usize, load: usize| -> BTreeMap<u32, f64> {
+            let plan = self.plan();
+            let cells = self.samples(arm, load);
+            let score = |sample: &Sample| score(plan.metric, &plan.workloads[load], sample);
+            cells
+                .map(|(cell, sample)| (cell.block, score(sample)))
+                .filter(|(_, score)| *score > 0.0)
+                .collect()
+        };
+        let of_loads: Vec<_> = loads
+            .map(|load| (scores(0, load), scores(case, load)))
+            .collect();
+        let mut means = Moments::default();
+        for block in of_loads.first()?.0.keys() {
+            let ratio = |(from, to): &(BTreeMap<u32, f64>, BTreeMap<u32, f64>)| {
+                Some((to.get(block)? / from.get(block)?).ln())
+            };
+            let ratios: Option<Vec<f64>> = of_loads.iter().map(ratio).collect();
+            if let Some(ratios) = ratios {
+                means.add(Moments::of(&ratios).mean);
+            }
+        }
+        let interval = means.interval(1.0 - self.judge.nominal(ERROR_RATE));
+        let gain = |log: f64| log.exp_m1();
+        let interval = interval.filter(|_| means.n >= 3).map(|interval| Interval {
+            low: gain(interval.low),
+            high: gain(interval.high),
+            level: 1.0 - ERROR_RATE,
+        });
+        (means.n > 0).then(|| (gain(means.mean), interval))
     }
 
     /// Whether no comparison decided in favour of this case, or one decided against it.

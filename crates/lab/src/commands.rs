@@ -493,7 +493,9 @@ pub fn gate(result: &Path, against: &Path, force: bool) -> Result<(), Failed> {
 /// # Errors
 /// A file is from none of these tools.
 pub fn import(files: &[String], output: &Path) -> Result<(), Failed> {
-    import::import(files, output)?;
+    for note in import::import(files, output)? {
+        eprintln!("ringdisk: {}", note.replace(char::is_control, " "));
+    }
     report(output, None)
 }
 

@@ -2,21 +2,26 @@
 
 mod crystaldiskmark;
 mod diskspd;
+mod fio;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::json;
 
-use crate::fio::Run;
 use crate::host::{Facts, now_ms};
 use crate::journal::{Cell, Header, Record, Sample, Writer};
 
 /// The largest file that is read.
-const BYTES_MAX: u64 = 1 << 30;
+const BYTES_MAX: u64 = 1 << 28;
+/// The maximum number of files of a folder.
+const FILES_MAX: usize = 10_000;
+/// The name of the plan of an imported result. Nobody looked at its figures while they were measured.
+pub const PLAN: &str = "imported.toml";
 
 /// What a file says.
 #[derive(Debug)]
@@ -25,6 +30,8 @@ pub struct Results {
     pub tool: &'static str,
     pub version: String,
     pub loads: Vec<Load>,
+    /// What of the file is not used, or is an estimate.
+    pub notes: Vec<String>,
 }
 
 /// A load with its result.
@@ -36,17 +43,20 @@ pub struct Load {
     pub flag: Option<&'static str>,
 }
 
-/// Makes a result from `NAME=FILE` arguments. Files with the same name are of one configuration; if several of them have
-/// the same load, these are repeats, in this order. The other configurations are compared with the first.
+/// Makes a result from `NAME=FILE` arguments; a folder stands for its files. Files with the same name are of one
+/// configuration; if several of them have the same load, these are repeats, in this order. The other configurations are
+/// compared with the first. Returns notes on what is not used.
 ///
 /// # Errors
-/// A file is from none of these tools, or the files are from several tools or versions.
-pub fn import(files: &[String], output: &Path) -> Result<()> {
+/// A file is from none of these tools, the files are from several tools or versions, or two are the same.
+pub fn import(files: &[String], output: &Path) -> Result<Vec<String>> {
     let mut cells = Vec::new();
     let mut names: Vec<String> = Vec::new();
     let mut loads: Vec<String> = Vec::new();
     let mut repeats: BTreeMap<(&str, String), u32> = BTreeMap::new();
     let mut tools = BTreeSet::new();
+    let mut known = Known::default();
+    let mut notes = Vec::new();
     for pair in files {
         let (name, path) = pair
             .split_once('=')
@@ -58,23 +68,24 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
         if !names.iter().any(|known| known == name) {
             names.push(name.into());
         }
-        let results = read(Path::new(path)).with_context(|| path.to_owned())?;
-        tools.insert((results.tool, results.version));
-        for load in results.loads {
-            if !loads.contains(&load.name) {
-                loads.push(load.name.clone());
+        for results in read_all(Path::new(path), &mut known, &mut notes)? {
+            tools.insert((results.tool, results.version));
+            for load in results.loads {
+                if !loads.contains(&load.name) {
+                    loads.push(load.name.clone());
+                }
+                let repeat = repeats.entry((name, load.name.clone())).or_default();
+                let unknown = "imported: the conditions of the measurement are unknown";
+                cells.push(Cell {
+                    block: *repeat,
+                    case: name.into(),
+                    workload: load.name,
+                    flags: vec![load.flag.unwrap_or(unknown).into()],
+                    sample: Some(load.sample),
+                    ..Cell::default()
+                });
+                *repeat += 1;
             }
-            let repeat = repeats.entry((name, load.name.clone())).or_default();
-            let unknown = "imported: the conditions of the measurement are unknown";
-            cells.push(Cell {
-                block: *repeat,
-                case: name.into(),
-                workload: load.name,
-                flags: vec![load.flag.unwrap_or(unknown).into()],
-                sample: Some(load.sample),
-                ..Cell::default()
-            });
-            *repeat += 1;
         }
     }
     ensure!(
@@ -93,7 +104,7 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
         .for_each(|load| plan += &format!("[[workload]]\nname = {}\n", quoted(load)));
     let header = Header {
         version: 1,
-        file: "imported.toml".into(),
+        file: PLAN.into(),
         plan,
         jobs: Default::default(),
         seed: 0,
@@ -108,10 +119,83 @@ pub fn import(files: &[String], output: &Path) -> Result<()> {
     let mut writer = Writer::create(output, header)?;
     cells
         .into_iter()
-        .try_for_each(|cell| writer.write(&Record::Cell(cell)))
+        .try_for_each(|cell| writer.write(&Record::Cell(cell)))?;
+    notes.dedup();
+    Ok(notes)
 }
 
-fn read(path: &Path) -> Result<Results> {
+/// The contents of files that were read, by their length and a hash.
+#[derive(Default)]
+struct Known(BTreeMap<(usize, u64), PathBuf>);
+
+impl Known {
+    /// # Errors
+    /// Another file has the same contents: it is not a repeat.
+    fn add(&mut self, path: &Path, bytes: &[u8]) -> Result<()> {
+        let mut hasher = DefaultHasher::new();
+        bytes.hash(&mut hasher);
+        if let Some(other) = self.0.insert((bytes.len(), hasher.finish()), path.into()) {
+            bail!(
+                "it is the same as {}: a repeat is a measurement of its own",
+                other.display()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Reads a file, or all files of a folder in the order of their names.
+fn read_all(path: &Path, known: &mut Known, notes: &mut Vec<String>) -> Result<Vec<Results>> {
+    let one = |path: &Path, known: &mut Known, notes: &mut Vec<String>| -> Result<Results> {
+        let results = read(path, known)?;
+        let its = results.notes.iter();
+        notes.extend(its.map(|note| format!("{}: {note}", path.display())));
+        Ok(results)
+    };
+    if !path.is_dir() {
+        let results = one(path, known, notes).with_context(|| path.display().to_string())?;
+        return Ok(vec![results]);
+    }
+    let mut files = Vec::new();
+    for entry in fs::read_dir(path).with_context(|| path.display().to_string())? {
+        let entry = entry?;
+        let is_hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+        if entry.path().is_file() && !is_hidden {
+            files.push(entry.path());
+        }
+        ensure!(
+            files.len() <= FILES_MAX,
+            "{}: it has more than {FILES_MAX} files",
+            path.display()
+        );
+    }
+    files.sort();
+    let mut all = Vec::new();
+    for file in &files {
+        match one(file, known, notes) {
+            Ok(results) => all.push(results),
+            Err(error) if error.is::<NoResult>() => {
+                notes.push(format!("{}: not used: {error:#}", file.display()));
+            }
+            Err(error) => return Err(error.context(file.display().to_string())),
+        }
+    }
+    ensure!(
+        !all.is_empty(),
+        "{}: none of its files is a result of fio, DiskSpd or CrystalDiskMark",
+        path.display()
+    );
+    Ok(all)
+}
+
+/// The text is from none of the tools.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "it is neither JSON, text or terse output of fio, nor XML or text of DiskSpd, nor text of CrystalDiskMark"
+)]
+struct NoResult;
+
+fn read(path: &Path, known: &mut Known) -> Result<Results> {
     let mut bytes = Vec::new();
     File::open(path)?
         .take(BYTES_MAX + 1)
@@ -120,6 +204,7 @@ fn read(path: &Path) -> Result<Results> {
         bytes.len() as u64 <= BYTES_MAX,
         "the file is larger than {BYTES_MAX} bytes; it is not a result"
     );
+    known.add(path, &bytes)?;
     parse(&bytes)
 }
 
@@ -133,8 +218,12 @@ pub fn parse(bytes: &[u8]) -> Result<Results> {
         diskspd::parse(&text).context("this is not a result of DiskSpd")?
     } else if crystaldiskmark::is(&text) {
         crystaldiskmark::parse(&text).context("this is not a result of CrystalDiskMark")?
+    } else if diskspd::is_text(&text) {
+        diskspd::parse_text(&text).context("this is not a result of DiskSpd")?
+    } else if fio::is(&text) {
+        fio::parse(&text)?
     } else {
-        fio(&text)?
+        bail!(NoResult);
     };
     for Load { name, sample, .. } in &results.loads {
         let figures = [
@@ -167,53 +256,6 @@ fn decode(bytes: &[u8]) -> String {
             .trim_start_matches('\u{feff}')
             .to_owned(),
     }
-}
-
-/// fio's JSON: one run for each name of a job.
-fn fio(text: &str) -> Result<Results> {
-    let start = text.find('{').context(
-        "it is neither JSON of fio, nor XML of DiskSpd (-Rxml), nor text of CrystalDiskMark",
-    )?;
-    let mut values = serde_json::Deserializer::from_str(&text[start..]).into_iter::<Value>();
-    let all = values
-        .next()
-        .context("it is empty")?
-        .context("it is not JSON")?;
-    let mut by_name: BTreeMap<String, Vec<Value>> = BTreeMap::new();
-    for job in all["jobs"].as_array().context("it has no jobs of fio")? {
-        let name = job["jobname"]
-            .as_str()
-            .unwrap_or("job")
-            .replace(char::is_control, " ");
-        by_name.entry(name).or_default().push(job.clone());
-    }
-    let mut version = String::from("unknown");
-    let mut loads = Vec::new();
-    for (name, jobs) in by_name {
-        let one = json!({ "fio version": all["fio version"], "timestamp_ms": all["timestamp_ms"], "jobs": jobs });
-        let run = Run::parse_json(&one.to_string()).with_context(|| name.clone())?;
-        let lengths = run.jobs.iter().flatten().map(|part| part.length_ms);
-        let sample = Sample {
-            iops: run.iops,
-            bytes_per_s: run.iops * run.bytes as f64 / run.requests.max(1) as f64,
-            mean_ns: run.latencies.mean().unwrap_or(0.0),
-            window_s: lengths.max().unwrap_or(0) as f64 / 1000.0,
-            latencies: run.latencies.coarse(),
-            ..Sample::default()
-        };
-        version = run.version;
-        loads.push(Load {
-            name,
-            sample,
-            flag: None,
-        });
-    }
-    ensure!(!loads.is_empty(), "it has no jobs of fio");
-    Ok(Results {
-        tool: "fio",
-        version,
-        loads,
-    })
 }
 
 /// The name of a load in the words of the lab's own.

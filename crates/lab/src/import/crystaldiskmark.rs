@@ -61,6 +61,7 @@ pub(super) fn parse(text: &str) -> Result<Results> {
         tool: "crystaldiskmark",
         version: version.to_owned(),
         loads,
+        notes: Vec::new(),
     })
 }
 

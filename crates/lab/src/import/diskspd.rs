@@ -4,6 +4,10 @@
 //! in the same order. DiskSpd does not escape names of files, so its output may not be well-formed: this reads tags and
 //! texts only.
 
+mod text;
+
+pub(super) use text::{is as is_text, parse as parse_text};
+
 use anyhow::{Context, Result, bail, ensure};
 use harness::histogram::Histogram;
 
@@ -104,6 +108,7 @@ pub(super) fn parse(text: &str) -> Result<Results> {
         tool: "diskspd",
         version,
         loads,
+        notes: Vec::new(),
     })
 }
 

@@ -2,6 +2,8 @@
 //! number formats of `XmlResultParser::ParseResults` and `Profile::GetXml` (2.2.0, run with `-L`), including a path with an `&`
 //! that DiskSpd does not escape; CrystalDiskMark's has the template and the formats of `SaveText` and `GetResultString`.
 
+mod fio;
+
 use super::*;
 use crate::analysis::Analysis;
 use crate::journal::Journal;
@@ -71,6 +73,26 @@ fn diskspd_results_have_rates_and_latencies() {
 }
 
 #[test]
+fn diskspd_text_has_the_same_figures() {
+    let text = include_str!("../../../../fuzz/seeds/lab_import/diskspd.txt");
+    let results = parse(text.as_bytes()).unwrap();
+    assert_eq!(
+        names(&results),
+        ["randrw 30 % writes 4k depth 32, 4 threads"]
+    );
+    let sample = &results.loads[0].sample;
+    assert_eq!((sample.iops, sample.bytes_per_s), (5000.0, 20_480_000.0));
+    assert_eq!((sample.mean_ns, sample.window_s), (12_800_000.0, 30.0));
+    for (share, us) in [(0.5, 11_500.0), (0.99, 41_000.0)] {
+        let found = sample.percentile_us(share);
+        assert!((found / us - 1.0).abs() < 0.03, "{share}: {found}");
+    }
+    let (cut, _) = text.split_once("Results for").unwrap();
+    let cut = format!("{cut}Results for timespan 1:\n");
+    assert!(error(&cut).contains("took no time"));
+}
+
+#[test]
 fn text_of_powershell_is_utf_16() {
     for (mark, bytes) in [
         (0xfeff_u16, u16::to_le_bytes as fn(u16) -> [u8; 2]),
@@ -124,8 +146,8 @@ fn crystaldiskmark_results_have_rates_and_means() {
 #[test]
 fn what_is_no_result_is_refused_with_the_next_step() {
     for (text, says) in [
-        ("", "neither JSON of fio"),
-        ("hello", "neither JSON of fio"),
+        ("", "neither JSON, text or terse output of fio"),
+        ("hello", "neither JSON, text or terse output of fio"),
         ("<html></html>", "run diskspd with -Rxml"),
         (&DISKSPD[..DISKSPD.len() - 200], "was the run cut off?"),
         (
@@ -187,7 +209,9 @@ fn repeats_are_counted_for_each_load() {
     let mut files = Vec::new();
     for (index, depth) in [1, 32, 1, 32].into_iter().enumerate() {
         let path = folder.path().join(format!("{index}.xml"));
-        let text = DISKSPD.replace("<RequestCount>32<", &format!("<RequestCount>{depth}<"));
+        let text = DISKSPD
+            .replace("<RequestCount>32<", &format!("<RequestCount>{depth}<"))
+            .replace("30.01", &format!("30.0{}", index + 2));
         std::fs::write(&path, text).unwrap();
         files.push(format!("a={}", path.display()));
     }

@@ -68,11 +68,12 @@ pub fn advice(analysis: &Analysis) -> Advice {
         ))
     });
     let sentence = format!(
-        "“{}” instead of “{}” brings {} over all {} loads{}.",
+        "“{}” instead of “{}” brings {} over all {} loads{}{}.",
         case.name,
         first.name,
-        super::charts::percent(gain),
+        over_all(analysis, best, gain),
         plan.workloads.len(),
+        undecided(analysis, best),
         clearest.unwrap_or_default()
     );
     let mut costs = vec![cpu_cost(analysis, best)];
@@ -98,6 +99,35 @@ pub fn advice(analysis: &Analysis) -> Advice {
         sentence,
         costs,
         patches,
+    }
+}
+
+/// The mean gain over all loads, with its interval.
+fn over_all(analysis: &Analysis, best: usize, gain: f64) -> String {
+    use super::charts::percent;
+    match analysis.over_all(best) {
+        Some((gain, Some(interval))) => format!(
+            "{} [{}, {}]",
+            percent(gain),
+            percent(interval.low),
+            percent(interval.high)
+        ),
+        _ => percent(gain),
+    }
+}
+
+/// How many of the loads that a mean is about are not decided.
+fn undecided(analysis: &Analysis, best: usize) -> String {
+    let questions = analysis.questions();
+    let own = questions.iter().filter(|it| (it.from, it.to) == (0, best));
+    let (mut all, mut open) = (0, 0);
+    for question in own {
+        all += 1;
+        open += usize::from(question.verdict == Verdict::Undecided);
+    }
+    match open {
+        0 => String::new(),
+        open => format!(", of which {} of {all} are undecided", open),
     }
 }
 

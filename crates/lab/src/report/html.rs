@@ -527,6 +527,14 @@ fn method(page: &mut String, analysis: &Analysis) {
         .fold(None, |most: Option<f64>, effect| {
             Some(most.map_or(effect, |most| most.max(effect)))
         });
+    if analysis.journal.header.file == crate::import::PLAN {
+        let _ = writeln!(
+            page,
+            "<h2>Method</h2>\n<p>These results were imported. One file is one sample, and the files of two configurations are paired in their order. A gain is the ratio of a pair. There is one test, after all files, with at least five pairs; at most 5 % of the given verdicts are wrong in expectation. Gains within {:.1} % count as equivalent.</p>",
+            plan.margin * 100.0
+        );
+        return;
+    }
     let _ = writeln!(
         page,
         "<h2>Method</h2>\n<p>One boot with one run in it is one sample: {:.0} s after {:.0} s of ramp. Each of the {blocks} blocks booted every undecided configuration once, in random order (seed {}). A gain is the ratio of a pair of samples of one block. Intervals are valid whenever the run was stopped, and at most 5 % of the given verdicts are wrong in expectation. Gains within {:.1} % count as equivalent.{}</p>",

@@ -64,8 +64,9 @@ impl Default for PValue {
 }
 
 impl PValue {
-    fn set(&mut self, p: f64) {
-        (self.least, self.now) = (self.least.min(p), p);
+    fn set(&mut self, p: f64, is_once: bool) {
+        let least = if is_once { p } else { self.least.min(p) };
+        (self.least, self.now) = (least, p);
     }
 }
 
@@ -100,15 +101,16 @@ impl Judge {
         let contrast = &mut self.contrasts[contrast];
         contrast.pairs.add(log_ratio);
         let Moments { n, mean, .. } = contrast.pairs;
-        if n < PAIRS_MIN {
+        if n < self.sequential.pairs_min() {
             return;
         }
+        let is_once = self.sequential.is_once();
         let (error, freedom) = (contrast.pairs.error(), (n - 1) as f64);
         let difference = 2.0 * above(mean.abs() / error, freedom);
         // Two one-sided tests: the gain is below the margin, and above its negative.
         let equivalence = above((margin - mean.abs()) / error, freedom);
-        contrast.difference.set(difference);
-        contrast.equivalence.set(equivalence);
+        contrast.difference.set(difference, is_once);
+        contrast.equivalence.set(equivalence, is_once);
     }
 
     /// The verdicts on all comparisons, corrected for their number: of the decided ones, at most [`ERROR_RATE`] are wrong in
@@ -156,7 +158,7 @@ impl Judge {
     }
 
     /// The gain's interval, as logarithms. In 95 % of the runs, it covers the truth after *every* pair, so that it does not
-    /// matter when the run was stopped.
+    /// matter when the run was stopped; with a [single test](Sequential::once), after the last one.
     pub fn interval(&self, contrast: usize) -> Option<Interval> {
         let pairs = self.contrasts[contrast].pairs;
         if pairs.n < PAIRS_MIN {

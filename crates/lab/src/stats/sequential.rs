@@ -16,9 +16,14 @@ const PATHS: usize = 10_000;
 /// number of tests, an upper bound.
 const P_MIN: f64 = 0.003;
 
+/// The fewest pairs for a verdict on results that were not made by the lab: with fewer, noise that has two levels looks like
+/// a difference.
+const PAIRS_MIN_ONCE: usize = 5;
+
 /// Corrections for tests after each pair from [`PAIRS_MIN`] to the last.
 #[derive(Clone, Debug)]
 pub struct Sequential {
+    /// 0 is a single test after the last pair
     tests: usize,
     /// The smallest p value of each path, sorted; of two-sided and of one-sided tests
     two_sided: Vec<f64>,
@@ -54,6 +59,29 @@ impl Sequential {
         }
     }
 
+    /// A single test, after all pairs: nobody decided by the results when to stop.
+    pub fn once() -> Self {
+        Self {
+            tests: 0,
+            two_sided: Vec::new(),
+            one_sided: Vec::new(),
+        }
+    }
+
+    /// Whether there is a single test.
+    pub fn is_once(&self) -> bool {
+        self.tests == 0
+    }
+
+    /// The fewest pairs for a verdict.
+    pub fn pairs_min(&self) -> usize {
+        if self.is_once() {
+            PAIRS_MIN_ONCE
+        } else {
+            PAIRS_MIN
+        }
+    }
+
     /// The corrected p value of a two-sided test; `p` is the smallest so far.
     pub fn two_sided(&self, p: f64) -> f64 {
         self.corrected(p, &self.two_sided)
@@ -66,6 +94,9 @@ impl Sequential {
 
     /// The p value of a single two-sided test whose corrected value is `level`.
     pub fn nominal(&self, level: f64) -> f64 {
+        if self.is_once() {
+            return level;
+        }
         let (mut low, mut high) = (level / self.tests as f64 / 2.0, level);
         for _ in 0..60 {
             let middle = f64::midpoint(low, high);
@@ -79,6 +110,9 @@ impl Sequential {
     }
 
     fn corrected(&self, p: f64, least: &[f64]) -> f64 {
+        if self.is_once() {
+            return p;
+        }
         let simulated =
             |p: f64| (least.partition_point(|x| *x <= p) + 1) as f64 / (PATHS + 1) as f64;
         if p < P_MIN {
