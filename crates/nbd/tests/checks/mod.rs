@@ -60,10 +60,12 @@ pub fn session(bytes: &[u8]) {
     let (mut start, mut end) = (0, 0);
     let negotiated = loop {
         let before = out.len();
+        let begins = handshake.asks_to_begin(&bytes[start..end]);
         let Ok((used, step)) = handshake.advance(&bytes[start..end], &Two, &mut out) else {
             return;
         };
         assert!(used <= end - start);
+        assert!(begins || !matches!(step, Step::Ready(_)), "unannounced");
         // A reply is never much longer than what the client asked for.
         assert!(out.len() - before <= 2 * OPTION_BYTES_MAX, "{}", out.len());
         start += used;
