@@ -109,10 +109,11 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
             ));
         }
     };
-    let number: u64 = digits
-        .parse()
-        .map_err(|_| format!("'{text}' is no size; write a whole number and a unit, as in 64G"))?;
+    // Rust's numbers may have a sign.
+    let number = digits.parse::<u64>().ok();
+    let number = number.filter(|_| !digits.starts_with('+'));
     number
+        .ok_or_else(|| format!("'{text}' is no size; write a whole number and a unit, as in 64G"))?
         .checked_mul(1 << shift)
         .ok_or_else(|| format!("'{text}' is more than 64 bits of bytes"))
 }
@@ -142,7 +143,7 @@ mod tests {
 
     #[test]
     fn invalid_sizes_are_refused() {
-        for text in ["", "G", "-1", "1.5G", "12Q", "99999999P", "1 G"] {
+        for text in ["", "G", "-1", "1.5G", "12Q", "99999999P", "1 G", "+1G"] {
             assert!(parse_size(text).is_err(), "{text}");
         }
     }

@@ -97,7 +97,8 @@ pub struct DetachArgs {
 pub struct ResizeArgs {
     /// Name of the disk
     name: String,
-    /// New size, as in 40G, at least the current one; default: the size of the file or device
+    /// New size, as in 40G, at least the current one, or by how much it grows, as in +1G; default: the size of the file or
+    /// device
     size: Option<String>,
     #[command(flatten)]
     connection: Connection,
@@ -387,7 +388,19 @@ pub fn resize(args: &ResizeArgs) -> CommandResult {
     let size = match &args.size {
         None => None,
         Some(text) => {
-            Some(parse_size(text).map_err(|e| CommandLineError::Value("size".into(), e))?)
+            let (is_growth, text) = match text.strip_prefix('+') {
+                Some(growth) => (true, growth),
+                None => (false, text.as_str()),
+            };
+            let problem = |e| CommandLineError::Value("size".into(), e);
+            let size = parse_size(text).map_err(problem)?;
+            if is_growth {
+                let too_large = || problem("is too large".into());
+                let now = size_now(&mut client, &args.name)?;
+                Some(now.checked_add(size).ok_or_else(too_large)?)
+            } else {
+                Some(size)
+            }
         }
     };
     let arguments = match size {
@@ -401,6 +414,20 @@ pub fn resize(args: &ResizeArgs) -> CommandResult {
     Ok(())
 }
 
+/// The size of a disk in bytes.
+fn size_now(client: &mut Client, name: &str) -> Result<u64, CommandLineError> {
+    let all = answer(client)?;
+    let disks = all["disks"].as_array().map_or(&[][..], Vec::as_slice);
+    let its = |disk: &&Value| disk["name"] == name || disk["export"] == name;
+    let size = disks
+        .iter()
+        .find(its)
+        .and_then(|disk| disk["size"].as_u64());
+    size.ok_or_else(|| {
+        CommandLineError::Refused(format!("no disk '{name}'; 'ringdisk list' shows all"))
+    })
+}
+
 pub fn throttle(args: &ThrottleArgs) -> CommandResult {
     let (mut given, mut group) = (Vec::new(), None);
     for pair in &args.limits {
@@ -408,13 +435,17 @@ pub fn throttle(args: &ThrottleArgs) -> CommandResult {
             return Err(CommandLineError::Limit(pair.clone()));
         };
         match limits::key(key) {
-            _ if key == "group" => group = Some(value),
-            Some(known) => {
+            _ if key == "group" && group.is_none() => group = Some(value),
+            Some(known) if given.iter().all(|(other, _)| *other != known) => {
                 let value = limits::parse(known, value);
                 let problem = |e| CommandLineError::Value(key.into(), e);
                 given.push((known, value.map_err(problem)?));
             }
-            None => {
+            known if known.is_some() || key == "group" => {
+                let problem = "is given twice; which of the values is meant?".into();
+                return Err(CommandLineError::Value(key.into(), problem));
+            }
+            _ => {
                 let all: Vec<_> = limits::keys().collect();
                 let problem = format!("is no limit; there are group, {}", all.join(", "));
                 return Err(CommandLineError::Value(key.into(), problem));

@@ -18,6 +18,7 @@ mod sandbox_mode;
 mod values;
 
 use std::collections::HashSet;
+use std::fmt::Display;
 use std::fs;
 use std::io::{self, Read};
 use std::net::SocketAddr;
@@ -32,7 +33,7 @@ use toml::de::DeTable;
 pub use file_keys::{POLL_CPU, POLL_MAX_US_MAX, THREADS_MAX, address};
 pub use sandbox_mode::SandboxMode;
 
-use self::conflicts::check_conflicts;
+use self::conflicts::CheckedDisks;
 use self::cpus::Cpus;
 use self::disk_keys::QUEUES_MAX;
 use self::file_keys::{EXPORT_KEYS, GROUP_NAME, MAPPING, NewThread, THREAD_KEYS, TOP_KEYS, named};
@@ -129,9 +130,23 @@ impl Config {
         }
         Self::parse(&text).map_err(|Mistake { at, problem }| ConfigError::Line {
             file: path.into(),
-            line: 1 + text[..at.min(text.len())].matches('\n').count(),
+            line: line_at(&text, at),
             problem,
         })
+    }
+
+    /// A mistake in the value of a key at the top of a file that was read before, which shows only when it is used.
+    pub fn mistake(path: &Path, key: &str, problem: impl Display) -> ConfigError {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let table = DeTable::parse(&text);
+        let mut entries = table.iter().flat_map(|table| entries(table.get_ref()));
+        let at = entries.find(|entry| entry.key == key);
+        let at = at.map_or(0, |entry| entry.key_span.start);
+        ConfigError::Line {
+            file: path.into(),
+            line: line_at(&text, at),
+            problem: format!("{key}: {problem}"),
+        }
     }
 
     fn parse(text: &str) -> Result<Self, Mistake> {
@@ -163,16 +178,18 @@ impl Config {
         }
         unique("[[iothread]]", &config.threads, &threads)?;
         unique("[[throttle-group]]", &config.groups, &groups)?;
+        let mut checked = CheckedDisks::default();
         for table in &disks {
-            config.add_disk(table)?;
+            config.add_disk(table, &mut checked)?;
         }
+        let mut names = HashSet::new();
         for table in &exports {
-            config.add_export(table)?;
+            config.add_export(table, &checked, &mut names)?;
         }
         Ok(config)
     }
 
-    fn add_disk(&mut self, table: &Table<'_>) -> Result<(), Mistake> {
+    fn add_disk(&mut self, table: &Table<'_>, checked: &mut CheckedDisks) -> Result<(), Mistake> {
         let disk = disk(table)?;
         let mut groups = self.groups.iter().map(|(name, _)| name);
         if let Some(wanted) = &disk.throttle_group
@@ -186,30 +203,42 @@ impl Config {
             let span = table.span_of(&["iothreads", MAPPING.name]);
             return Err(Mistake::new(span, problem));
         }
+        let added = checked.add(&disk);
         self.disks.push(disk);
-        check_conflicts(&self.disks).map_err(|e| Mistake::new(table.span(), e.to_string()))
+        added.map_err(|e| Mistake::new(table.span(), e.to_string()))
     }
 }
 
 impl Config {
-    fn add_export(&mut self, table: &Table<'_>) -> Result<(), Mistake> {
+    /// `names` are those of the exports before.
+    fn add_export(
+        &mut self,
+        table: &Table<'_>,
+        disks: &CheckedDisks,
+        names: &mut HashSet<String>,
+    ) -> Result<(), Mistake> {
         let fail = |keys: &[&str], problem: String| Err(Mistake::new(table.span_of(keys), problem));
         let export = export(table)?;
         if self.nbd.is_none() {
             let problem = "an [[export]] needs nbd = ADDRESS at the top of the file".to_owned();
             return fail(&[], problem);
         }
-        if !self.disks.iter().any(|disk| disk.name == export.node) {
+        if !disks.has(&export.node) {
             let problem = format!("there is no [[disk]] with name = \"{}\"", export.node);
             return fail(&["disk"], problem);
         }
-        if self.exports.iter().any(|other| other.name == export.name) {
+        if !names.insert(export.name.clone()) {
             let problem = format!("there are two [[export]] named '{}'", export.name);
             return fail(&["name", "disk"], problem);
         }
         self.exports.push(export);
         Ok(())
     }
+}
+
+/// The number of a line, from 1, by a place in it.
+fn line_at(text: &str, at: usize) -> usize {
+    1 + text[..at.min(text.len())].matches('\n').count()
 }
 
 fn known_at_top() -> String {
@@ -231,7 +260,10 @@ impl Config {
             }
         };
         config.disks.iter().for_each(DiskSpec::assert_sound);
-        assert!(check_conflicts(&config.disks).is_ok(), "{config:?}");
+        assert!(
+            conflicts::check_conflicts(&config.disks).is_ok(),
+            "{config:?}"
+        );
         for disk in &config.disks {
             let group = disk.throttle_group.as_ref();
             let known = |name| config.groups.iter().any(|(group, _)| group == name);

@@ -148,7 +148,10 @@ pub enum ServeError {
 impl ServeError {
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Spec(_) | Self::Config(ConfigError::Line { .. }) | Self::Conflict(_) => 2,
+            Self::Spec(_)
+            | Self::Config(ConfigError::Line { .. })
+            | Self::Conflict(_)
+            | Self::Sandbox(SandboxError::User(_) | SandboxError::Directory(..)) => 2,
             _ => 1,
         }
     }

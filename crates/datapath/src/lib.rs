@@ -28,7 +28,7 @@ pub use command::QueueId;
 pub use control::cut::{CutDisk, Held, cut, end_cut};
 pub use control::hold::hold;
 pub use control::replace::Replacement;
-pub use disk::fleece::{Fleece, FleeceError, FleeceLimits, FleeceUse, GRANULE};
+pub use disk::fleece::{FLEECE_MEMORY_MIN, Fleece, FleeceError, FleeceLimits, FleeceUse, GRANULE};
 pub use disk::source::Storage;
 pub use disk::{AllocatedExtent, AllocationCache, Disk, HANG, Measuring, Options};
 pub use polling::Polling;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use block::{format_size, parse_size};
 use control::{Client, ClientError, CommandError};
+use datapath::FLEECE_MEMORY_MIN;
 use serde_json::{Value, json};
 
 use super::backup_copy::{self, CopyArgs};
@@ -42,7 +43,7 @@ pub struct BackupArgs {
 /// How a backup begins.
 #[derive(clap::Args)]
 pub struct Opening {
-    /// Limit of old data of each disk in memory, as in 256M; at least 4M are used
+    /// Limit of old data of each disk in memory, as in 256M; at least 4M
     #[arg(long, value_name = "SIZE")]
     memory: Option<String>,
     /// Limit of bytes per second, of all clients of a disk together, as in 100M
@@ -284,6 +285,10 @@ pub fn open(
     };
     let mut arguments = json!({ "target-id": id, "devices": devices });
     if let Some(memory) = size("memory", &opening.memory)? {
+        if memory < FLEECE_MEMORY_MIN {
+            let problem = format!("is less than {}", format_size(FLEECE_MEMORY_MIN));
+            return Err(CommandLineError::Value("memory".into(), problem));
+        }
         arguments["x-ringdisk-memory"] = memory.into();
     }
     let bps = size("bps", &opening.bps)?;

@@ -1,6 +1,6 @@
 //! Conflicts between disks that one process is to serve.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use thiserror::Error;
@@ -21,16 +21,37 @@ pub enum ConflictError {
 /// # Errors
 /// Two of them have the same name or the same socket.
 pub fn check_conflicts(specs: &[DiskSpec]) -> Result<(), ConflictError> {
-    let mut sockets: BTreeMap<PathBuf, &str> = BTreeMap::new();
-    for (i, spec) in specs.iter().enumerate() {
-        if specs[..i].iter().any(|other| other.name == spec.name) {
-            return Err(ConflictError::SameName(spec.name.clone()));
+    let mut checked = CheckedDisks::default();
+    specs.iter().try_for_each(|spec| checked.add(spec))
+}
+
+/// Disks that do not conflict with each other.
+#[derive(Default)]
+pub struct CheckedDisks {
+    names: BTreeSet<String>,
+    /// The names of the disks by their sockets.
+    sockets: BTreeMap<PathBuf, String>,
+}
+
+impl CheckedDisks {
+    /// Adds a disk.
+    ///
+    /// # Errors
+    /// Another one has the same name or the same socket.
+    pub fn add(&mut self, spec: &DiskSpec) -> Result<(), ConflictError> {
+        let name = spec.name.clone();
+        if !self.names.insert(name.clone()) {
+            return Err(ConflictError::SameName(name));
         }
         let path = sockets::path(spec);
-        if let Some(other) = sockets.insert(path.clone(), &spec.name) {
-            let (other, name) = (other.to_owned(), spec.name.clone());
-            return Err(ConflictError::SameSocket(other, name, path));
+        match self.sockets.insert(path.clone(), name.clone()) {
+            Some(other) => Err(ConflictError::SameSocket(other, name, path)),
+            None => Ok(()),
         }
     }
-    Ok(())
+
+    /// Whether there is a disk with this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.names.contains(name)
+    }
 }

@@ -207,8 +207,15 @@ impl Settings {
         polling.cpu = args.poll_cpu.unwrap_or(polling.cpu);
         let control = args.control.clone().or(config.control.clone());
         let state = args.state.clone().or(config.state.clone());
-        let user = args.user.as_deref().or(config.user.as_deref());
-        let user = user.map(UserAccount::find).transpose();
+        let user = match (&args.user, &config.user, &args.config) {
+            (None, Some(name), Some(file)) => UserAccount::find(name)
+                .map(Some)
+                .map_err(|e| Config::mistake(file, "user", e))?,
+            (name, ..) => {
+                let found = name.as_deref().map(UserAccount::find).transpose();
+                found.map_err(SandboxError::User)?
+            }
+        };
         let nbd = args.nbd.clone().or(config.nbd.clone());
         let tls = args.nbd_tls.clone().or(config.nbd_tls.clone());
         if tls.is_some() && nbd.is_none() {
@@ -238,7 +245,7 @@ impl Settings {
             backing: backing.to_vec(),
             fleece: args.fleece.clone().or(config.fleece.clone()),
             state: state.or_else(state_directory),
-            user: user.map_err(SandboxError::User)?,
+            user,
         })
     }
 
@@ -262,6 +269,12 @@ impl Settings {
         disks: &[DiskSpec],
         persistent: &[PathBuf],
     ) -> Result<Arc<Sandbox>, ServeError> {
+        for directory in &config.allow {
+            if let (Err(e), Some(file)) = (std::fs::read_dir(directory), &args.config) {
+                let problem = format!("{}: {e}; name an existing directory", directory.display());
+                return Err(Config::mistake(file, "allow-dir", problem).into());
+            }
+        }
         let options = SandboxOptions {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),

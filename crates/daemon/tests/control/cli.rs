@@ -51,6 +51,7 @@ fn text_output() {
     );
     expect(&["resize", "vm1", "24M"], &["disk vm1 has 24M now"]);
     expect(&["resize", "vm1"], &["disk vm1 has 24M now"]);
+    expect(&["resize", "vm1", "+1M"], &["disk vm1 has 25M now"]);
     expect(
         &[
             "throttle",
@@ -191,6 +192,24 @@ fn errors_name_the_next_step() {
         (&["resize", "vm1", "big"], 2, &["size", "big"]),
         (&["resize", "nobody"], 1, &["nobody", "ringdisk list"]),
         (&["throttle", "vm1", "iops"], 2, &["iops", "key=value"]),
+        (
+            &["throttle", "vm1", "bps-wr=1M", "iops=5", "bps_wr=2M"],
+            2,
+            &["bps_wr", "twice"],
+        ),
+        (
+            &["throttle", "vm1", "group=a", "group=b"],
+            2,
+            &["group", "twice"],
+        ),
+        (&["resize", "vm1", "+"], 2, &["is no size"]),
+        (&["resize", "vm1", "++1G"], 2, &["is no size"]),
+        (&["resize", "nobody", "+1G"], 1, &["no disk 'nobody'"]),
+        (
+            &["backup", "begin", "vm1", "--memory", "1M"],
+            2,
+            &["memory", "4M"],
+        ),
         (
             &["throttle", "vm1", "speed=1"],
             2,

@@ -218,6 +218,36 @@ fn invalid_options_are_usage_errors() {
     assert_fails(ringdisk(), 2, &[]);
 }
 
+/// A service manager does not start the program again, and the message says where to look.
+#[test]
+fn mistakes_in_user_and_allow_dir_are_usage_errors() {
+    let disk = Disk::new();
+    let good = disk.argument("");
+    let missing = disk.file.with_extension("missing");
+    let missing = missing.to_str().unwrap();
+    assert_refused(
+        &["--user", "no such user", &good],
+        2,
+        &["--user", "no such user"],
+    );
+    assert_refused(
+        &["--allow-dir", missing, &good],
+        2,
+        &["--allow-dir", missing],
+    );
+    let file = disk.file.with_extension("toml");
+    let config = ["--config", file.to_str().unwrap()];
+    for (key, value) in [("user", "no such user"), ("allow-dir", missing)] {
+        let text = format!(
+            "iothreads = 1\n{key} = '{value}'\n[[disk]]\nfile = '{}'\nsocket = '{}'\n",
+            disk.file.display(),
+            disk.socket.display()
+        );
+        fs::write(&file, text).unwrap();
+        assert_refused(&config, 2, &[config[1], "line 2", key, value]);
+    }
+}
+
 /// Clients of an address that a command names later would not need certificates.
 #[test]
 fn certificates_without_an_address_are_refused() {

@@ -35,6 +35,9 @@ use store::{Location, Room, Store};
 
 /// The unit in which old data is copied, in bytes.
 pub const GRANULE: u64 = 4096;
+
+/// The least limit of a fleece's memory, in bytes: four chunks of the store.
+pub const FLEECE_MEMORY_MIN: u64 = 4 << 20;
 const GRANULE_BITS: u32 = GRANULE.ilog2();
 
 /// Most granules that are copied at once.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
-use super::{FleeceLimits, GRANULE};
+use super::{FLEECE_MEMORY_MIN, FleeceLimits, GRANULE};
 
 /// Granules of a chunk.
 const CHUNK: usize = 256;
@@ -113,7 +113,7 @@ impl Store {
         let granules = usize::try_from(limits.memory / GRANULE).unwrap_or(usize::MAX);
         Self {
             // One chunk is being filled while another one goes to the file.
-            memory_max: granules.max(4 * CHUNK),
+            memory_max: granules.max((FLEECE_MEMORY_MIN / GRANULE) as usize),
             file,
             state: Mutex::default(),
             work: Condvar::new(),
