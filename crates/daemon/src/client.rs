@@ -268,7 +268,14 @@ pub type CommandResult = Result<(), CommandLineError>;
 
 impl Connection {
     pub fn open(&self) -> Result<Client, CommandLineError> {
-        Ok(Client::connect(self.path(), TIMEOUT)?)
+        let path = self.path();
+        let connected = Client::connect(&path, TIMEOUT);
+        if let (None, Err(ClientError::NoSocket(_))) = (&self.control, &connected)
+            && control_socket::is_service_elsewhere(&path)
+        {
+            return Err(ClientError::Denied(control_socket::of_service()).into());
+        }
+        Ok(connected?)
     }
 
     /// The control socket.
@@ -414,15 +421,18 @@ pub fn resize(args: &ResizeArgs) -> CommandResult {
     Ok(())
 }
 
+/// A disk as it is now, if there is one with this name.
+fn disk_now(client: &mut Client, name: &str) -> Result<Option<Value>, CommandLineError> {
+    let mut all = answer(client)?;
+    let disks = all["disks"].as_array_mut().map(std::mem::take);
+    let its = |disk: &Value| disk["name"] == name || disk["export"] == name;
+    Ok(disks.unwrap_or_default().into_iter().find(its))
+}
+
 /// The size of a disk in bytes.
 fn size_now(client: &mut Client, name: &str) -> Result<u64, CommandLineError> {
-    let all = answer(client)?;
-    let disks = all["disks"].as_array().map_or(&[][..], Vec::as_slice);
-    let its = |disk: &&Value| disk["name"] == name || disk["export"] == name;
-    let size = disks
-        .iter()
-        .find(its)
-        .and_then(|disk| disk["size"].as_u64());
+    let disk = disk_now(client, name)?;
+    let size = disk.and_then(|disk| disk["size"].as_u64());
     size.ok_or_else(|| {
         CommandLineError::Refused(format!("no disk '{name}'; 'ringdisk list' shows all"))
     })
@@ -496,15 +506,21 @@ pub fn replace(args: &ReplaceArgs) -> CommandResult {
 
 pub fn resume(args: &ResumeArgs) -> CommandResult {
     let arguments = json!({ "id": args.name, "report": args.report });
-    let done = if args.report {
+    let mut client = args.connection.open()?;
+    let reply = client.call("x-ringdisk-resume", arguments)?;
+    let mut done = if args.report {
         format!(
-            "disk {}: the VM gets errors for the requests that waited",
+            "disk {}: the VM gets errors for the requests that storage had failed to serve",
             args.name
         )
     } else {
         format!("disk {}: retrying the requests that waited", args.name)
     };
-    args.connection.order("x-ringdisk-resume", arguments, &done)
+    if disk_now(&mut client, &args.name)?.is_some_and(|disk| disk["storage"] == "hangs") {
+        done += "; its storage hangs, and requests that it has not answered wait until it does";
+    }
+    args.connection.say(&reply, &done);
+    Ok(())
 }
 
 pub fn reload(args: &ReloadArgs) -> CommandResult {
@@ -512,9 +528,11 @@ pub fn reload(args: &ReloadArgs) -> CommandResult {
     let reply = client.call("x-ringdisk-reload", json!({}))?;
     let sentences = ["left-out", "unreachable"].map(|key| reply[key].as_array());
     let sentences = sentences.into_iter().flatten().flatten();
-    let done = "the configuration was reloaded and is in effect";
     let sentences = sentences.filter_map(Value::as_str).map(escaped);
-    let lines: Vec<_> = [done.to_owned()].into_iter().chain(sentences).collect();
+    let mut lines: Vec<_> = sentences.collect();
+    let done = "the configuration was reloaded and is in effect";
+    let except = if lines.is_empty() { "" } else { ", except for:" };
+    lines.insert(0, format!("{done}{except}"));
     args.connection.say(&reply, &lines.join("\n"));
     Ok(())
 }

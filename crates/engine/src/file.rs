@@ -82,13 +82,11 @@ pub enum Locking {
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// The file does not exist.
-    #[error("{0}: no such file; check the path, and that its file system is mounted. To create a new, empty \
-        disk, run 'qemu-img create -f {format} {0} 10G'",
-        format = if .0.ends_with(".qcow2") { "qcow2" } else { "raw" })]
+    #[error("{0}: no such file; check the path, and that its file system is mounted. Only if this is to be a \
+        new, empty disk, create the file first ('qemu-img create')")]
     Missing(String),
     /// ringdisk has no permission to open it.
-    #[error("{path}: permission denied{}; let this user read{} it, or run ringdisk as a user who can",
-        if *.write { " for writing" } else { "" }, if *.write { " and write" } else { "" })]
+    #[error("{path}: permission denied{}; {}", if *.write { " for writing" } else { "" }, denied(*.write))]
     Permission {
         path: String,
         /// Whether it was opened for writing.
@@ -442,6 +440,20 @@ fn wait_for_release(name: &str, pause: u32) {
         info!("{name}: is in use; waiting up to {all:?} for its release");
     }
     thread::sleep(PAUSE);
+}
+
+/// What to do about a file to which access is denied.
+fn denied(write: bool) -> String {
+    let access = if write { "read and write" } else { "read" };
+    if rustix::process::geteuid().is_root() {
+        format!(
+            "ringdisk runs as root: either the server of a network file system refuses root, or the sandbox does, \
+             because a directory was mounted or replaced after ringdisk had started; then restart ringdisk. \
+             Otherwise let root {access} it"
+        )
+    } else {
+        format!("let this user {access} it, or run ringdisk as a user who can")
+    }
 }
 
 fn open_failed(name: &str, e: io::Error, cache: CacheMode, read_only: bool) -> OpenError {

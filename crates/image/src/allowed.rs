@@ -54,7 +54,7 @@ pub enum AllowedError {
     Outside { name: String, allowed: String },
     /// The file is a symbolic link that leads out of the allowed directories.
     #[error(
-        "it names '{name}', a symbolic link to '{target}', which is in none of the directories that its images may be in \
+        "it names '{name}', which leads to '{target}', and that is in none of the directories that its images may be in \
         ({allowed}); --allow-backing DIR allows another one, if you trust the creator of the image"
     )]
     Link {

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -171,6 +171,17 @@ fn make_again(socket: &mut Socket, server: &Server) -> io::Result<()> {
         socket.renew(new);
     }
     Ok(())
+}
+
+/// The control socket of a ringdisk that root runs, such as the service.
+pub fn of_service() -> PathBuf {
+    PathBuf::from("/run/ringdisk/control.qmp")
+}
+
+/// Whether the service seems to run, with a socket other than this one, which is not there.
+pub fn is_service_elsewhere(path: &Path) -> bool {
+    let service = of_service();
+    path != service && service.parent().is_some_and(Path::exists)
 }
 
 /// The default path of the control socket. No disk's socket has this name, since those end in `.sock`.

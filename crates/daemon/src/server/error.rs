@@ -84,7 +84,7 @@ pub enum ServerError {
     ReadOnly(String),
     #[error("there are already {0}, which is the limit")]
     TooMany(String),
-    #[error("there is no throttle group '{0}'; object-add or [[throttle-group]] creates one")]
+    #[error("there is no throttle group '{0}'; [[throttle-group]] in the configuration, or the QMP command object-add, creates one")]
     NoGroup(String),
     #[error("there is already a throttle group '{0}'")]
     SameGroup(String),
@@ -270,11 +270,11 @@ pub enum ExportError {
 /// Why the NBD server does not do what was asked.
 #[derive(Debug, Error)]
 pub enum NbdError {
-    #[error("the NBD server listens at {0} already; nbd-server-stop ends it")]
+    #[error("the NBD server listens at {0} already; the QMP command nbd-server-stop ends it")]
     Running(NbdAddress),
     #[error(
-        "NBD server not running; 'ringdisk export --listen ADDRESS' and nbd-server-start start it, and 'ringdisk serve --nbd \
-        ADDRESS' at the start"
+        "NBD server not running; 'ringdisk export --listen ADDRESS' and the QMP command nbd-server-start start it, and \
+        'ringdisk serve --nbd ADDRESS' at the start"
     )]
     NotRunning,
     #[error("the NBD server cannot listen at {0}: {cause}", cause = block::explain(.1, "name an address of this machine and a free port"))]
@@ -293,11 +293,11 @@ pub enum NbdError {
     IdOfDisk(String),
     #[error(transparent)]
     Tls(#[from] TlsError),
-    #[error("there is no tls-creds-x509 '{0}'; object-add adds it")]
+    #[error("there is no tls-creds-x509 '{0}'; the QMP command object-add adds it")]
     NoTls(String),
     #[error("there is a tls-creds-x509 '{0}' already; choose another id")]
     SameTls(String),
-    #[error("the NBD server uses '{0}'; nbd-server-stop ends that")]
+    #[error("the NBD server uses '{0}'; the QMP command nbd-server-stop ends that")]
     TlsInUse(String),
     #[error("there is an NBD export named '{0}' already; choose another name")]
     SameName(String),

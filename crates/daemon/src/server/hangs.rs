@@ -44,6 +44,16 @@ impl Server {
             warn!("storage that hangs will not be noticed: no thread available: {e}");
         }
     }
+
+    /// The disks whose storage hangs now.
+    pub fn hung_disks(&self) -> Vec<String> {
+        let mut hung = Vec::new();
+        self.each_disk(|look| {
+            let export = look.export.filter(|export| export.device.hangs_for().is_some());
+            hung.extend(export.map(|export| export.id.clone()));
+        });
+        hung
+    }
 }
 
 fn watch(server: &Weak<Server>) {

@@ -72,7 +72,7 @@ impl NamedThread {
 pub enum IoThreadError {
     #[error(
         "there is no I/O thread '{0}'; there are {1} (--iothreads, [[iothread]] in the configuration, \
-        or object-add make more)"
+        or the QMP command object-add make more)"
     )]
     Unknown(String, String),
     #[error("there is an I/O thread '{0}' already; choose another id")]

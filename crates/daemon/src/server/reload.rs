@@ -79,13 +79,14 @@ impl Reloader {
         let prepared = change.prepare(server)?;
         let ended = change.what_ends(server);
         let failed = change.carry_out(server, prepared);
-        change.tell_what_needs_a_restart(&old, &new);
+        let after_restart = change.what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: reloaded: {}", change.summary());
         let in_force = failed.in_force(&new);
         let reasons = failed.reasons;
         let mut left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
         left_out.extend(ended);
+        left_out.extend(after_restart);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
         // At once: the operator may have repaired the reason.
         server.retry_once();
@@ -400,16 +401,18 @@ impl<'a> Change<'a> {
         self.removed.iter().filter_map(sentence).collect()
     }
 
-    fn tell_what_needs_a_restart(&self, old: &Config, new: &Config) {
+    /// A sentence for each key whose change is not in effect.
+    fn what_needs_a_restart(&self, old: &Config, new: &Config) -> Vec<String> {
         let changed_thread = new.threads.iter().any(|(id, spec)| {
             let before = old.threads.iter().find(|(other, _)| other == id);
             before.is_some_and(|(_, before)| before != spec)
         });
         let changed = TOP_KEYS.iter().filter(|top| (top.differs)(old, new));
         let changed = changed.map(|top| top.key.name);
-        for key in changed.chain(changed_thread.then_some("an [[iothread]]")) {
-            warn!("{key} has changed, which takes effect when ringdisk is restarted");
-        }
+        let changed = changed.chain(changed_thread.then_some("an [[iothread]]"));
+        let sentence =
+            |key| format!("{key} has changed, which takes effect when ringdisk is restarted");
+        changed.map(sentence).collect()
     }
 
     fn summary(&self) -> String {

@@ -24,9 +24,16 @@ impl Server {
         let overrides = &overrides.clone().with_marked_queues(&configured.disks);
         let disks = overrides.apply(&configured.disks);
         for name in &disks.outdated {
-            info!(
-                "disk {name}: is served as it is configured now, not as it was changed at run time before"
-            );
+            if configured.disks.iter().any(|disk| disk.name == *name) {
+                info!(
+                    "disk {name}: is served as it is configured now, not as it was changed at run time before"
+                );
+            } else {
+                warn!(
+                    "disk {name}: is not served: it was changed at run time, and is not configured any more; 'ringdisk attach' \
+                     serves it"
+                );
+            }
         }
         let detached = |disk: &&DiskSpec| overrides.is_detached(&disk.name);
         for DiskSpec { name, file, .. } in disks.disks.iter().filter(detached) {

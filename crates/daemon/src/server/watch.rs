@@ -1,6 +1,6 @@
 //! Views of disks for queries, and how long their latencies are measured.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -103,13 +103,18 @@ impl Server {
             return;
         }
         // A node that hangs keeps this thread; the next refresh skips it.
+        let asked = Arc::new(Mutex::new(String::new()));
+        let asking = asked.clone();
         let ask = move || {
-            let nodes = nodes.iter().filter_map(Weak::upgrade);
-            nodes.for_each(|node| node.refresh_sizes());
+            for node in nodes.iter().filter_map(Weak::upgrade) {
+                node.name().clone_into(&mut asking.lock().unwrap_or_else(PoisonError::into_inner));
+                node.refresh_sizes();
+            }
             Ok(())
         };
         if with_deadline("all", Instant::now() + ANSWER_TIMEOUT, ask).is_err() {
-            warn!("storage does not answer; sizes of files may be out of date");
+            let name = asked.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            warn!("disk {name}: its storage does not answer; the sizes of its and other files may be out of date");
         }
     }
 

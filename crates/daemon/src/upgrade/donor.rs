@@ -130,8 +130,12 @@ pub fn upgrade(server: &Server, (socket, refused): Client, program: Option<&str>
             process::exit(0);
         }
         Err(e) => {
-            error!("upgrade: {e}; this process continues to serve");
-            outcome.error = Some(e.to_string());
+            let mut problem = e.to_string();
+            for name in server.hung_disks() {
+                problem += &format!("; the storage of disk {name} hangs");
+            }
+            error!("upgrade: {problem}; this process continues to serve");
+            outcome.error = Some(problem);
             let _ = client.send(&outcome, &[], deadline);
         }
     }
