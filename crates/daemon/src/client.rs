@@ -531,7 +531,11 @@ pub fn reload(args: &ReloadArgs) -> CommandResult {
     let sentences = sentences.filter_map(Value::as_str).map(escaped);
     let mut lines: Vec<_> = sentences.collect();
     let done = "the configuration was reloaded and is in effect";
-    let except = if lines.is_empty() { "" } else { ", except for:" };
+    let except = if lines.is_empty() {
+        ""
+    } else {
+        ", except for:"
+    };
     lines.insert(0, format!("{done}{except}"));
     args.connection.say(&reply, &lines.join("\n"));
     Ok(())

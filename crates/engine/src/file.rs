@@ -82,8 +82,10 @@ pub enum Locking {
 #[derive(Debug, Error)]
 pub enum OpenError {
     /// The file does not exist.
-    #[error("{0}: no such file; check the path, and that its file system is mounted. Only if this is to be a \
-        new, empty disk, create the file first ('qemu-img create')")]
+    #[error(
+        "{0}: no such file; check the path, and that its file system is mounted. Only if this is to be a \
+        new, empty disk, create the file first ('qemu-img create')"
+    )]
     Missing(String),
     /// ringdisk has no permission to open it.
     #[error("{path}: permission denied{}; {}", if *.write { " for writing" } else { "" }, denied(*.write))]

@@ -84,7 +84,9 @@ pub enum ServerError {
     ReadOnly(String),
     #[error("there are already {0}, which is the limit")]
     TooMany(String),
-    #[error("there is no throttle group '{0}'; [[throttle-group]] in the configuration, or the QMP command object-add, creates one")]
+    #[error(
+        "there is no throttle group '{0}'; [[throttle-group]] in the configuration, or the QMP command object-add, creates one"
+    )]
     NoGroup(String),
     #[error("there is already a throttle group '{0}'")]
     SameGroup(String),

@@ -49,7 +49,9 @@ impl Server {
     pub fn hung_disks(&self) -> Vec<String> {
         let mut hung = Vec::new();
         self.each_disk(|look| {
-            let export = look.export.filter(|export| export.device.hangs_for().is_some());
+            let export = look
+                .export
+                .filter(|export| export.device.hangs_for().is_some());
             hung.extend(export.map(|export| export.id.clone()));
         });
         hung

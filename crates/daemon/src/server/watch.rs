@@ -107,14 +107,17 @@ impl Server {
         let asking = asked.clone();
         let ask = move || {
             for node in nodes.iter().filter_map(Weak::upgrade) {
-                node.name().clone_into(&mut asking.lock().unwrap_or_else(PoisonError::into_inner));
+                node.name()
+                    .clone_into(&mut asking.lock().unwrap_or_else(PoisonError::into_inner));
                 node.refresh_sizes();
             }
             Ok(())
         };
         if with_deadline("all", Instant::now() + ANSWER_TIMEOUT, ask).is_err() {
             let name = asked.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            warn!("disk {name}: its storage does not answer; the sizes of its and other files may be out of date");
+            warn!(
+                "disk {name}: its storage does not answer; the sizes of its and other files may be out of date"
+            );
         }
     }
 
