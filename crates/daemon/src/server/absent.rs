@@ -1,7 +1,8 @@
 //! Disks that are to be served and cannot be: each is listed with the reason and tried again, while the others are served.
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::ErrorKind;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -267,6 +268,7 @@ impl Server {
         let name = &spec.name;
         // Without an inhibitor: storage that does not answer must not hold up an upgrade.
         let opened = self.open_new(spec.clone());
+        let is_denied = opened.is_err() && self.is_denied(spec);
         let inhibitor = self.handover.wait_and_inhibit();
         let is_wanted = {
             let state = self.state();
@@ -289,7 +291,6 @@ impl Server {
         match &served {
             Ok(_) => self.came_back(name),
             Err(e) => {
-                let is_denied = self.is_denied(spec, e);
                 if let Some(absent) = self.state().absent.get_mut(name) {
                     absent.is_denied = is_denied;
                 }
@@ -308,14 +309,29 @@ impl Server {
         Some(served)
     }
 
-    /// Whether the sandbox is the reason for an error. It does not keep this process from asking what its user may do.
-    fn is_denied(&self, spec: &DiskSpec, error: &ServerError) -> bool {
+    /// Whether a configured disk, whose failure was reported before, is there now and only the sandbox is in the way. The
+    /// sandbox does not keep this process from asking what its user may do.
+    fn is_denied(&self, spec: &DiskSpec) -> bool {
         let FileSpec::Path(path) = &spec.file else {
             return false;
         };
-        let denied = || File::open(path).is_err_and(|e| e.kind() == ErrorKind::PermissionDenied);
-        is_there(path, spec.read_only)
-            && (matches!(error, ServerError::OutsideSandbox(_)) || denied())
+        let is_candidate = {
+            let state = self.state();
+            let absent = state.absent.get(&spec.name);
+            let mut configured = state.configured.disks.iter();
+            absent.is_some_and(|absent| absent.is_known)
+                && configured.any(|disk| disk.name == spec.name && disk.file == spec.file)
+        };
+        let opened = || {
+            let mut options = OpenOptions::new();
+            // Not to wait for the other end of a FIFO.
+            options.read(true).custom_flags(libc::O_NONBLOCK);
+            options.open(path)
+        };
+        is_candidate
+            && is_there(path, spec.read_only)
+            && (self.sandbox.check_file(&spec.file).is_err()
+                || opened().is_err_and(|e| e.kind() == ErrorKind::PermissionDenied))
     }
 
     /// A disk is served, which may have been absent.

@@ -13,6 +13,7 @@ use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing}
 use tracing::{error, info, warn};
 
 use crate::config::spec::Lock;
+use crate::inherited::FileIdentity;
 use crate::node::{Node, RELEASED};
 use crate::server::clients::{Clients, END_TIMEOUT};
 use crate::server::error::ExportError;
@@ -42,6 +43,19 @@ pub struct ServedDisk {
 }
 
 const NEVER_READ: u64 = u64::MAX;
+
+/// What an upgrade carries of a served disk, in addition to its configuration and the session of its front-end.
+#[derive(Clone, Copy)]
+pub struct CarriedDisk {
+    /// The file of its disk, if it is in one that is locked.
+    pub file: Option<FileIdentity>,
+    /// Bytes of the disk, whose file may be shorter.
+    pub size: u64,
+    /// The guest's choice of a write cache, if it differs from the cache mode.
+    pub write_cache: Option<bool>,
+    /// The size that the front-end has read, in sectors.
+    pub capacity_read: Option<u64>,
+}
 
 impl ServedDisk {
     /// How long its storage has not answered, or something has blocked one of its I/O threads, if that is longer than
@@ -80,6 +94,33 @@ impl ServedDisk {
 
     pub fn queues(&self) -> u16 {
         self.threads.len() as u16
+    }
+
+    /// What an upgrade carries. A new field has to be named here: either it is carried, or there is a reason why not.
+    pub fn carried(&self, node: &Node) -> CarriedDisk {
+        let Self {
+            disk,
+            // Whether it is released is handed over for all nodes.
+            node: _,
+            // Configured, or remembered with the changes made at run time.
+            queue_size: _,
+            threads: _,
+            // They are disconnected, and connect again.
+            clients: _,
+            write_cache: _,
+            // Follows from the configuration.
+            write_cache_default: _,
+            chosen: _,
+            // Part of the session.
+            frontend: _,
+            capacity_read: _,
+        } = self;
+        CarriedDisk {
+            file: node.identity(),
+            size: disk.size(),
+            write_cache: self.chosen_write_cache(),
+            capacity_read: self.capacity_read(),
+        }
     }
 
     /// The node, which is neither acquired, released nor replaced while the guard exists.

@@ -17,11 +17,12 @@ use tracing::{error, info, warn};
 
 use crate::config::limits;
 use crate::config::nbd::{NbdExportSpec, TlsSpec};
-use crate::inherited::{FileIdentity, NbdService};
+use crate::inherited::NbdService;
 use crate::log;
 use crate::node::Node;
 use crate::sd_notify;
 use crate::server::Server;
+use crate::server::device::CarriedDisk;
 use crate::server::export::Paused;
 use crate::server::handover::{PendingPause, locked, socket_file};
 use crate::socket::BoundPath;
@@ -295,10 +296,7 @@ fn commit(channel: &Channel) -> io::Result<()> {
 
 struct PausedExport {
     socket: Arc<BoundPath>,
-    file: Option<FileIdentity>,
-    write_cache: Option<bool>,
-    capacity_read: Option<u64>,
-    size: u64,
+    carried: CarriedDisk,
     listener: OwnedFd,
     connection: Option<(OwnedFd, SavedSession)>,
     leave: Sender<()>,
@@ -331,11 +329,8 @@ fn wait_for_pause(pending: PendingPause, deadline: Instant) -> Result<PausedExpo
         Ok(Ok(paused)) if unfinished(&paused) => Err(failed(pending.id)),
         Ok(Ok(paused)) => Ok(PausedExport {
             socket: pending.socket,
-            file: pending.node.identity(),
-            // As the last front-end has set it.
-            write_cache: pending.device.chosen_write_cache(),
-            capacity_read: pending.device.capacity_read(),
-            size: pending.device.disk.size(),
+            // As the last front-end has left it.
+            carried: pending.device.carried(&pending.node),
             listener: paused.listener,
             connection: paused.connection,
             leave: paused.leave,
@@ -403,12 +398,18 @@ fn send(
             descriptors.extend(saved_descriptors);
             session
         });
+        let CarriedDisk {
+            file,
+            size,
+            write_cache,
+            capacity_read,
+        } = export.carried;
         handover.exports.push(HandoverExport {
             socket: export.socket.path().into(),
-            file: export.file,
-            write_cache: export.write_cache,
-            capacity_read: export.capacity_read,
-            size: Some(export.size),
+            file,
+            write_cache,
+            capacity_read,
+            size: Some(size),
             session,
         });
     }

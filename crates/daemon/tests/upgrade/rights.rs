@@ -82,7 +82,7 @@ fn only_what_the_operator_names_is_opened_as_root() {
     let control = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     served.end();
     let served = Served::start_in(control, &arguments, None);
-    let absent = served.first.wait_for_log(&["added", "cannot be added"]);
+    let absent = served.first.wait_for_log(&["added", "is not served"]);
     assert!(absent.contains("permission denied"), "{absent}");
     served.end();
 }
