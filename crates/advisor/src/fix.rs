@@ -9,8 +9,8 @@ pub use unknown::Question;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 
-use crate::check::{Hit, hits};
 use crate::facts::Facts;
+use crate::hits::{Hit, hits};
 use crate::input::{Input, ReadError, Surroundings};
 use crate::model::Vm;
 use crate::parsed::ParsedInput;

@@ -11,6 +11,7 @@ pub mod convert;
 mod defaults;
 pub mod facts;
 pub mod fix;
+mod hits;
 pub mod input;
 mod libvirt;
 pub mod measured;

@@ -15,8 +15,10 @@ use crate::version::Version;
 pub mod carried;
 pub mod cpus;
 mod properties;
+mod property;
 
-pub use properties::{Kind, PROPERTIES, Property};
+pub use properties::PROPERTIES;
+pub use property::{Kind, Property};
 
 /// The value of a property, without its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]

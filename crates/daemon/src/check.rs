@@ -11,7 +11,7 @@ use ::lab::measured;
 use advisor::check::{add_measured, check, check_host};
 use advisor::convert::{self, Direction};
 use advisor::facts::{self, Facts};
-use advisor::fix::{self, Change, Unfixed, Wanted};
+use advisor::fix::{self, Change, Fixed, Unfixed, Wanted};
 use advisor::input::{Input, Surroundings};
 use advisor::measured::{Added, Measured};
 use advisor::model::Table;
@@ -572,32 +572,8 @@ fn fix(
             let mut after = Vec::new();
             for input in inputs {
                 let fixed = fix::fix(input, rules, facts, wanted).map_err(|e| e.to_string())?;
-                for Change {
-                    rule,
-                    place,
-                    unknown,
-                    is_consequence,
-                } in &fixed.done
-                {
-                    if *is_consequence {
-                        messages.push(format!(
-                            "{place}: {rule} is fixed as well: another change makes it apply"
-                        ));
-                    }
-                    if let Some(unknown) = unknown {
-                        uncertain += 1;
-                        messages.push(format!("{place}: {rule}: unknown {}", unknown.text));
-                    }
-                }
-                for Unfixed {
-                    rule,
-                    place,
-                    reason,
-                } in fixed.left.iter().chain(&fixed.others)
-                {
-                    remain = true;
-                    messages.push(format!("{place}: {rule} is not fixed: {reason}"));
-                }
+                uncertain += describe_fix(&fixed, &mut messages);
+                remain |= !(fixed.left.is_empty() && fixed.others.is_empty());
                 after.push(fixed.input);
             }
             after
@@ -627,6 +603,32 @@ fn fix(
         eprintln!("ringdisk: {name}: changed");
     }
     Ok(result(!changed && !remain))
+}
+
+/// Describes what was fixed and what was not. Returns the number of changes that depend on unknown facts.
+fn describe_fix(fixed: &Fixed, messages: &mut Vec<String>) -> usize {
+    let mut uncertain = 0;
+    for change in &fixed.done {
+        let Change { rule, place, .. } = change;
+        if change.is_consequence {
+            messages.push(format!(
+                "{place}: {rule} is fixed as well: another change makes it apply"
+            ));
+        }
+        if let Some(unknown) = &change.unknown {
+            uncertain += 1;
+            messages.push(format!("{place}: {rule}: unknown {}", unknown.text));
+        }
+    }
+    for left in fixed.left.iter().chain(&fixed.others) {
+        let Unfixed {
+            rule,
+            place,
+            reason,
+        } = left;
+        messages.push(format!("{place}: {rule} is not fixed: {reason}"));
+    }
+    uncertain
 }
 
 /// Asks on the terminal whether to change the files. Without a terminal, refuses.

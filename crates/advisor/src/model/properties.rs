@@ -1,36 +1,6 @@
 //! The table of all properties. Conditions in [rules](crate::rules) are checked against it.
 
-use super::Data;
-
-/// The possible values of a property.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// One of these words; any word if the list is empty
-    Word(&'static [&'static str]),
-    /// Sizes are in bytes
-    Number,
-    Version,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub struct Property {
-    /// The prefix says what it belongs to: `disk.`, `vm.`, `host.`
-    pub name: &'static str,
-    pub kind: Kind,
-    pub about: &'static str,
-}
-
-impl Property {
-    pub fn allows(&self, data: &Data) -> bool {
-        match (self.kind, data) {
-            (_, Data::Unknown) => true,
-            (Kind::Word([]), Data::Word(_)) => true,
-            (Kind::Word(words), Data::Word(word)) => words.contains(&word.as_ref()),
-            (Kind::Number, Data::Number(_)) | (Kind::Version, Data::Version(_)) => true,
-            _ => false,
-        }
-    }
-}
+use super::property::{Kind, Property};
 
 pub fn property(name: &str) -> Option<&'static Property> {
     PROPERTIES.iter().find(|property| property.name == name)
@@ -150,21 +120,9 @@ pub const PROPERTIES: &[Property] = &[
         Kind::Number,
         "its least limit of bytes per second",
     ),
-    p(
-        "disk.ringdisk-socket",
-        YES_NO,
-        "whether its vhost-user socket is in a directory of ringdisk",
-    ),
-    p(
-        "disk.vhost-user-inapt",
-        ANY,
-        "attributes of its driver that libvirt refuses for a vhostuser disk",
-    ),
-    p(
-        "disk.discard-granularity",
-        Kind::Number,
-        "bytes that a discard must cover, as the guest is told",
-    ),
+    p("disk.ringdisk-socket", YES_NO, "whether ringdisk serves it"),
+    p("disk.vhost-user-inapt", ANY, "options libvirt refuses"),
+    p("disk.discard-granularity", Kind::Number, "unit of discards"),
     p("disk.encrypted", YES_NO, "whether QEMU encrypts it"),
     p("disk.copy-on-read", YES_NO, "whether reads fill the image"),
     p("disk.packed", YES_NO, "whether it has packed virtqueues"),
@@ -429,22 +387,10 @@ pub const PROPERTIES: &[Property] = &[
         Kind::Version,
         "version of the machine type; unversioned types are the newest",
     ),
-    p(
-        "vm.machine-numbered",
-        YES_NO,
-        "whether its machine type is one of QEMU's own with a version",
-    ),
-    p(
-        "vm.machine-removed",
-        YES_NO,
-        "whether this QEMU has removed its machine type",
-    ),
+    p("vm.machine-numbered", YES_NO, "whether QEMU versions it"),
+    p("vm.machine-removed", YES_NO, "whether QEMU deleted it"),
     p("vm.qemu", Kind::Version, "version of QEMU"),
-    p(
-        "vm.rhel",
-        YES_NO,
-        "whether QEMU is Red Hat's, by its machine type or path",
-    ),
+    p("vm.rhel", YES_NO, "whether QEMU is Red Hat's"),
     p(
         "vm.accel",
         Kind::Word(&["kvm", "tcg", "xen", "hvf", "other"]),
