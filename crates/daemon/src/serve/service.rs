@@ -56,14 +56,12 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     };
     let specs = [&command_line[..], &config.disks].concat();
     check_conflicts(&specs)?;
-    let hanging = report_hanging(&command_line, &config.disks);
+    let specs = without_hanging(&command_line, &config.disks);
     let settings = Settings::new(args, &config)?;
     let journals = Journals::new(settings.user.as_ref());
     let persistent = persistent_directories(&settings, &journals)?;
     let own_upgrade_socket = settings.open_upgrade_socket(args.take_over);
     // While this is the only thread.
-    let answers = |disk: &&DiskSpec| !hanging.contains(&disk.name);
-    let specs: Vec<_> = specs.iter().filter(answers).cloned().collect();
     let sandbox = settings.enter_sandbox(args, &config, &specs, &persistent)?;
     // Until here, a signal ends the process at once, also while it waits for storage.
     let (signals, stop) = handle_signals()?;
@@ -82,10 +80,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let upgrade_socket =
         own_upgrade_socket.or_else(|| UpgradeSocket::adopt(&inherited, &settings.control_path));
     if args.take_over && upgrade_socket.is_none() {
-        warn!(
-            "live upgrade disabled: no upgrade socket inherited at {}",
-            settings.control_path.display()
-        );
+        settings.warn_of_no_upgrade();
     }
     let allow_backing = AllowBacking::new(&settings.backing);
     rights.as_operator(|| allow_backing.warn_missing());
@@ -150,9 +145,9 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     service.stop(control, &reloads)
 }
 
-/// Reports disks whose storage does not answer. Returns the names of configured ones, whose paths the sandbox then leaves
-/// out; those of the command line are waited for.
-fn report_hanging(command_line: &[DiskSpec], configured: &[DiskSpec]) -> Vec<String> {
+/// Reports disks whose storage does not answer. Returns all disks without such configured ones, whose paths the sandbox then
+/// leaves out; those of the command line are waited for.
+fn without_hanging(command_line: &[DiskSpec], configured: &[DiskSpec]) -> Vec<DiskSpec> {
     let path = |disk: &DiskSpec| match &disk.file {
         FileSpec::Path(path) => Some(path.clone()),
         FileSpec::Rbd(_) | FileSpec::Null(_) => None,
@@ -168,8 +163,8 @@ fn report_hanging(command_line: &[DiskSpec], configured: &[DiskSpec]) -> Vec<Str
             "{level}ringdisk: disk {name}: {file}: its storage does not answer"
         );
     }
-    let configured = configured.iter().filter(is_hanging);
-    configured.map(|disk| disk.name.clone()).collect()
+    let configured = configured.iter().filter(|disk| !is_hanging(disk));
+    command_line.iter().chain(configured).cloned().collect()
 }
 
 /// Also returns a flag that SIGTERM and SIGINT set: disks that are being opened look at it.
@@ -260,6 +255,11 @@ impl Settings {
             None => Duration::ZERO,
         };
         UpgradeSocket::open(&self.control_path, patience)
+    }
+
+    fn warn_of_no_upgrade(&self) {
+        let path = self.control_path.display();
+        warn!("live upgrade disabled: no upgrade socket inherited at {path}");
     }
 
     fn enter_sandbox(
