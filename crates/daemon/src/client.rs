@@ -1,7 +1,6 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
 mod backup;
-mod backup_copy;
 mod bitmap;
 mod export;
 mod guest_agent;

@@ -1,5 +1,7 @@
 //! `ringdisk backup`: disks as they were at one moment.
 
+mod copy;
+
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,7 +11,6 @@ use control::{Client, ClientError, CommandError};
 use datapath::FLEECE_MEMORY_MIN;
 use serde_json::{Value, json};
 
-use super::backup_copy::{self, CopyArgs};
 use super::export::uri;
 use super::guest_agent::Frozen;
 use super::interrupt::Interrupt;
@@ -18,6 +19,7 @@ use crate::config::nbd::id_of;
 use crate::server::connection_info::quote;
 use crate::server::handover::HandoverInProgress;
 use crate::token::token;
+use copy::CopyArgs;
 
 /// The key of a backup's checkpoint in replies.
 pub const CHECKPOINT: &str = "x-ringdisk-checkpoint";
@@ -147,7 +149,7 @@ pub fn backup(args: &BackupArgs) -> CommandResult {
             let devices = devices(disks, mode, bitmap.as_deref(), since.as_deref());
             begin(connection, id, devices, opening)
         }
-        Action::Copy(args) => backup_copy::copy(args),
+        Action::Copy(args) => copy::copy(args),
         Action::End {
             id,
             failed,

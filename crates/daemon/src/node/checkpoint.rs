@@ -2,7 +2,7 @@
 //!
 //! A bitmap is found by its name only, and says nothing of the backup since which it has recorded. After an older state of a disk
 //! was put back, its bitmap is an older one, too, and lacks what a later backup has copied. So each backup that succeeds gives
-//! its bitmaps a random checkpoint, and tells the client. The next backup [is incremental](crate::server::backup) only if the bitmap
+//! its bitmaps a random checkpoint, and tells the client. The next backup is incremental only if the bitmap
 //! has the checkpoint that the client names.
 //!
 //! A bitmap has its checkpoint in the name of another one next to it, which records nothing and takes no space for bits. It is
@@ -10,7 +10,7 @@
 //! keep), in the state directory, or in memory. A copy of the image has the checkpoint that the image had.
 //!
 //! Whatever makes a bitmap lack changes since its checkpoint removes that, in the same
-//! [step](crate::server::bitmap_plan::Plan::apply).
+//! step.
 
 use std::fmt;
 use std::sync::Arc;

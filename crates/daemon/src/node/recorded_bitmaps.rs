@@ -53,7 +53,6 @@ use block::{CannotGrow, DirtyBitmap, DirtyBitmaps, NoteStore};
 use image::{BITMAP_BYTES_MAX, UnusableBitmap};
 use tracing::{error, info, warn};
 
-use super::checkpoint;
 use super::context::OpenContext;
 use crate::config::spec::{DiskSpec, Lock};
 use intent::{Checkpoints, Notes, Tag};
@@ -368,18 +367,6 @@ impl RecordedBitmaps {
             granularity,
             why: why.into(),
         });
-    }
-
-    fn warn_lost(&self, name: &str, why: &str) {
-        if checkpoint::bitmap_of(name).is_some() {
-            // Nothing relies on it without its bitmap.
-            return;
-        }
-        warn!(
-            "disk {}: bitmap '{name}' is not continued: {why}; an incremental backup that relies on it must be followed by a \
-             full one; 'ringdisk bitmap remove' deletes it",
-            self.disk
-        );
     }
 
     /// Makes `bitmaps` those of the next process too, without the unusable ones in `removed`, durably. No request is in

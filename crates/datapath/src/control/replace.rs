@@ -204,7 +204,7 @@ impl<E: Engine> Worker<E> {
         for pause in self.control.pauses.iter_mut().filter(is_same) {
             if let Some(reply) = pause.drained.take() {
                 let _ = reply.send(Err(io::Error::other(format!(
-                    "requests wait for its storage to work again; 'ringdisk resume {} --report' ends them",
+                    "requests wait for its storage to work again; when it does, 'ringdisk resume {}' retries them",
                     disk.name
                 ))));
             }

@@ -35,6 +35,7 @@ use super::RecordedBitmaps;
 use super::place::{self, Inner, Place};
 use super::record::{self, BitmapRecord, Record};
 use crate::config::spec::DiskSpec;
+use crate::node::checkpoint;
 use crate::node::context::OpenContext;
 
 /// Its data beyond is lost.
@@ -108,6 +109,18 @@ impl RecordedBitmaps {
             self.lose(inner, bitmap.name, granularity, why);
         }
         Ok(())
+    }
+
+    pub(super) fn warn_lost(&self, name: &str, why: &str) {
+        if checkpoint::bitmap_of(name).is_some() {
+            // Nothing relies on it without its bitmap.
+            return;
+        }
+        warn!(
+            "disk {}: bitmap '{name}' is not continued: {why}; an incremental backup that relies on it must be followed by a \
+             full one; 'ringdisk bitmap remove' deletes it",
+            self.disk
+        );
     }
 
     /// All bitmaps that an earlier process has stored were removed.

@@ -78,18 +78,12 @@ pub(super) fn prepared(
     let found = all.iter().find(|bitmap| bitmap.name() == name);
     let stored = node.unusable_bitmaps();
     let checkpoint = found.and_then(|_| Checkpoint::of(name, &all));
-    let why_full = match (found, since) {
+    let is_known = || stored.iter().any(|other| other.name == *name);
+    let why_full = match found {
         _ if *mode == BitmapMode::New => Some(WhyFull::Wanted),
-        (None, _) if stored.iter().any(|other| other.name == *name) => Some(WhyFull::Inconsistent),
-        (None, _) => Some(WhyFull::Missing),
-        (Some(bitmap), _) if bitmap.is_inconsistent() => Some(WhyFull::Inconsistent),
-        // It lacks changes.
-        (Some(bitmap), _) if !bitmap.is_recording() => Some(WhyFull::Disabled),
-        (Some(_), Some(_)) if checkpoint.is_none() => Some(WhyFull::NoCheckpoint),
-        (Some(_), Some(since)) if checkpoint.as_ref() != Some(since) => {
-            Some(WhyFull::OtherCheckpoint)
-        }
-        (Some(_), _) => None,
+        None if is_known() => Some(WhyFull::Inconsistent),
+        None => Some(WhyFull::Missing),
+        Some(found) => why_not(found, checkpoint.as_ref(), since.as_ref()),
     };
     if let (Some(WhyFull::NoCheckpoint | WhyFull::OtherCheckpoint), Some(since)) = (why_full, since)
     {
@@ -163,6 +157,22 @@ pub(super) fn prepared(
         mark,
     };
     Ok((Some(bitmap), Some(wanted)))
+}
+
+/// Why a bitmap cannot be used, if it cannot.
+fn why_not(
+    bitmap: &DirtyBitmap,
+    checkpoint: Option<&Checkpoint>,
+    since: Option<&Checkpoint>,
+) -> Option<WhyFull> {
+    match since {
+        _ if bitmap.is_inconsistent() => Some(WhyFull::Inconsistent),
+        // It lacks changes.
+        _ if !bitmap.is_recording() => Some(WhyFull::Disabled),
+        Some(_) if checkpoint.is_none() => Some(WhyFull::NoCheckpoint),
+        Some(_) if checkpoint != since => Some(WhyFull::OtherCheckpoint),
+        _ => None,
+    }
 }
 
 /// Bytes of the bitmap with the checkpoint of a bitmap of a disk of `size` bytes.

@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 use block::format_size;
 use serde_json::{Value, json};
 
-use super::backup::{self, CHECKPOINT, Opening};
-use super::interrupt::Interrupt;
-use super::nbd_client::{Address, Extent, NbdClient, TRANSFER_MAX};
-use super::{CommandLineError, CommandResult, Connection};
+use super::super::interrupt::Interrupt;
+use super::super::nbd_client::{Address, Extent, NbdClient, TRANSFER_MAX};
+use super::super::{CommandLineError, CommandResult, Connection};
+use super::{CHECKPOINT, Opening};
 use crate::config::nbd::NbdAddress;
 use target::{Target, Writer};
 
@@ -137,7 +137,7 @@ pub fn copy(args: &CopyArgs) -> CommandResult {
     let server = client.call("x-ringdisk-nbd", json!({}))?;
     let address = address_of(&server)?;
     let (disks, token) = if args.open {
-        (backup::open_disks(&mut client, id)?, None)
+        (super::open_disks(&mut client, id)?, None)
     } else {
         let mode = match (&args.bitmap, &args.since) {
             (None, _) => "none",
@@ -145,8 +145,8 @@ pub fn copy(args: &CopyArgs) -> CommandResult {
             (Some(_), Some(_)) => "x-ringdisk-auto",
         };
         let bitmap = args.bitmap.as_deref();
-        let devices = backup::devices(&args.disks, mode, bitmap, args.since.as_deref());
-        let begun = backup::open(connection, id, devices, &args.opening, &interrupt)?;
+        let devices = super::devices(&args.disks, mode, bitmap, args.since.as_deref());
+        let begun = super::open(connection, id, devices, &args.opening, &interrupt)?;
         (begun.disks, Some(begun.token))
     };
     let stop = Stop::default();
@@ -156,15 +156,15 @@ pub fn copy(args: &CopyArgs) -> CommandResult {
         Ok(done) => done,
         // What it needs is wrong, or the backup is another one.
         Err(e) if args.open && matches!(e, CommandLineError::Value(..)) => return Err(e),
-        Err(e) => return Err(backup::undo(connection, id, token.as_deref(), e)),
+        Err(e) => return Err(super::undo(connection, id, token.as_deref(), e)),
     };
     // Signals end the process again. Its files are there, and complete.
     interrupt.release();
-    let ended = match backup::end(&mut connection.open()?, id, true) {
+    let ended = match super::end(&mut connection.open()?, id, true) {
         Ok(ended) => ended,
         Err(e) => {
             let is_complete = matches!(e, CommandLineError::MayHaveSucceeded(_))
-                || backup::is_open(&mut connection.open()?, id)?;
+                || super::is_open(&mut connection.open()?, id)?;
             if !is_complete {
                 return Err(e);
             }
@@ -224,7 +224,7 @@ fn copy_all<'a>(
         let full = disk["x-ringdisk-full"].is_string();
         let bitmap = disk["bitmap-name"].as_str().filter(|_| !full);
         let base = args.base.get(at).filter(|_| bitmap.is_some());
-        if let Some(why) = backup::why_full(disk).filter(|_| args.since.is_some()) {
+        if let Some(why) = super::why_full(disk).filter(|_| args.since.is_some()) {
             eprintln!("disk {name} is copied in full: {why}");
         }
         let is_update = args.since.is_some();
