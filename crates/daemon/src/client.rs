@@ -140,6 +140,9 @@ pub struct ReplaceArgs {
     /// raw or qcow2; default: from the suffix of the file, otherwise raw if the previous file was configured as raw
     #[arg(long)]
     format: Option<Format>,
+    /// External data file of the new image, if it has one
+    #[arg(long, value_name = "PATH")]
+    data_file: Option<PathBuf>,
     #[command(flatten)]
     connection: Connection,
 }
@@ -497,6 +500,11 @@ pub fn replace(args: &ReplaceArgs) -> CommandResult {
     let mut arguments = json!({ "id": args.name, "file": file.to_string_lossy() });
     if let Some(format) = args.format {
         arguments["format"] = format.to_string().into();
+    }
+    if let Some(path) = &args.data_file {
+        let path = std::path::absolute(path)
+            .map_err(|e| CommandLineError::Here("cannot find the current directory", e))?;
+        arguments["data-file"] = path.to_string_lossy().into();
     }
     let done = format!("disk {} is on {} now", args.name, file.display());
     args.connection

@@ -10,6 +10,7 @@ pub mod storage;
 mod chain;
 mod close;
 mod open;
+pub mod own_files;
 mod paths;
 mod recorded_bitmaps;
 mod released;
@@ -31,8 +32,9 @@ use tracing::{info, warn};
 
 use crate::config::spec::DiskSpec;
 use crate::inherited::FileIdentity;
-use crate::node::context::OpenContext;
+use crate::node::context::{AllowBacking, OpenContext};
 use crate::node::journal::JournalError;
+use crate::node::own_files::OwnFile;
 use crate::node::recorded_bitmaps::RecordedBitmaps;
 
 pub use paths::FileUse;
@@ -46,6 +48,8 @@ pub struct Node {
     /// The image in a Ceph cluster that the operator named.
     rbd: Option<Arc<RbdImage>>,
     context: OpenContext,
+    /// Keeps other disks from building on its files.
+    _own: Arc<OwnFile>,
     /// The engine, and why it was chosen.
     pub choice: Option<Choice>,
     facts: DiskFacts,
@@ -103,6 +107,20 @@ pub const RELEASED: &str = "no VM runs on it here, so that it may be in use on a
 pub enum NodeError {
     #[error("{0}: {1}")]
     Format(String, UnknownFormat),
+    #[error(
+        "{0}: begins like an image in {1} format, but would be served as raw, which destroys such an image: {advice}, or \
+        format=raw if every byte of it is the disk's (a guest can write such bytes itself)",
+        advice = match *.1 {
+            "qcow2" => "add format=qcow2 if it is one",
+            _ => "convert it with 'qemu-img convert -O raw' if it is one",
+        }
+    )]
+    LooksLike(String, &'static str),
+    #[error(
+        "{0}: has no external data file, so that data-file={path} says something wrong about it; remove data-file, or name \
+        the image that has this data file", path = .1.display()
+    )]
+    NoDataFile(String, PathBuf),
     #[error(transparent)]
     Chain(#[from] ChainError),
     #[error("{0}: {1}")]
@@ -154,6 +172,12 @@ impl Node {
         self.file().is_some_and(|file| file.identity() == there)
     }
 
+    /// Whether its image builds on this file, which is not to be a disk as well. The operator allows both to read it by
+    /// naming the directories of backing files.
+    pub fn builds_on(&self, there: Identity) -> bool {
+        !self.is_on(there) && self.context.allow_backing == AllowBacking::Beside
+    }
+
     /// The identity of its file, if it has one that is locked.
     pub fn identity(&self) -> Option<FileIdentity> {
         let file = self.is_acquired().then(|| self.file())??;
@@ -167,6 +191,7 @@ impl Node {
             shared: self.shared.clone(),
             rbd: self.rbd.clone(),
             context: self.context.clone(),
+            _own: self._own.clone(),
             choice: self.choice.clone(),
             facts: self.facts,
             size: self.size,

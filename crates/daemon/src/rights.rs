@@ -45,10 +45,16 @@ impl Rights {
             switch.to_user()?;
         }
         let file = |disk: &DiskSpec| (disk.file.clone(), !disk.read_only);
+        let data_file = |disk: &DiskSpec| {
+            let path = disk.data_file.clone()?;
+            Some((FileSpec::Path(path), !disk.read_only))
+        };
         let socket = |disk: &DiskSpec| (sockets::path(disk), disk.socket_access);
         Ok(Self {
             switch,
-            files: named.iter().map(file).collect(),
+            files: (named.iter().map(file))
+                .chain(named.iter().filter_map(data_file))
+                .collect(),
             sockets: named.iter().map(socket).collect(),
         })
     }

@@ -203,6 +203,18 @@ impl Sandbox {
         }
     }
 
+    /// Checks that the sandbox allows the files of a disk.
+    ///
+    /// # Errors
+    /// It does not. The error names the option that allows it.
+    pub fn check_disk(&self, disk: &DiskSpec) -> Result<(), OutsideSandbox> {
+        self.check_file(&disk.file)?;
+        match &disk.data_file {
+            Some(path) => self.check_file(&FileSpec::Path(path.clone())),
+            None => Ok(()),
+        }
+    }
+
     /// Checks that the sandbox allows a socket at this path.
     ///
     /// # Errors
@@ -228,6 +240,7 @@ fn paths(
             FileSpec::Rbd(_) => paths.cluster = true,
             FileSpec::Null(_) => {}
         }
+        disk.data_file.iter().for_each(|path| paths.disk(path));
         paths.socket(&sockets::path(disk));
     }
     paths.socket(&sockets::directory().join("any"));
@@ -235,6 +248,7 @@ fn paths(
     other_sockets.iter().for_each(|path| paths.socket(path));
     for directory in backing.iter().filter(|d| d.as_os_str() != "none") {
         paths.storage(directory);
+        paths.devices_behind(directory);
     }
     for directory in &options.allow {
         let found = std::fs::read_dir(directory);

@@ -253,7 +253,7 @@ impl Server {
         let spec = self.context.inherited.on_its_file(spec);
         let rights = &self.context.rights;
         let there = rights.with_file(&spec.file, !spec.read_only, || {
-            self.sandbox.check_file(&spec.file)?;
+            self.sandbox.check_disk(&spec)?;
             Ok::<_, ServerError>(identity(&spec.file))
         })?;
         {
@@ -625,7 +625,9 @@ impl ServerState {
         let uses = |node: &Node| there.and_then(|there| node.uses(there));
         let excludes = |node: &Node| match uses(node) {
             None => false,
-            Some(FileUse::Read) => !spec.read_only,
+            Some(FileUse::Read) => {
+                !spec.read_only || there.is_some_and(|there| node.builds_on(there))
+            }
             Some(FileUse::Write) => true,
         };
         match self.nodes.values().find(|entry| excludes(&entry.node)) {

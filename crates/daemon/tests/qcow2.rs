@@ -180,7 +180,11 @@ fn qemu_and_ringdisk_read_each_others_images() {
         let mut model = Model(content(0, 8 * MIB as usize));
         model.0.resize(16 * MIB as usize, 0);
 
-        let (mut server, mut device) = images.serve("disk.qcow2", "");
+        let more = match option.contains("data_file") {
+            true => format!(",data-file={}", images.path("data.raw").display()),
+            false => String::new(),
+        };
+        let (mut server, mut device) = images.serve("disk.qcow2", &more);
         let queue = &mut device.queues[0];
         model.compare(queue);
         random_operations(queue, &mut model, &mut Random(seed()), 300);

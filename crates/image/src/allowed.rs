@@ -1,8 +1,10 @@
+use std::ffi::OsStr;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat, openat2, readlinkat};
 use rustix::io::Errno;
 use thiserror::Error;
 
@@ -24,6 +26,8 @@ struct Directory {
     fd: Result<OwnedFd, Errno>,
     /// The absolute path as the operator wrote it, and the canonical path.
     paths: [PathBuf; 2],
+    /// Links of root to block devices are followed out of it: see [`device_behind`].
+    links_to_devices: bool,
 }
 
 /// A file that an image names and may use.
@@ -103,6 +107,7 @@ impl AllowedDirectories {
                 Ok(Directory {
                     fd: Ok(open(path, flags, Mode::empty())?),
                     paths: [std::path::absolute(path)?, path.canonicalize()?],
+                    links_to_devices: true,
                 })
             };
             open().map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
@@ -125,11 +130,22 @@ impl AllowedDirectories {
                 let path = std::path::absolute(directory)?;
                 let fd = Err(Errno::ACCESS);
                 let paths = [path.clone(), path];
+                let links_to_devices = false;
                 Ok(Self {
-                    directories: vec![Directory { fd, paths }],
+                    directories: vec![Directory {
+                        fd,
+                        paths,
+                        links_to_devices,
+                    }],
                 })
             }
-            directories => directories,
+            directories => {
+                let mut directories = directories?;
+                for directory in &mut directories.directories {
+                    directory.links_to_devices = false;
+                }
+                Ok(directories)
+            }
         }
     }
 
@@ -165,7 +181,12 @@ impl AllowedDirectories {
             };
             match directory.open(below, write) {
                 Ok(fd) => return opened(fd, straight, name),
-                Err(Errno::XDEV) => leads_out = true,
+                Err(Errno::XDEV) => {
+                    if let Some(device) = directory.device_behind(below, write) {
+                        return opened(device.map_err(open_error)?, straight, name);
+                    }
+                    leads_out = true;
+                }
                 Err(errno) => return Err(open_error(errno)),
             }
         }
@@ -210,6 +231,63 @@ impl Directory {
         let fd = self.fd.as_ref().map_err(|&errno| errno)?;
         openat2(fd, below, flags, Mode::empty(), resolve)
     }
+}
+
+impl Directory {
+    /// The block device to which a link leads out of the directory, or why it is not opened. udev makes such links:
+    /// `/dev/VG/LV` leads to `../dm-3`. The operator, who has named the directory, has named what its entries stand for;
+    /// but only as far as nobody else can make one: the link is root's, and so are all directories down to it, in which
+    /// only root may write. `None` if it is not such a link.
+    fn device_behind(&self, below: &Path, write: bool) -> Option<Result<OwnedFd, Errno>> {
+        if !self.links_to_devices {
+            return None;
+        }
+        let mut components = below.components();
+        let Some(Component::Normal(name)) = components.next_back() else {
+            return None;
+        };
+        let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let mut parent = self.fd.as_ref().ok()?.try_clone().ok()?;
+        is_roots_alone(&parent)?;
+        for component in components {
+            let Component::Normal(next) = component else {
+                return None;
+            };
+            parent = openat2(&parent, next, directory, Mode::empty(), resolve).ok()?;
+            is_roots_alone(&parent)?;
+        }
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let link = openat(&parent, name, flags, Mode::empty()).ok()?;
+        let stat = fstat(&link).ok()?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::Symlink || stat.st_uid != 0 {
+            return None;
+        }
+        let target = readlinkat(&link, "", Vec::new()).ok()?;
+        let target = Path::new(OsStr::from_bytes(target.to_bytes()));
+        let access = if write { OFlags::RDWR } else { OFlags::RDONLY };
+        // A link that leads to another link is not udev's.
+        let found = openat(&parent, target, flags, Mode::empty()).ok()?;
+        let stat = fstat(&found).ok()?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::BlockDevice {
+            return None;
+        }
+        let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let opened = openat(&parent, target, flags, Mode::empty());
+        Some(opened.and_then(|opened| {
+            let now = fstat(&opened)?;
+            match (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino) {
+                true => Ok(opened),
+                false => Err(Errno::XDEV),
+            }
+        }))
+    }
+}
+
+/// Whether a directory is root's and nobody else may write there.
+fn is_roots_alone(directory: &OwnedFd) -> Option<()> {
+    let stat = fstat(directory).ok()?;
+    (stat.st_uid == 0 && stat.st_mode & 0o022 == 0).then_some(())
 }
 
 fn opened(fd: OwnedFd, path: PathBuf, name: &str) -> Result<OpenedReference, AllowedError> {

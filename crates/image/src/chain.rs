@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use block::{FileOffset, GuestOffset};
 
 pub use allocation::{Allocated, AllocatedIn};
-pub use open::{ChainError, ChainOptions, FileRole, LayerFormat, OpenFiles, TopFile};
+pub use open::{ChainError, ChainOptions, DataFile, FileRole, LayerFormat, OpenFiles, TopFile};
 
 use crate::qcow2::{
     Allocation, Compression, Damage, ImageError, Load, Mapping, Pin, Pins, Prepared, Qcow2,

@@ -45,6 +45,33 @@ impl Format {
     }
 }
 
+/// What the first bytes of an image file say, by format. A LUKS header is not among them: guests encrypt whole disks.
+const SIGNATURES: &[(&str, usize, &[u8])] = &[
+    ("qcow2", 0, b"QFI\xfb"),
+    ("VMDK", 0, b"KDMV"),
+    ("VMDK", 0, b"COWD"),
+    ("VMDK", 0, b"# Disk DescriptorFile"),
+    ("VHDX", 0, b"vhdxfile"),
+    ("VHD", 0, b"conectix"),
+    ("VDI", 64, &[0x7f, 0x10, 0xda, 0xbe]),
+    ("QED", 0, b"QED\0"),
+    ("Parallels", 0, b"WithoutFreeSpace"),
+    ("Parallels", 0, b"WithouFreSpacExt"),
+];
+
+/// The bytes at the start of a file that [`foreign_format`] looks at.
+pub const FORMAT_BYTES: usize = 128;
+
+/// The format of which the first bytes of a file look like an image. A raw disk can look like one as well, because its
+/// guest writes what it wants: this is a reason to ask the operator, never to open the file in that format.
+pub fn foreign_format(first: &[u8]) -> Option<&'static str> {
+    let mut all = SIGNATURES.iter();
+    let is = |&&(_, at, bytes): &&(_, usize, &[u8])| {
+        first.get(at..).is_some_and(|f| f.starts_with(bytes))
+    };
+    all.find(is).map(|(name, ..)| *name)
+}
+
 impl FromStr for Format {
     type Err = String;
 
@@ -82,6 +109,17 @@ impl Error for UnknownFormat {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn images_of_other_formats_are_recognised() {
+        let mut vdi = [0; FORMAT_BYTES];
+        vdi[64..68].copy_from_slice(&0xbeda_107f_u32.to_le_bytes());
+        assert_eq!(foreign_format(&vdi), Some("VDI"));
+        assert_eq!(foreign_format(b"QFI\xfb\0\0\0\x03"), Some("qcow2"));
+        for first in [&b"QFI"[..], b"", &[0; FORMAT_BYTES], b"LUKS\xba\xbe"] {
+            assert_eq!(foreign_format(first), None);
+        }
+    }
 
     #[test]
     fn format_follows_from_name_or_kind() {

@@ -11,10 +11,10 @@ mod storage;
 
 pub use allowed::{AllowedDirectories, AllowedError};
 pub use chain::{
-    Allocated, AllocatedIn, Chain, ChainError, ChainOptions, Compressed, FileIndex, FileRole,
-    LayerFormat, MissingMetadata, OpenFiles, ReadLocation, TopFile, WriteLocation,
+    Allocated, AllocatedIn, Chain, ChainError, ChainOptions, Compressed, DataFile, FileIndex,
+    FileRole, LayerFormat, MissingMetadata, OpenFiles, ReadLocation, TopFile, WriteLocation,
 };
-pub use format::{Format, UnknownFormat};
+pub use format::{FORMAT_BYTES, Format, UnknownFormat, foreign_format};
 pub use qcow2::check::check;
 pub use qcow2::{
     Allocation, Awaited, BITMAP_BYTES_MAX, CheckReport, Compression, Damage, DamagedPart, Fill,

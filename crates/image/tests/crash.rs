@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use crate::support::memory::{Event, Memory, Replay, What};
 use crate::support::{Disk, HostFiles, READ, WRITE};
-use image::{AllowedDirectories, FileRole, LayerFormat, OpenFiles, Storage, ZeroMode, check};
+use image::{
+    AllowedDirectories, DataFile, FileRole, LayerFormat, OpenFiles, Storage, ZeroMode, check,
+};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
 use testkit::random::{Random, seeds};
@@ -109,19 +111,32 @@ fn open(memory: &[Memory], directory: &Path, how: support::How) -> Disk {
     let allowed = AllowedDirectories::of_image(&directory.join("x")).unwrap();
     let path = directory.join("disk.qcow2");
     let storage = Arc::new(memory[0].clone());
-    let mut data = DataFile(memory.get(1));
+    let mut data = InMemory(memory.get(1));
     Disk::with_files(storage, &path, LayerFormat::Qcow2, &allowed, how, &mut data).unwrap()
 }
 
 /// Opens all but the data file as it is.
-struct DataFile<'a>(Option<&'a Memory>);
+struct InMemory<'a>(Option<&'a Memory>);
 
-impl OpenFiles for DataFile<'_> {
+impl OpenFiles for InMemory<'_> {
     fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
-        match (role, self.0) {
-            (FileRole::Data { .. }, Some(data)) => Ok(Arc::new(data.clone())),
-            _ => HostFiles.open(file, path, role),
-        }
+        HostFiles.open(file, path, role)
+    }
+
+    fn data_file(
+        &mut self,
+        image: &Path,
+        named: Option<&str>,
+        write: bool,
+    ) -> io::Result<DataFile> {
+        let data = HostFiles.data_file(image, named, write)?;
+        let Some(memory) = self.0 else {
+            return Ok(data);
+        };
+        Ok(DataFile {
+            storage: Arc::new(memory.clone()),
+            ..data
+        })
     }
 }
 

@@ -53,6 +53,8 @@ record! {
         file: BlockdevRef = "file",
         /// The memory for the image's L2 tables in bytes; if absent, enough for all of them, up to 1 GiB.
         l2_cache_size: Option<u64> = "l2-cache-size",
+        /// The file that contains the data of an image with an external data file; the name in the image is not followed.
+        data_file: Option<BlockdevRef> = "data-file",
     }
 }
 

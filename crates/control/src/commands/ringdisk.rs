@@ -47,6 +47,8 @@ record! {
         /// The format of that file. If absent, the file's name decides; if the name does not tell, it is the format of
         /// the previous file.
         format: Option<ImageFormat> = "format",
+        /// The external data file of that image.
+        data_file: Option<FilePath> = "data-file",
     }
 }
 

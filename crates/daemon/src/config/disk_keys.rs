@@ -69,11 +69,30 @@ pub static DISK_KEYS: &[DiskKey] = &[
         key(
             "format",
             Form::Words(&["raw", "qcow2"]),
-            "format of the file, never detected from its content",
+            "format of the file, never detected from its content; a file that would be raw by its suffix, and begins like an \
+             image of another format, is refused",
         )
         .by_default("from the suffix `.raw`, `.img` or `.qcow2`; `raw` for a block device"),
         |disk, text| set_some(&mut disk.format, text),
         |disk| disk.format.map(|format| format.to_string()),
+    )
+    .on_reload(ReloadEffect::Move),
+    DiskKey::new(
+        key(
+            "data-file",
+            Form::Text("PATH"),
+            "external data file of a qcow2 image that has one; the image's own name for it is not followed, because the \
+             creator of an image could name another disk's file",
+        )
+        .by_default("none"),
+        |disk, text| match text {
+            "" => Err("a path is needed".into()),
+            text => {
+                disk.data_file = Some(text.into());
+                Ok(())
+            }
+        },
+        |disk| disk.data_file.as_ref().map(|path| path.display().to_string()),
     )
     .on_reload(ReloadEffect::Move),
     DiskKey::new(

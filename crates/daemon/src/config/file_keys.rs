@@ -142,8 +142,8 @@ pub static TOP_KEYS: &[TopKey] = &[
         key: key(
             "allow-backing",
             Form::Text("DIR"),
-            "directory, or several, where backing files and data files named by images may lie, subdirectories \
-             included; `none` allows no such file",
+            "directory, or several, where backing files named by images may lie, subdirectories included, and devices to \
+             which root's links there lead (`/dev/VG`); `none` allows no such file",
         )
         .by_default("each image's own directory"),
         read: |config, entry| entry.directories().map(|all| config.allow_backing = all),

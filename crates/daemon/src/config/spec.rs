@@ -17,6 +17,8 @@ pub struct DiskSpec {
     pub file: FileSpec,
     /// None if it follows from the file.
     pub format: Option<Format>,
+    /// The external data file of a qcow2 image.
+    pub data_file: Option<PathBuf>,
     /// None if it follows from the name.
     pub socket: Option<PathBuf>,
     pub socket_access: SocketAccess,
@@ -122,6 +124,7 @@ impl DiskSpec {
             name,
             file,
             format: None,
+            data_file: None,
             socket: None,
             socket_access: SocketAccess::default(),
             cache: CacheMode::None,
@@ -203,6 +206,7 @@ impl DiskSpec {
         let mut moved = Self {
             file,
             format,
+            data_file: None,
             ..self.clone()
         };
         if let FileSpec::Rbd(location) = &mut moved.file {
@@ -216,9 +220,9 @@ impl DiskSpec {
         Ok(moved)
     }
 
-    /// Whether both are configured with the same file and format.
+    /// Whether both are configured with the same files and format.
     pub fn has_file_of(&self, other: &Self) -> bool {
-        (&self.file, self.format) == (&other.file, other.format)
+        (&self.file, self.format, &self.data_file) == (&other.file, other.format, &other.data_file)
     }
 
     /// This disk on the file of another, in its format.
@@ -230,6 +234,7 @@ impl DiskSpec {
         Self {
             file: other.file.clone(),
             format: other.format,
+            data_file: other.data_file.clone(),
             aio,
             ..self.clone()
         }
@@ -258,6 +263,7 @@ impl DiskSpec {
     /// Moves this disk to the file of another.
     pub fn take_file_of(&mut self, other: &Self) {
         self.file = other.file.clone();
+        self.data_file.clone_from(&other.data_file);
         (self.format, self.aio) = (other.format, other.aio);
     }
 }

@@ -226,7 +226,8 @@ fn replace(server: &Server, wanted: RingdiskReplace) -> Reply {
         ImageFormat::Qcow2 => Format::Qcow2,
     });
     let name = node_of(server, &wanted.id)?;
-    done(server.replace(&name, file, format))
+    let data_file = wanted.data_file.map(|path| path.0);
+    done(server.replace(&name, file, format, data_file))
 }
 
 fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {
@@ -244,6 +245,7 @@ fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {
             }
             FileSpec::Null(_) => {}
         }
+        disk.data_file = disk.data_file.map(|path| directory.join(path));
         disk.socket = disk.socket.map(|path| directory.join(path));
     }
     disk

@@ -44,6 +44,8 @@ pub(super) fn open_chain(
         .allowed_directories(path, &context.rights)
         .map_err(|e| NodeError::Allow(filename(), e))?;
     let mut opener = Opener {
+        spec,
+        has_data_file: false,
         cache: spec.cache,
         locking,
         ours,
@@ -92,6 +94,9 @@ pub(super) fn open_chain(
             e.into()
         }
     })?;
+    if let (Some(path), false) = (&spec.data_file, opener.has_data_file) {
+        return Err(NodeError::NoDataFile(filename(), path.clone()));
+    }
     let files = chain.files().iter();
     let files = files.map(|storage| opener.file_of(storage));
     let files = files.collect::<Option<Vec<_>>>().ok_or_else(|| {

@@ -8,12 +8,13 @@ use std::sync::atomic::AtomicBool;
 
 use block::CacheMode;
 use engine::{DiskFile, Identity, Locking, OpenError};
-use image::{AllowedDirectories, FileRole, OpenFiles, Storage};
-use tracing::warn;
+use image::{AllowedDirectories, DataFile, FileRole, OpenFiles, Storage};
+use tracing::{info, warn};
 
-use crate::config::spec::FileSpec;
+use crate::config::spec::{DiskSpec, FileSpec};
 use crate::inherited::Inherited;
 use crate::node::journal::Journals;
+use crate::node::own_files::OwnFiles;
 use crate::node::paths::warn_if_renamed;
 use crate::node::storage::FileStorage;
 use crate::rights::Rights;
@@ -92,6 +93,8 @@ pub struct OpenContext {
     pub inherited: Arc<Inherited>,
     /// With whose rights files are opened.
     pub rights: Arc<Rights>,
+    /// Files that no image of another disk may name.
+    pub own_files: OwnFiles,
 }
 
 impl OpenContext {
@@ -155,6 +158,9 @@ impl OpenContext {
 
 /// Opens the files that an image names, and keeps them.
 pub struct Opener<'a> {
+    pub spec: &'a DiskSpec,
+    /// The image's data file has been opened.
+    pub has_data_file: bool,
     pub cache: CacheMode,
     /// When writable files are locked that an image names.
     pub locking: Locking,
@@ -186,24 +192,92 @@ impl Opener<'_> {
     }
 }
 
+fn not_shareable() -> io::Error {
+    let e = "a data file of its own cannot be shared with another host; leave out lock=running";
+    io::Error::other(e)
+}
+
 impl OpenFiles for Opener<'_> {
     fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
-        let read_only = !matches!(role, FileRole::Data { write: true });
-        if role == (FileRole::Data { write: false }) && self.locking == Locking::None {
-            let e =
-                "a data file of its own cannot be shared with another host; leave out lock=running";
-            return Err(io::Error::other(e));
-        }
-        let held = |held: &&Arc<DiskFile>| {
-            !read_only && Identity::of_fd(&file).is_ok_and(|identity| held.identity() == identity)
+        let (context, disk) = (self.context, &self.spec.name);
+        let what = match role {
+            FileRole::Backing => "backing file",
+            FileRole::Data => "data file of a backing file",
         };
-        if let Some(held) = self.held.iter().find(held) {
-            return Ok(self.keep(held.clone()));
+        if role == FileRole::Data && self.locking == Locking::None {
+            return Err(not_shareable());
         }
-        let context = self.context;
-        let file = context.adopt(file, path, self.cache, read_only, self.ours);
-        let file = file.map_err(io::Error::other)?;
-        Ok(self.keep(Arc::new(file)))
+        let identity = Identity::of_fd(&file)?;
+        if !self.ours.contains(&identity) {
+            let may_share_reading = context.allow_backing != AllowBacking::Beside;
+            let other = context
+                .own_files
+                .other_user(identity, disk, may_share_reading);
+            if let Some(other) = other {
+                return Err(io::Error::other(format!(
+                    "its {what} {} is in use: it is disk '{other}' of this ringdisk. A file cannot be a disk and a part of \
+                     another one; if that disk is only read, --allow-backing DIR allows it",
+                    path.display()
+                )));
+            }
+        }
+        let opened = context.adopt(file, path, self.cache, true, self.ours);
+        let opened = opened.map_err(io::Error::other)?;
+        info!(
+            "disk {disk}: its image names {}: opened for reading, as {what}",
+            path.display()
+        );
+        Ok(self.keep(Arc::new(opened)))
+    }
+
+    fn data_file(
+        &mut self,
+        image: &Path,
+        named: Option<&str>,
+        write: bool,
+    ) -> io::Result<DataFile> {
+        let (context, spec) = (self.context, self.spec);
+        let Some(path) = &spec.data_file else {
+            let named = named.unwrap_or_default();
+            return Err(io::Error::other(format!(
+                "its data is in an external file, which is opened only if the operator names it: add data-file=PATH \
+                 (the image names '{named}', in {})",
+                image.parent().unwrap_or(image).display()
+            )));
+        };
+        if !write && self.locking == Locking::None {
+            return Err(not_shareable());
+        }
+        self.has_data_file = true;
+        let there = std::fs::metadata(path)
+            .map(|there| Identity::of(&there))
+            .ok();
+        let mut held = self.held.iter().filter(|_| write);
+        let held = held.find(|held| Some(held.identity()) == there).cloned();
+        let file = match held {
+            Some(held) => held,
+            None => {
+                let now = Locking::Now;
+                let opened = context.open(&spec.name, path, self.cache, !write, now);
+                Arc::new(opened.map_err(io::Error::other)?.0)
+            }
+        };
+        let identity = file.identity();
+        if let Some(other) = context.own_files.other_user(identity, &spec.name, false) {
+            return Err(io::Error::other(format!(
+                "its data file {} is in use: it is disk '{other}' of this ringdisk",
+                path.display()
+            )));
+        }
+        info!(
+            "disk {}: opened the data file {}",
+            spec.name,
+            path.display()
+        );
+        Ok(DataFile {
+            identity: (identity.device, identity.inode),
+            storage: self.keep(file),
+        })
     }
 }
 

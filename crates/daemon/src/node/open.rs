@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use block::{DiskFacts, format_size};
-use engine::{DiskFile, Identity, Locking, Support, choose};
-use image::{Format, Image};
+use block::{DiskFacts, FileOffset, format_size};
+use engine::{DiskFile, Identity, Locking, OpenError, Support, choose};
+use image::{FORMAT_BYTES, Format, Image, Storage, foreign_format};
 use rbd::{Location, RbdImage};
 use tracing::{info, warn};
 
@@ -14,6 +14,7 @@ use super::recorded_bitmaps::{Medium, RecordedBitmaps};
 use super::{Node, NodeError, NodeState, SharedNode, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::context::OpenContext;
+use crate::node::storage::FileStorage;
 
 /// A disk that has been opened, before its options apply.
 struct Opened {
@@ -98,7 +99,10 @@ impl Node {
             opened.image = raw_image(Some(&bitmaps));
             opened.recorded_bitmaps = Some(bitmaps);
         }
+        let mut own: Vec<_> = opened.file.iter().map(|file| file.identity()).collect();
+        own.extend(data_file_identity(&spec));
         Ok(Self {
+            _own: context.own_files.add(&spec.name, own, spec.read_only),
             shared: Arc::new(SharedNode {
                 changes: Mutex::new(()),
                 refreshing: Mutex::new(()),
@@ -126,6 +130,12 @@ impl Node {
             spec,
         })
     }
+}
+
+/// The identity of the data file of an image that the operator has named.
+pub(super) fn data_file_identity(spec: &DiskSpec) -> Option<Identity> {
+    let there = std::fs::metadata(spec.data_file.as_ref()?).ok()?;
+    Some(Identity::of(&there))
 }
 
 fn open_null(spec: &DiskSpec, size: u64) -> Opened {
@@ -205,7 +215,7 @@ fn open_file(
     };
     match format {
         Format::Raw => {
-            opened.size = file.raw_size(path)?;
+            opened.size = raw_size(spec, path, &file, locking == Locking::Held)?;
         }
         Format::Qcow2 => {
             let chain = open_chain(spec, path, &file, context, locking, ours, &[])?;
@@ -217,6 +227,57 @@ fn open_file(
         }
     }
     Ok(opened)
+}
+
+/// The size of a raw disk. A file that is raw only by its name or kind, and begins like an image, is refused, unless a
+/// process has served it before: its guest may have written what it begins with.
+pub(super) fn raw_size(
+    spec: &DiskSpec,
+    path: &Path,
+    file: &Arc<DiskFile>,
+    was_served: bool,
+) -> Result<u64, NodeError> {
+    let filename = || path.display().to_string();
+    if let Some(data_file) = &spec.data_file {
+        return Err(NodeError::NoDataFile(filename(), data_file.clone()));
+    }
+    let looks_like = |format| NodeError::LooksLike(filename(), format);
+    let foreign = format_of_content(file);
+    if let (Some(format), None, false) = (foreign, spec.format, was_served) {
+        return Err(looks_like(format));
+    }
+    file.raw_size(path).map_err(|e| match foreign {
+        // Making it longer would damage it.
+        Some(format) if matches!(e, OpenError::Size { .. }) => looks_like(format),
+        _ => e.into(),
+    })
+}
+
+/// The format of which a file looks like an image, if it can be read.
+fn format_of_content(file: &Arc<DiskFile>) -> Option<&'static str> {
+    let storage = FileStorage {
+        file: file.clone(),
+        flushes: false,
+    };
+    let mut first = [0; FORMAT_BYTES];
+    let n = storage.read_at(FileOffset(0), &mut first).ok()?;
+    foreign_format(&first[..n])
+}
+
+impl Node {
+    /// Checks that a raw disk does not begin like an image, because nobody has said that it is raw.
+    ///
+    /// # Errors
+    /// It does.
+    pub fn check_raw(&self) -> Result<(), NodeError> {
+        match self.file() {
+            Some(file) if self.format == Format::Raw => match format_of_content(&file) {
+                Some(format) => Err(NodeError::LooksLike(self.filename.clone(), format)),
+                None => Ok(()),
+            },
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The bitmaps of a disk that is in a locked file, unless it is read-only.

@@ -10,6 +10,7 @@ use engine::{DiskFile, Identity, Locking, Support, choose};
 use image::{Chain, Format, Image, LayerFormat, TopFile};
 use tracing::warn;
 
+use super::open::{data_file_identity, raw_size};
 use super::{Node, NodeError, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::context::OpenContext;
@@ -38,8 +39,8 @@ impl Node {
         choice.map_err(|e| NodeError::Aio(filename.clone(), e))?;
         let (facts, mut size) = (file.facts(), 0);
         match format_of(spec, path, file.backing())? {
-            Format::Raw => size = file.raw_size(path)?,
-            Format::Qcow2 => drop(files_named_by(Arc::new(file), path, context)?),
+            Format::Raw => size = raw_size(spec, path, &Arc::new(file), false)?,
+            Format::Qcow2 => drop(files_named_by(spec, Arc::new(file), path, context)?),
         }
         let facts = facts.with_blocks(spec.logical_block, spec.physical_block, size);
         facts.map(drop).map_err(|e| NodeError::Blocks(filename, e))
@@ -128,7 +129,7 @@ impl Node {
             (state.image.clone(), state.file.clone(), state.files.clone())
         };
         if let (Some(Image::Chain(_)), Some(file)) = (image, file) {
-            let named = files_named_by(file, path, &self.context)
+            let named = files_named_by(&spec, file, path, &self.context)
                 .map_err(|e| NodeError::Elsewhere(filename.clone(), format!(" ({e})")))?;
             if !named
                 .into_iter()
@@ -151,6 +152,7 @@ impl Node {
 
 /// The files that an image names from a path, in the order of an opened image.
 fn files_named_by(
+    spec: &DiskSpec,
     file: Arc<DiskFile>,
     path: &Path,
     context: &OpenContext,
@@ -166,7 +168,8 @@ fn files_named_by(
         .allow_backing
         .allowed_directories(path, &context.rights)
         .map_err(allow)?;
-    let named = Chain::referenced_files(top, &directories)?.into_iter();
+    let data_file = data_file_identity(spec).map(|file| (file.device, file.inode));
+    let named = Chain::referenced_files(top, data_file, &directories)?.into_iter();
     let named = named.map(|(device, inode)| Identity { device, inode });
     Ok(named.collect())
 }

@@ -50,6 +50,17 @@ impl AllowedPaths {
         self.storage.extend(fs::canonicalize(directory));
     }
 
+    /// Adds the devices to which links in a directory lead, as in `/dev/VG`.
+    pub fn devices_behind(&mut self, directory: &Path) {
+        let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+        for entry in entries {
+            let target = fs::canonicalize(entry.path());
+            let is_device =
+                |path: &PathBuf| fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device());
+            self.storage.extend(target.ok().filter(is_device));
+        }
+    }
+
     /// Adds the directory of a socket, and creates it if necessary.
     pub fn socket(&mut self, path: &Path) {
         if let Ok(path) = std::path::absolute(path)

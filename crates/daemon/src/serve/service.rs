@@ -29,6 +29,7 @@ use crate::monitor::metrics;
 use crate::monitor::qmp::Qmp;
 use crate::node::context::{AllowBacking, OpenContext};
 use crate::node::journal::Journals;
+use crate::node::own_files::OwnFiles;
 use crate::resource_limits::warn_of_limits;
 use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
@@ -91,6 +92,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         stop,
         inherited: inherited.clone(),
         rights: rights.clone(),
+        own_files: OwnFiles::default(),
     };
     let server = Server::new(threads, context, sandbox.clone());
     server.watch_hangs();

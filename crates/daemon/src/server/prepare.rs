@@ -112,7 +112,7 @@ impl Server {
         leaves: &dyn Fn(&str) -> bool,
     ) -> Result<PreparedDisk, ServerError> {
         self.threads.check(&spec.iothreads)?;
-        self.sandbox.check_file(&spec.file)?;
+        self.sandbox.check_disk(&spec)?;
         let there = identity(&spec.file);
         let user = {
             let state = self.state();

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -19,7 +19,11 @@ use crate::server::device::ServedDisk;
 /// The file that a disk is to move to.
 enum To<'a> {
     /// As a command names it. Everything else follows from the previous file ([`DiskSpec::moved`]).
-    Command(FileSpec, Option<Format>),
+    Command {
+        file: FileSpec,
+        format: Option<Format>,
+        data_file: Option<PathBuf>,
+    },
     /// From the configuration, which is complete.
     Configured(&'a DiskSpec),
 }
@@ -27,7 +31,7 @@ enum To<'a> {
 impl To<'_> {
     fn file(&self) -> &FileSpec {
         match self {
-            Self::Command(file, _) => file,
+            Self::Command { file, .. } => file,
             Self::Configured(disk) => &disk.file,
         }
     }
@@ -35,7 +39,14 @@ impl To<'_> {
     /// The disk after the move.
     fn spec(&self, disk: &DiskSpec) -> Result<DiskSpec, Problem> {
         match self {
-            Self::Command(file, format) => disk.moved(file.clone(), *format),
+            Self::Command {
+                file,
+                format,
+                data_file,
+            } => Ok(DiskSpec {
+                data_file: data_file.clone(),
+                ..disk.moved(file.clone(), *format)?
+            }),
             Self::Configured(configured) => {
                 let mut disk = disk.clone();
                 disk.take_file_of(configured);
@@ -47,10 +58,13 @@ impl To<'_> {
     /// The same, if this is another name of its file. It keeps its format if neither the command nor the name has one.
     fn spec_of_same(&self, disk: &Node, path: &Path) -> Result<DiskSpec, ServerError> {
         let spec = match self {
-            Self::Command(_, format) => {
+            Self::Command {
+                format, data_file, ..
+            } => {
                 let format = format.or(disk.spec.format).or(Format::of_name(path));
                 DiskSpec {
                     file: self.file().clone(),
+                    data_file: data_file.clone().or(disk.spec.data_file.clone()),
                     format: format.or(Some(disk.format)),
                     ..disk.spec.clone()
                 }
@@ -115,8 +129,14 @@ impl Server {
         name: &str,
         file: FileSpec,
         format: Option<Format>,
+        data_file: Option<PathBuf>,
     ) -> Result<(), ServerError> {
-        self.put_on(name, &To::Command(file, format))
+        let to = To::Command {
+            file,
+            format,
+            data_file,
+        };
+        self.put_on(name, &to)
     }
 
     /// Like [`replace`](Self::replace), to the file of the configuration.
@@ -179,6 +199,7 @@ impl Server {
         }
         let spec = to.spec(&before.spec).map_err(unfit)?;
         spec.check_rbd().map_err(unfit)?;
+        self.sandbox.check_disk(&spec)?;
         let in_use = self.state().check_file(&spec, there);
         match in_use {
             Err(ServerError::FileInUse(_, user)) if leaves(&user) => {
@@ -190,6 +211,10 @@ impl Server {
         // Without the lock: waiting for a file lock takes seconds.
         let new = self.open(spec, &before.written());
         let new = Arc::new(new.map_err(|e| nothing_there(name, e))?);
+        if matches!(to, To::Command { format: None, .. }) {
+            // Raw like the previous file, if its name does not say.
+            new.check_raw()?;
+        }
         self.watch_damage(&new);
         Ok(prepared(New::File(new)))
     }

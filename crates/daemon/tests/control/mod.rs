@@ -10,6 +10,7 @@ mod churn;
 mod cli;
 mod host_cpus;
 mod limits;
+mod named_files;
 mod persisted_state;
 mod qemu_client;
 mod qemu_errors;

@@ -287,7 +287,11 @@ fn raw_files_and_images_replace_each_other_under_load() {
             let mut journal_of_last: Option<PathBuf> = None;
             for pair in names.windows(2) {
                 let [old, new] = pair else { unreachable!() };
-                ringdisk.json(&["replace", "disk", new]);
+                let data: &[&str] = match *new {
+                    "beside.qcow2" => &["--data-file", "data.bin"],
+                    _ => &[],
+                };
+                ringdisk.json(&[&["replace", "disk", new], data].concat());
                 let disk = ringdisk.disk("disk");
                 assert_eq!(disk["file"], ringdisk.path(new).to_str().unwrap());
                 let format = new.rsplit('.').next().unwrap();
@@ -352,7 +356,10 @@ fn unusable_image_is_refused_and_released() {
     qemu::img(at, "create -q -f qcow2 small.qcow2 15M");
     fs::write(at.join("none.qcow2"), content(0, 1 << 20)).unwrap();
     ringdisk.json(&["attach", "plain.qcow2,name=disk,socket=disk.sock"]);
-    ringdisk.json(&["attach", "beside.qcow2,name=other,socket=other.sock"]);
+    ringdisk.json(&[
+        "attach",
+        "beside.qcow2,data-file=data.bin,name=other,socket=other.sock",
+    ]);
     let mut device = Device::connect(ringdisk.path("disk.sock"), &DeviceConfig::default()).unwrap();
     for (new, words) in [
         ("small.qcow2", &["15728640", "16777216"][..]),
@@ -407,7 +414,9 @@ fn image_format_is_never_probed() {
     ringdisk.json(&["replace", "disk", "unnamed", "--format", "qcow2"]);
     rewrite(&mut device.queues[0]);
     // Raw may be inherited: a raw file refers to no other files.
-    ringdisk.json(&["replace", "disk", "beside.qcow2"]);
+    let refused = ringdisk.ringdisk(&["replace", "disk", "beside.qcow2"]);
+    refused.assert_fails(1, &["beside.qcow2", "data-file=PATH", "data.bin"]);
+    ringdisk.json(&["replace", "disk", "beside.qcow2", "--data-file", "data.bin"]);
     fs::copy(at.join("longer.qcow2"), at.join("bytes")).unwrap();
     fs::File::options()
         .write(true)
@@ -416,7 +425,9 @@ fn image_format_is_never_probed() {
         .unwrap();
     ringdisk.json(&["replace", "disk", "bytes", "--format", "raw"]);
     fs::copy(at.join("bytes"), at.join("others")).unwrap();
-    ringdisk.json(&["replace", "disk", "others"]);
+    let refused = ringdisk.ringdisk(&["replace", "disk", "others"]);
+    refused.assert_fails(1, &["others", "like an image in qcow2", "format=raw"]);
+    ringdisk.json(&["replace", "disk", "others", "--format", "raw"]);
     assert_eq!(ringdisk.disk("disk")["format"], "raw");
     assert_eq!(ringdisk.disk("disk")["size"], 32 * MIB);
 

@@ -43,9 +43,14 @@ fn format_of(name: &str) -> &str {
 
 impl Controlled {
     /// `ringdisk replace disk FILE` as its own process.
-    fn spawn_replace(&self, file: &str) -> Child {
+    /// With the data file of an overlay, if its options name one.
+    fn spawn_replace(&self, file: &str, options: &str) -> Child {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-        let command = command.args(["replace", "disk", file, "--control"]);
+        command.args(["replace", "disk", file]);
+        if options.contains("data_file") {
+            command.args(["--data-file", &format!("{file}.data")]);
+        }
+        let command = command.arg("--control");
         let command = command.arg(&self.control).current_dir(self.dir.path());
         command.stdin(Stdio::null()).spawn().unwrap()
     }
@@ -154,7 +159,11 @@ fn guest_io_continues_in_the_overlay() {
             at,
             &format!("create -q -f qcow2 -o data_file=data.bin beside.qcow2 {BYTES}"),
         );
-        let attach = format!("{base},name=disk,queues=2,socket=disk.sock,{disk}");
+        let data = match base {
+            "beside.qcow2" => ",data-file=data.bin",
+            _ => "",
+        };
+        let attach = format!("{base}{data},name=disk,queues=2,socket=disk.sock,{disk}");
         ringdisk.json(&["attach", &attach]);
         let mut guest = Guest::new(&ringdisk.path("disk.sock"));
         guest.run(Duration::from_millis(100));
@@ -180,7 +189,7 @@ fn guest_io_continues_in_the_overlay() {
             let before: Vec<_> = before
                 .map(|(changes, under_way)| changes.saturating_sub(under_way))
                 .collect();
-            let mut replacing = ringdisk.spawn_replace(&below);
+            let mut replacing = ringdisk.spawn_replace(&below, options);
             let result = loop {
                 guest.run(Duration::from_millis(1));
                 if let Some(result) = replacing.try_wait().unwrap() {
@@ -259,7 +268,7 @@ fn kill_leaves_the_disk_on_the_old_or_the_new_image() {
             let next = format!("{round}.qcow2");
             overlay(ringdisk.dir.path(), &next, &now, "-o cluster_size=4k");
             guest.run(Duration::from_millis(5));
-            let mut replacing = ringdisk.spawn_replace(&next);
+            let mut replacing = ringdisk.spawn_replace(&next, "");
             let until_done = round % 8 == 7;
             let kill = Instant::now() + Duration::from_micros(guest.random.below(60_000));
             let mut answer = None;
@@ -407,7 +416,8 @@ fn unusable_overlay_is_refused_and_released() {
     let beside = "convert -f raw -O qcow2 -o data_file=data.bin a.raw beside.qcow2";
     qemu::img(at, beside);
     qemu::img(at, "create -q -f qcow2 -b data.bin -F raw part.qcow2");
-    ringdisk.json(&["attach", "beside.qcow2,name=two,socket=two.sock"]);
+    let two = "beside.qcow2,data-file=data.bin,name=two,socket=two.sock";
+    ringdisk.json(&["attach", two]);
     let refused = ringdisk.ringdisk(&["replace", "two", "part.qcow2"]);
     refused.assert_fails(1, &["a part of", "beside.qcow2 -F qcow2"]);
     overlay(at, "right.qcow2", "base.qcow2", "");

@@ -261,7 +261,11 @@ fn reserved_clusters_are_holes() {
         let write = ["-f", "qcow2", "-c", "write -P 1 0 1M", text(&file)];
         run("qemu-io", &write);
         disk.file = file;
-        let served = Served::start(disk, "");
+        let more = match options.contains("data_file") {
+            true => format!("data-file={}", text(&data)),
+            false => String::new(),
+        };
+        let served = Served::start(disk, &more);
         served.done(&["export", "vm"]);
         let holes = [(0, MIB, 0), (MIB, DISK_BYTES - MIB, 3)];
         assert_eq!(map(&served, "base:allocation"), holes, "{options}");

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -14,8 +15,8 @@ use std::time::Duration;
 use block::{Aio, Backing, DiskFacts, FileOffset};
 use datapath::{Disk, Options};
 use image::{
-    AllowedDirectories, Chain, ChainOptions, FileRole, Image, JournalFile, LayerFormat, OpenFiles,
-    Storage, TopFile,
+    AllowedDirectories, Chain, ChainOptions, DataFile, FileRole, Image, JournalFile, LayerFormat,
+    OpenFiles, Storage, TopFile,
 };
 use testkit::faulty::MemoryDisk;
 use testkit::random::Random;
@@ -178,6 +179,21 @@ pub struct Files {
 impl OpenFiles for Files {
     fn open(&mut self, file: OwnedFd, path: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         Ok(self.memory(file.into(), path)?)
+    }
+
+    fn data_file(
+        &mut self,
+        image: &Path,
+        named: Option<&str>,
+        write: bool,
+    ) -> io::Result<DataFile> {
+        let path = image.with_file_name(named.expect("the tests name it"));
+        let file = File::options().read(true).write(write).open(&path)?;
+        let stat = file.metadata()?;
+        Ok(DataFile {
+            identity: (stat.dev(), stat.ino()),
+            storage: self.memory(file, &path)?,
+        })
     }
 }
 

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use block::{Aio, Backing, GuestOffset};
 use image::{
-    AllowedDirectories, Chain, ChainOptions, FileRole, Image, LayerFormat, OpenFiles, PlainFile,
-    Prepared, Storage, TopFile, WriteLocation,
+    AllowedDirectories, Chain, ChainOptions, DataFile, FileRole, Image, LayerFormat, OpenFiles,
+    PlainFile, Prepared, Storage, TopFile, WriteLocation,
 };
 use tempfile::TempDir;
 use testkit::qemu_img as qemu;
@@ -178,5 +178,9 @@ impl Opener {
 impl OpenFiles for Opener {
     fn open(&mut self, file: OwnedFd, _: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         Ok(self.keep(file.into()))
+    }
+
+    fn data_file(&mut self, _: &Path, _: Option<&str>, _: bool) -> io::Result<DataFile> {
+        unreachable!("no image here has one")
     }
 }

@@ -122,3 +122,56 @@ fn only_files_and_devices_are_opened() {
     fs::write(fixture.path("images/vm/a:b"), "colon").unwrap();
     assert_eq!(fixture.open(&["images/vm"], "./a:b").unwrap(), "colon");
 }
+
+/// As in `/dev/VG`, which the operator names, and whose entries lead to `../dm-3`.
+#[test]
+fn links_of_root_lead_to_devices() {
+    use std::os::unix::fs::{PermissionsExt, chown};
+    let test = "links_of_root_lead_to_devices";
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: {test}: needs root");
+    }
+    let fixture = Fixture::new();
+    let (dev, vg) = (fixture.path("images"), fixture.path("images/vm"));
+    // An unused loop device can be opened.
+    let (kind, mode) = (FileType::BlockDevice, Mode::RUSR | Mode::WUSR);
+    let number = rustix::fs::makedev(7, 255);
+    rustix::fs::mknodat(rustix::fs::CWD, dev.join("dm-3"), kind, mode, number).unwrap();
+    if let Err(e) = fs::File::open(dev.join("dm-3")) {
+        return println!("skipped: {test}: {e}");
+    }
+    symlink("../dm-3", vg.join("lv")).unwrap();
+    symlink("../../secret", vg.join("file")).unwrap();
+    symlink("../dm-3", vg.join("tenants")).unwrap();
+    rustix::fs::chownat(
+        rustix::fs::CWD,
+        vg.join("tenants"),
+        Some(rustix::fs::Uid::from_raw(65534)),
+        None,
+        rustix::fs::AtFlags::SYMLINK_NOFOLLOW,
+    )
+    .unwrap();
+    let open = |directories: AllowedDirectories, name: &str| {
+        let opened = directories.open_reference(&vg, name, false);
+        opened
+            .map(|opened| opened.identity)
+            .map_err(|e| e.to_string())
+    };
+    let named = || AllowedDirectories::new([&vg]).unwrap();
+    assert_eq!(open(named(), "lv"), Ok((u64::MAX, number)));
+    let path = vg.join("lv").display().to_string();
+    assert_eq!(open(named(), &path), Ok((u64::MAX, number)));
+    for name in ["file", "tenants", "../dm-3"] {
+        let refused = open(named(), name).unwrap_err();
+        assert!(refused.contains("none of the directories"), "{refused}");
+    }
+    // Not by default, in the directory of an image.
+    let beside = AllowedDirectories::of_image(&vg.join("a")).unwrap();
+    assert!(open(beside, "lv").is_err());
+    // Nor where others can make links.
+    fs::set_permissions(&vg, fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(open(named(), "lv").is_err());
+    fs::set_permissions(&vg, fs::Permissions::from_mode(0o755)).unwrap();
+    chown(&vg, Some(65534), None).unwrap();
+    assert!(open(named(), "lv").is_err());
+}

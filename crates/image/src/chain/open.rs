@@ -56,11 +56,15 @@ impl FromStr for LayerFormat {
 pub enum FileRole {
     /// A backing file, which is only read.
     Backing,
-    /// A data file: it contains the guest's data of an image.
-    Data {
-        /// Whether it is written.
-        write: bool,
-    },
+    /// The data file of a backing file, which is only read.
+    Data,
+}
+
+/// The data file of the first image.
+pub struct DataFile {
+    pub storage: Arc<dyn Storage>,
+    /// Its device and inode, or `u64::MAX` and the number of a block device.
+    pub identity: (u64, u64),
 }
 
 /// Makes [`Storage`] of the files that [`AllowedDirectories`] contain, with locks and the cache mode of the disk.
@@ -71,6 +75,14 @@ pub trait OpenFiles {
     /// # Errors
     /// The file can't be used.
     fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>>;
+
+    /// Opens the data file of the first image at `image`, for writing if `write` says so. The image calls it `named`, but
+    /// what is written must be named by the operator: the creator of an image could name anybody's file.
+    ///
+    /// # Errors
+    /// The operator has not named it, or it can't be used.
+    fn data_file(&mut self, image: &Path, named: Option<&str>, write: bool)
+    -> io::Result<DataFile>;
 }
 
 /// The file that the operator named.
@@ -156,6 +168,10 @@ enum LayerError {
         data_file=NAME'"
     )]
     DataFileUnnamed,
+    #[error(
+        "its data is in an external file ('{0}'), which is opened only if the operator names it: add data-file=PATH"
+    )]
+    DataFileUnknown(String),
     #[error("the tables of the chain need more than {} MiB", L1_BYTES_MAX >> 20)]
     TooLarge,
 }
@@ -209,13 +225,14 @@ impl Chain {
     }
 
     /// The files that an image refers to, found by name, relative to the path of the image. Returns the device and
-    /// inode of each, in the order in which an opened chain has the files, without the first. Reads only headers,
-    /// so the image may be in use.
+    /// inode of each, in the order in which an opened chain has the files, without the first. `data_file` is the data file
+    /// of the first image that the operator has named. Reads only headers, so the image may be in use.
     ///
     /// # Errors
     /// As of [`open`](Self::open), as far as names and formats are concerned.
     pub fn referenced_files(
         top: TopFile<'_>,
+        data_file: Option<(u64, u64)>,
         allowed: &AllowedDirectories,
     ) -> Result<Vec<(u64, u64)>, ChainError> {
         let mut references = References {
@@ -232,8 +249,14 @@ impl Chain {
             depth += 1;
             let mut layer = || -> Result<NextLayer, LayerError> {
                 let (header, _) = read_header(&*storage)?;
-                let data = references.data_file(&path, &header, false)?;
-                files.extend(data.map(|data| data.identity));
+                if depth > 1 {
+                    let data = references.data_file(&path, &header)?;
+                    files.extend(data.map(|data| data.identity));
+                } else if header.external_data() {
+                    files.push(data_file.ok_or_else(|| {
+                        LayerError::DataFileUnknown(header.data_file.clone().unwrap_or_default())
+                    })?);
+                }
                 let Some((backing, format)) = references.backing(&path, &header, depth)? else {
                     return Ok(None);
                 };
@@ -294,11 +317,11 @@ impl References<'_> {
         Ok(Some((self.open_reference(path, name, false)?, format)))
     }
 
+    /// The data file of a backing file: it is read like a backing file, of which the image could make as much.
     fn data_file(
         &mut self,
         path: &Path,
         header: &Header,
-        write: bool,
     ) -> Result<Option<OpenedReference>, LayerError> {
         if !header.external_data() {
             return Ok(None);
@@ -306,7 +329,7 @@ impl References<'_> {
         let Some(name) = &header.data_file else {
             return Err(LayerError::DataFileUnnamed);
         };
-        self.open_reference(path, name, write).map(Some)
+        self.open_reference(path, name, false).map(Some)
     }
 }
 
@@ -399,10 +422,22 @@ impl Opening<'_> {
         header: &Header,
         write: bool,
     ) -> Result<Option<Arc<dyn Storage>>, LayerError> {
-        let Some(opened) = self.references.data_file(path, header, write)? else {
+        if self.layers.is_empty() && header.external_data() {
+            let data = self
+                .files
+                .data_file(path, header.data_file.as_deref(), write)?;
+            if !self.references.seen.insert(data.identity) {
+                return Err(LayerError::Loop);
+            }
+            return Ok(Some(data.storage));
+        }
+        let Some(opened) = self.references.data_file(path, header)? else {
             return Ok(None);
         };
-        let role = FileRole::Data { write };
-        Ok(Some(self.files.open(opened.fd, &opened.path, role)?))
+        Ok(Some(self.files.open(
+            opened.fd,
+            &opened.path,
+            FileRole::Data,
+        )?))
     }
 }

@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex};
 
 use block::{DirtyBitmap, FileOffset, GuestOffset};
 use image::{
-    AllowedDirectories, Chain, ChainOptions, FileRole, JournalEvent, JournalFile, LayerFormat,
-    OpenFiles, Prepared, ReadLocation, Storage, TopFile, WriteLocation, ZeroMode, ZeroStep, check,
+    AllowedDirectories, Chain, ChainOptions, DataFile, FileRole, JournalEvent, JournalFile,
+    LayerFormat, OpenFiles, Prepared, ReadLocation, Storage, TopFile, WriteLocation, ZeroMode,
+    ZeroStep, check,
 };
 
 /// Inputs worth starting from, by name.
@@ -80,6 +81,10 @@ struct NoFiles;
 impl OpenFiles for NoFiles {
     fn open(&mut self, _: OwnedFd, path: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         panic!("{} was opened", path.display());
+    }
+
+    fn data_file(&mut self, _: &Path, _: Option<&str>, _: bool) -> io::Result<DataFile> {
+        Err(io::Error::other("the operator has named none"))
     }
 }
 

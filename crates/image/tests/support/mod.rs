@@ -6,14 +6,15 @@ use std::fs::File;
 use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use block::{FileOffset, GuestOffset};
 use image::{
-    AllowedDirectories, Awaited, Chain, ChainError, ChainOptions, FileIndex, FileRole, ImageError,
-    JournalFile, LayerFormat, OpenFiles, Pin, PlainFile, Prepared, ReadLocation, Reclaimed,
-    Storage, TopFile, WriteLocation, ZeroMode, ZeroStep,
+    AllowedDirectories, Awaited, Chain, ChainError, ChainOptions, DataFile, FileIndex, FileRole,
+    ImageError, JournalFile, LayerFormat, OpenFiles, Pin, PlainFile, Prepared, ReadLocation,
+    Reclaimed, Storage, TopFile, WriteLocation, ZeroMode, ZeroStep,
 };
 
 /// Opens allowed files as it is.
@@ -22,6 +23,21 @@ pub struct HostFiles;
 impl OpenFiles for HostFiles {
     fn open(&mut self, file: OwnedFd, _: &Path, _: FileRole) -> io::Result<Arc<dyn Storage>> {
         Ok(Arc::new(PlainFile(file.into())))
+    }
+
+    fn data_file(
+        &mut self,
+        image: &Path,
+        named: Option<&str>,
+        write: bool,
+    ) -> io::Result<DataFile> {
+        let path = image.with_file_name(named.expect("the tests name it"));
+        let file = File::options().read(true).write(write).open(path)?;
+        let stat = file.metadata()?;
+        Ok(DataFile {
+            identity: (stat.dev(), stat.ino()),
+            storage: Arc::new(PlainFile(file)),
+        })
     }
 }
 

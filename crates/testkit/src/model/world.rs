@@ -239,6 +239,9 @@ impl World {
         if let Some(size) = serve.l2_cache.filter(|_| self.files.qcow2) {
             disk += &format!(",l2-cache-size={size}");
         }
+        if let Some(data) = &self.files.data {
+            disk += &format!(",data-file={}", data.display());
+        }
         // An image with a data file, in itself or in its backing files, cannot be shared with another host.
         if serve.lock == "running" && !self.files.has_data_file {
             disk += ",lock=running";

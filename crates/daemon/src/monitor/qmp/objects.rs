@@ -1,6 +1,7 @@
 //! QMP commands that add and remove nodes, exports, throttle groups and I/O threads.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use block::{Aio, CacheMode, DetectZeroes, Discard, ThrottleLimits};
@@ -22,6 +23,19 @@ use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
 use crate::server::{Server, ServerError};
 
+/// The path of an image's data file.
+fn data_file_of(file: &BlockdevRef) -> Result<PathBuf, CommandError> {
+    if let BlockdevRef::Definition(file) = file
+        && file.node_name.is_none()
+        && let BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) = &file.driver
+    {
+        return Ok(file.filename.0.clone());
+    }
+    Err(CommandError::generic(
+        "the data file of a qcow2 image is given in place, as in data-file={driver=file,filename=...}",
+    ))
+}
+
 pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(), CommandError> {
     let name = options.root_node_name()?.to_string();
     // A raw format over a protocol adds nothing but a name. As in QEMU, what is discarded must be allowed
@@ -29,7 +43,7 @@ pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(),
     let mut inner = options;
     let mut discard = Discard::Unmap;
     let mut read_only = false;
-    let (mut format, mut l2_cache_bytes) = (Format::Raw, None);
+    let (mut format, mut l2_cache_bytes, mut data_file) = (Format::Raw, None, None);
     let (file, aio) = loop {
         discard = match inner.discard {
             Some(Discard::Unmap) => discard,
@@ -67,6 +81,7 @@ pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(),
             }
             BlockdevDriver::Qcow2(image) => {
                 (format, l2_cache_bytes) = (Format::Qcow2, image.l2_cache_size);
+                data_file = image.data_file.as_ref().map(data_file_of).transpose()?;
                 &image.file
             }
         };
@@ -104,6 +119,7 @@ pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(),
     let detect_zeroes = options.detect_zeroes.or(inner.detect_zeroes);
     Ok(server.add_node(DiskSpec {
         format: Some(format),
+        data_file,
         l2_cache_bytes,
         cache: cache.cache_mode(false)?,
         aio,

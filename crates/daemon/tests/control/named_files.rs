@@ -1,0 +1,150 @@
+//! Which files an image may make ringdisk open: its creator chooses the names in it, and the next file in the directory
+//! may be another tenant's disk. And which files are taken for raw disks.
+
+use std::fs;
+
+use testkit::driver::{Device, DeviceConfig};
+use testkit::qemu_img as qemu;
+
+use super::server::Controlled;
+
+const MIB: u64 = 1 << 20;
+
+/// A disk of 1 MiB per name, and for each an image that has it as backing file and one that has it as data file.
+fn make_neighbours(ringdisk: &Controlled, names: &[&str]) {
+    let at = ringdisk.dir.path();
+    for name in names {
+        ringdisk.file(&format!("{name}.raw"), MIB);
+        let raw = format!("{name}.raw");
+        let (back, data) = (format!("{name}-back.qcow2"), format!("{name}-data.qcow2"));
+        qemu::img(at, &format!("create -q -f qcow2 -b {raw} -F raw {back}"));
+        let options = format!("data_file={raw},data_file_raw=on");
+        qemu::img(at, &format!("create -q -f qcow2 -o {options} {data} 1M"));
+        // Creating the image has emptied it.
+        ringdisk.file(&raw, MIB);
+    }
+}
+
+#[test]
+fn image_takes_no_disk_of_another_tenant() {
+    if !qemu::is_there("image_takes_no_disk_of_another_tenant") {
+        return;
+    }
+    let ringdisk = Controlled::start(&[]);
+    let kinds = [
+        ("served", ""),
+        ("released", ",lock=running"),
+        ("read", ",readonly=on"),
+    ];
+    let names = kinds.map(|(name, _)| name);
+    make_neighbours(&ringdisk, &names);
+    make_neighbours(&ringdisk, &["unserved"]);
+    for (name, options) in kinds {
+        let disk = format!("{name}.raw,socket={name}.sock{options}");
+        ringdisk.json(&["attach", &disk]);
+    }
+    let before = |name: &str| fs::read(ringdisk.path(&format!("{name}.raw"))).unwrap();
+    for name in names {
+        let user = format!("'{name}'");
+        let image = |kind: &str| format!("{name}-{kind}.qcow2,name=image,socket=image.sock");
+        let refused = ringdisk.ringdisk(&["attach", &image("back")]);
+        refused.assert_fails(1, &["in use", &user]);
+        let refused = ringdisk.ringdisk(&["attach", &image("data")]);
+        refused.assert_fails(1, &["data-file=PATH", &format!("{name}.raw")]);
+        let named = format!("{},data-file={name}.raw", image("data"));
+        let refused = ringdisk.ringdisk(&["attach", &named]);
+        refused.assert_fails(1, &["in use"]);
+        assert_eq!(before(name).len() as u64, MIB);
+    }
+    // Nor does it work the other way round.
+    ringdisk.json(&["attach", "unserved-back.qcow2,name=image,socket=image.sock"]);
+    ringdisk
+        .server
+        .wait_for_log(&["unserved.raw", "as backing file"]);
+    let disk = "unserved.raw,name=late,readonly=on,socket=late.sock";
+    let refused = ringdisk.ringdisk(&["attach", disk]);
+    refused.assert_fails(1, &["in use", "'image'"]);
+    ringdisk.json(&["detach", "image"]);
+    let refused =
+        ringdisk.ringdisk(&["attach", "unserved-data.qcow2,name=image,socket=image.sock"]);
+    refused.assert_fails(1, &["data-file=PATH"]);
+    let named = "unserved-data.qcow2,data-file=unserved.raw,name=image,socket=image.sock";
+    ringdisk.json(&["attach", named]);
+    ringdisk
+        .server
+        .wait_for_log(&["opened the data file", "unserved.raw"]);
+    let mut device =
+        Device::connect(ringdisk.path("image.sock"), &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].write(0, &[9; 512]), 0);
+    drop(device);
+    ringdisk.json(&["detach", "image", "--force"]);
+    assert_eq!(before("unserved")[..512], [9; 512]);
+    // A data file that the image does not have.
+    let wrong = "unserved-back.qcow2,data-file=served-back.qcow2,name=image,socket=image.sock";
+    ringdisk
+        .ringdisk(&["attach", wrong])
+        .assert_fails(1, &["no external data file"]);
+}
+
+/// A template that disks only read may be a backing file too, if the operator names its directory.
+#[test]
+fn template_is_shared_if_its_directory_is_named() {
+    if !qemu::is_there("template_is_shared_if_its_directory_is_named") {
+        return;
+    }
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let allow = [
+        format!("--allow-backing={}", dir.path().display()),
+        format!("--allow-dir={}", dir.path().display()),
+    ];
+    let ringdisk = Controlled::start_in(dir, &allow);
+    make_neighbours(&ringdisk, &["template", "written"]);
+    ringdisk.json(&["attach", "template.raw,readonly=on,socket=template.sock"]);
+    ringdisk.json(&["attach", "written.raw,lock=running,socket=written.sock"]);
+    ringdisk.json(&["attach", "template-back.qcow2,name=image,socket=image.sock"]);
+    let refused = ringdisk.ringdisk(&["attach", "written-back.qcow2,name=other,socket=other.sock"]);
+    refused.assert_fails(1, &["in use", "'written'"]);
+}
+
+/// Cloud images are qcow2 images with the name of raw ones.
+#[test]
+fn image_named_like_a_raw_disk_is_refused_unless_the_format_is_given() {
+    let test = "image_named_like_a_raw_disk_is_refused_unless_the_format_is_given";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let ringdisk = Controlled::start(&[]);
+    let at = ringdisk.dir.path();
+    qemu::img(at, "create -q -f qcow2 cloud.img 1M");
+    let image = fs::read(at.join("cloud.img")).unwrap();
+    // Not a multiple of a sector, as many are: making it longer would not make it a raw disk.
+    fs::write(at.join("odd.img"), &image[..image.len() - 100]).unwrap();
+    fs::write(at.join("disk.raw"), b"KDMV").unwrap();
+    fs::File::options()
+        .write(true)
+        .open(at.join("disk.raw"))
+        .and_then(|file| file.set_len(MIB))
+        .unwrap();
+    for (file, words) in [
+        (
+            "cloud.img",
+            &["cloud.img", "qcow2 format", "format=qcow2"][..],
+        ),
+        ("odd.img", &["odd.img", "qcow2 format", "format=qcow2"]),
+        ("odd.img,format=raw", &["odd.img", "qcow2 format"]),
+        ("disk.raw", &["disk.raw", "VMDK format", "qemu-img convert"]),
+    ] {
+        let refused = ringdisk.ringdisk(&["attach", &format!("{file},name=disk,socket=disk.sock")]);
+        refused.assert_fails(1, words);
+        assert!(!refused.err.contains("truncate"), "{}", refused.err);
+    }
+    assert!(fs::read(at.join("cloud.img")).unwrap() == image);
+    ringdisk.json(&[
+        "attach",
+        "cloud.img,format=qcow2,name=disk,socket=disk.sock",
+    ]);
+    ringdisk.json(&["attach", "disk.raw,format=raw,name=raw,socket=raw.sock"]);
+    // What a guest writes itself does not end its service.
+    let replaced = ringdisk.ringdisk(&["replace", "disk", "odd.img"]);
+    replaced.assert_fails(1, &["odd.img", "qcow2 format"]);
+}
