@@ -94,6 +94,23 @@ enum Trouble {
     ExactSpace,
 }
 
+impl Trouble {
+    fn arrange(self, memory: &Memory, bytes: u64) {
+        match self {
+            Self::Forgets => memory.forget(),
+            Self::ExactDevice => memory.be_device(bytes),
+            // What the image has already counts twice, which makes up for blocks that are used in part.
+            Self::ExactSpace => memory.limit_space(full_size() / 4096),
+            Self::None | Self::Fails => {}
+        }
+    }
+}
+
+/// The size of a volume that the disk just fits on.
+fn full_size() -> u64 {
+    qemu::fully_allocated_size(EXACT, DISK_BYTES)
+}
+
 struct Story {
     variant: &'static str,
     seed: u64,
@@ -143,7 +160,6 @@ impl OpenFiles for InMemory<'_> {
 fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: Trouble) -> Story {
     let read = |name| std::fs::read(directory.join(name));
     let mut image = read("disk.qcow2").unwrap();
-    let full_size = || qemu::fully_allocated_size(EXACT, DISK_BYTES);
     if trouble == Trouble::ExactDevice {
         image.resize(full_size() as usize, 0xd5);
     }
@@ -159,13 +175,7 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: 
             ..WRITE
         },
     };
-    match trouble {
-        Trouble::Forgets => memory.forget(),
-        Trouble::ExactDevice => memory.be_device(start[0].len() as u64),
-        // What the image has already counts twice, which makes up for blocks that are used in part.
-        Trouble::ExactSpace => memory.limit_space(full_size() / 4096),
-        Trouble::None | Trouble::Fails => {}
-    }
+    trouble.arrange(memory, start[0].len() as u64);
     let fails = matches!(trouble, Trouble::Fails | Trouble::Forgets);
     let disk = open(&files, directory, how);
     let old = disk.content().unwrap();

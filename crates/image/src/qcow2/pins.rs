@@ -29,8 +29,9 @@ pub struct Pin {
 /// other only if all threads see the four accesses in one order, so all accesses here, and the lookup
 /// itself, are SeqCst. On x86 only the counting needs an atomic instruction, on a cache line that no other thread uses.
 ///
-/// Whoever waits for a mark to pass is woken by the request whose end lets it pass. It is on the list before it looks
-/// at the counters, and a request is off its counter before it looks at the list: one of the two sees the other.
+/// A request that waits for a mark to pass is woken by the one whose end lets it pass. The waiting request is on the list
+/// before it looks at the counters, and the ending one is off its counter before it looks at the list: one of the two
+/// sees the other.
 pub struct Pins {
     epoch: AtomicU64,
     lanes: Box<[Lane]>,
