@@ -284,7 +284,8 @@ impl DirtyBitmap {
         }
     }
 
-    fn note_time(&self) {
+    /// Notes the present time as that of the last change, for a bitmap that survives a kill of the process.
+    pub fn note_time(&self) {
         if let Words::Shared(shared) = &self.words {
             shared.note_time();
         }

@@ -454,7 +454,10 @@ impl Node {
                     bitmaps.note_again();
                     bitmaps.reserve(size);
                 });
-                chain.grow(size).map_err(|e| e.to_string())?;
+                chain.grow(size).map_err(|e| {
+                    (recorded_bitmaps.as_ref()).inspect(|all| all.record_lost(&e.to_string()));
+                    e.to_string()
+                })?;
                 recorded_bitmaps.inspect(|bitmaps| bitmaps.resize(size, size));
                 return Ok(());
             }

@@ -188,6 +188,12 @@ impl Node {
         }
     }
 
+    /// Its file has another name now.
+    pub fn file_renamed(&self) {
+        let recorded_bitmaps = self.recorded_bitmaps();
+        recorded_bitmaps.inspect(|recorded| recorded.renamed());
+    }
+
     /// Stores the bitmaps of a disk outside of its image. It is durable, and nothing writes to it any more. The image is closed.
     pub(super) fn store_recorded_bitmaps(&self) {
         let recorded_bitmaps = self.state().recorded_bitmaps.take();

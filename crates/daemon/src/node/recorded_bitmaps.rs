@@ -1,7 +1,7 @@
 //! Persistent bitmaps in the state directory: of disks that are in no qcow2 image, which are raw files, block devices and
 //! [images in Ceph clusters](medium), and of qcow2 images [while they are in use](in_image).
 //!
-//! A *record* in the state directory says which bitmaps a disk has. While the disk is in use, their bits are in files that
+//! A *record* in the state directory says which bitmaps a disk has. It is [found](find) by the storage, whatever its name. While the disk is in use, their bits are in files that
 //! are [mapped](engine::MappedWords), next to the journals of images: on a tmpfs. The record is
 //!
 //! - *in use*: with the boot of the host, the file or device, the names of the files with the bits and of the notes, and the
@@ -30,6 +30,7 @@
 //! its times. The files with the bits have the time of the last write, so that such writes are noticed after a kill too, if
 //! they come at least two seconds later. In a cluster, [the lock of the image](medium) shows whether others may have written.
 
+mod find;
 mod in_cluster;
 mod in_image;
 mod intent;
@@ -49,14 +50,14 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use block::{CannotGrow, DirtyBitmap, DirtyBitmaps, NoteStore};
-use image::{BITMAP_BYTES_MAX, UnusableBitmap};
+use block::{DirtyBitmap, DirtyBitmaps, NoteStore};
+use image::UnusableBitmap;
 use tracing::{error, info, warn};
 
 use super::context::OpenContext;
 use crate::config::spec::{DiskSpec, Lock};
 use intent::{Checkpoints, Notes, Tag};
-use place::{Inner, Intent, Place, Usable};
+use place::{Inner, Intent, Place, Usable, is_bits};
 use record::{BitmapRecord, IntentRecord, Record, State};
 
 pub use medium::Medium;
@@ -108,9 +109,11 @@ impl RecordedBitmaps {
         let path = &medium.path(path)?;
         let state = match state_of(spec, context) {
             Ok(state) => state,
-            Err(why) => return Self::without_place(spec, context, path, size, why),
+            Err(why) => {
+                return Self::without_place(spec, context, path, Some(&medium), size, why);
+            }
         };
-        let place = Place::new(state, context, path, medium, None);
+        let place = Place::new(state, context, path, medium, None)?;
         let this = Self::new(&spec.name, size, Ok(place));
         this.load_record()?;
         this.publish(&this.inner());
@@ -178,7 +181,7 @@ impl RecordedBitmaps {
         let file = place.record.display();
         match record::read(&place.record) {
             Ok(None) => None,
-            Ok(Some(record)) if record.path == place.path && !record.is_image => Some(record),
+            Ok(Some(record)) if !record.is_image => Some(record),
             Ok(Some(_)) => {
                 warn!(
                     "disk {}: {file} is about another disk, and is replaced",
@@ -206,6 +209,7 @@ impl RecordedBitmaps {
         let mut guard = self.inner();
         let inner = &mut *guard;
         let Some(record) = self.read_record(place, inner) else {
+            self.lose_replaced(place, inner);
             return Ok(());
         };
         inner.has_record = true;
@@ -237,7 +241,7 @@ impl RecordedBitmaps {
                         bitmap
                             .bits
                             .clone()
-                            .filter(|old| *old != name && place.is_bits(old)),
+                            .filter(|old| *old != name && is_bits(old)),
                     );
                     is_changed |= bitmap.bits.as_ref() != Some(&name);
                     if name.is_empty() {
@@ -254,7 +258,7 @@ impl RecordedBitmaps {
                 }
                 Err(why) => {
                     is_changed |= bitmap.lost.is_none() || bitmap.bits.is_some();
-                    left.extend(bitmap.bits.clone().filter(|name| place.is_bits(name)));
+                    left.extend(bitmap.bits.clone().filter(|name| is_bits(name)));
                     self.lose(inner, bitmap.name.clone(), granularity, &why);
                 }
             }
@@ -264,6 +268,7 @@ impl RecordedBitmaps {
         let is_other = place.inherited.is_uncommitted();
         is_changed |= inner.intent.is_none() && !inner.files.is_empty() && !is_other;
         is_changed |= place.medium.is_unconfirmed();
+        is_changed |= record.path != place.path && !is_other;
         let is_in_use = matches!(record.state, State::InUse(_));
         if is_in_use && matches!(usable, Ok(Usable::AsTheyAre)) && !inner.files.is_empty() {
             info!(
@@ -479,6 +484,15 @@ impl RecordedBitmaps {
         self.note_again();
     }
 
+    /// The disk's file has another name, which has changed its times: that was not another program.
+    pub fn renamed(&self) {
+        self.bitmaps
+            .all()
+            .iter()
+            .for_each(|bitmap| bitmap.note_time());
+        self.note_again();
+    }
+
     /// Writes the notes with the present time, and what the image has from its next change on. That comes before any change
     /// which is not a request of the guest.
     pub fn note_again(&self) {
@@ -486,47 +500,6 @@ impl RecordedBitmaps {
         let is_ours = |place: &Place| !place.inherited.is_uncommitted();
         if let Some(intent) = intent.filter(|_| self.place.as_ref().is_ok_and(is_ours)) {
             Notes(intent.log, Arc::downgrade(&intent.regions)).note(&intent.regions);
-        }
-    }
-
-    /// Lets them cover the whole disk. An image does that itself.
-    fn grow_all(&self, inner: &mut Inner) {
-        if self.image().is_some() || inner.is_preparing {
-            return;
-        }
-        let size = inner.size;
-        self.lose_unfit(inner, size);
-        let before: Vec<_> = (self.bitmaps.all().into_iter())
-            .map(|bitmap| (bitmap.size(), bitmap))
-            .collect();
-        self.bitmaps.grow(size);
-        for (old, bitmap) in before {
-            if bitmap.is_recording() && !bitmap.is_inconsistent() {
-                bitmap.mark(old, size.saturating_sub(old));
-            }
-        }
-    }
-
-    /// The disk will grow to `size`: makes space for its bits.
-    pub fn reserve(&self, size: u64) {
-        self.lose_unfit(&mut self.inner(), size);
-    }
-
-    /// Makes space for the bits of a disk of `size` bytes. Those for which there is none become inconsistent.
-    fn lose_unfit(&self, inner: &mut Inner, size: u64) {
-        for (bitmap, why) in self.bitmaps.reserve(size, BITMAP_BYTES_MAX) {
-            let why = match (why, &self.place) {
-                (CannotGrow::Limit, _) => format!(
-                    "the disk's bitmaps would have more than {} MiB of bits when it has {size} bytes",
-                    BITMAP_BYTES_MAX >> 20
-                ),
-                (CannotGrow::NoSpace(e), Ok(place)) => format!(
-                    "{} has no space for its bits when the disk has {size} bytes: {e}",
-                    place.bits.0.display()
-                ),
-                (CannotGrow::NoSpace(e), Err(_)) => format!("there is no space for its bits: {e}"),
-            };
-            self.make_inconsistent(inner, &why, |other| std::ptr::eq(other, &*bitmap));
         }
     }
 

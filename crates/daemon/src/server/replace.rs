@@ -323,7 +323,11 @@ impl Server {
         };
         let same = before.shares_file(new);
         match served {
-            Some(served) if same => Ok(served.rename(new, keep)?),
+            Some(served) if same => {
+                served.rename(new, keep)?;
+                new.file_renamed();
+                Ok(())
+            }
             Some(served) => Ok(served.replace(new, keep)?),
             None => {
                 if !same {

@@ -433,6 +433,33 @@ fn images_without_their_state_directory_have_inconsistent_bitmaps() {
     }
 }
 
+/// After a kill, the record is found by the image, and not by its name.
+#[test]
+fn renamed_images_keep_their_bitmaps() {
+    if !qemu::is_there("renamed_images_keep_their_bitmaps") {
+        return;
+    }
+    for is_told in [false, true] {
+        let mut disk = StoredDisk::image();
+        let server = disk.serve();
+        write(&mut disk.device(), 3);
+        let new = disk.path("renamed.qcow2");
+        fs::rename(&disk.file, &new).unwrap();
+        if is_told {
+            disk.run(&["replace", "d", new.to_str().unwrap()]);
+            write(&mut disk.device(), 4);
+        }
+        kill(server);
+        disk.file = new;
+        fs::remove_file(disk.path("state/state.json")).unwrap_or_default();
+        let server = disk.serve();
+        server.wait_for_log(&[CONTINUE]);
+        assert_eq!(count(&disk, "b"), 1 + u64::from(is_told));
+        StoredDisk::stop(server);
+        assert_eq!((disk.record_path(), disk.bits_files()), (None, 0));
+    }
+}
+
 /// The runtime directory is full when the disk grows. The record says so before anybody is told.
 #[test]
 fn bitmaps_without_space_for_a_larger_disk_do_not_come_back() {

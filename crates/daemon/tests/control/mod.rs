@@ -11,6 +11,7 @@ mod cli;
 mod host_cpus;
 mod limits;
 mod named_files;
+mod names_of_bitmaps;
 mod persisted_state;
 mod qemu_client;
 mod qemu_errors;

@@ -29,7 +29,7 @@ impl RecordedBitmaps {
         let name = PathBuf::from(image.full_name()?);
         match medium_of(image)? {
             Ok(medium) => Self::load(spec, context, &name, medium, size),
-            Err(why) => Self::without_place(spec, context, &name, size, &why),
+            Err(why) => Self::without_place(spec, context, &name, None, size, &why),
         }
     }
 

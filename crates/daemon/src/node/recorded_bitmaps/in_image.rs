@@ -27,7 +27,7 @@ use tracing::{error, info, warn};
 
 use super::RecordedBitmaps;
 use super::medium::Medium;
-use super::place::{Inner, Intent, Place, Usable};
+use super::place::{Inner, Intent, Place, Usable, is_bits};
 use super::record::{self, BitmapRecord, Record};
 use crate::config::spec::{DiskSpec, Lock};
 use crate::node::context::OpenContext;
@@ -49,7 +49,16 @@ impl RecordedBitmaps {
         }
         let medium = Medium::File(file.clone());
         let path = medium.path(path).ok()?;
-        let place = Place::new(state, context, &path, medium, Some(chain.clone()));
+        let place = Place::new(state, context, &path, medium, Some(chain.clone()))
+            .inspect_err(|e| {
+                warn!(
+                    "disk {}: {} cannot be read: {e}; if ringdisk is killed or the host crashes, the bitmaps of its image are \
+                     inconsistent",
+                    spec.name,
+                    state.display()
+                );
+            })
+            .ok()?;
         let this = Self::new(&spec.name, image.size(), Ok(place));
         this.load_record_of_image();
         this.publish(&this.inner());
@@ -70,7 +79,7 @@ impl RecordedBitmaps {
         let mut guard = self.inner();
         let inner = &mut *guard;
         let record = match record::read(&place.record) {
-            Ok(record) => record.filter(|record| record.is_image && record.path == place.path),
+            Ok(record) => record.filter(|record| record.is_image),
             Err(why) => {
                 warn!(
                     "disk {}: {} is damaged: {why}",
@@ -201,8 +210,7 @@ impl RecordedBitmaps {
             .iter()
             .flat_map(|old| &old.bitmaps)
             .filter_map(|of| of.bits.clone());
-        let is_left =
-            |file: &String| place.is_bits(file) && !files.values().any(|used| used == file);
+        let is_left = |file: &String| is_bits(file) && !files.values().any(|used| used == file);
         place.remove_bits(left.filter(is_left));
         let is_used = |name: &str| {
             inner

@@ -27,13 +27,15 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use block::DirtyBitmap;
-use image::UnusableBitmap;
+use block::{CannotGrow, DirtyBitmap};
+use image::{BITMAP_BYTES_MAX, UnusableBitmap};
 use tracing::{error, info, warn};
 
 use super::RecordedBitmaps;
+use super::find::find;
+use super::medium::Medium;
 use super::place::{self, Inner, Place};
-use super::record::{self, BitmapRecord, Record};
+use super::record::{self, BitmapRecord, Record, State};
 use crate::config::spec::DiskSpec;
 use crate::node::checkpoint;
 use crate::node::context::OpenContext;
@@ -52,6 +54,7 @@ impl RecordedBitmaps {
         spec: &DiskSpec,
         context: &OpenContext,
         path: &Path,
+        medium: Option<&Medium>,
         size: u64,
         why: &str,
     ) -> io::Result<Arc<Self>> {
@@ -59,10 +62,12 @@ impl RecordedBitmaps {
         let Some(state) = context.state.as_deref() else {
             return Ok(this);
         };
-        let file = place::record_path(state, path);
+        let Some(file) = find(state, path, medium, false)?.record else {
+            return Ok(this);
+        };
         let mut inner = this.inner();
         match record::read(&file) {
-            Ok(Some(record)) if path == Path::new(&record.path) && !record.is_image => {
+            Ok(Some(record)) if !record.is_image => {
                 this.lose_record(&mut inner, context, &file, record, why)?;
                 inner.leftover = Some(file);
             }
@@ -101,7 +106,7 @@ impl RecordedBitmaps {
             let owner = context.journals.owner();
             let written = record::write(file, &record, &[], |new| place::give(new, owner));
             written.or_else(|_| record::remove(file))?;
-            place::remove_bits_of(&context.journals.directory, file, bits);
+            place::remove_bits_of(&context.journals.directory, bits);
         }
         for bitmap in record.bitmaps {
             let granularity = 1_u64.checked_shl(bitmap.granularity_bits).unwrap_or(0);
@@ -123,6 +128,21 @@ impl RecordedBitmaps {
         );
     }
 
+    /// Another file or device had the path of the disk, and bitmaps: the operator learns that they are not those of this one.
+    pub(super) fn lose_replaced(&self, place: &Place, inner: &mut Inner) {
+        let Some(file) = &place.replaced else { return };
+        let Ok(Some(record)) = record::read(file) else {
+            return;
+        };
+        for bitmap in record.bitmaps {
+            let granularity = 1_u64.checked_shl(bitmap.granularity_bits).unwrap_or(0);
+            self.lose(inner, bitmap.name, granularity, place::FOREIGN);
+        }
+        // It may be in use, at another path.
+        let may_be_used = matches!(&record.state, State::InUse(then) if then.is_of_this_boot());
+        inner.leftover = Some(file.clone()).filter(|_| !may_be_used);
+    }
+
     /// All bitmaps that an earlier process has stored were removed.
     pub(super) fn remove_leftover(&self, inner: &mut Inner) {
         let Some(file) = inner.leftover.take() else {
@@ -134,6 +154,47 @@ impl RecordedBitmaps {
                 "disk {}: {file} cannot be removed: {e}; its bitmaps will be shown again after the next start",
                 self.disk
             );
+        }
+    }
+
+    /// Lets them cover the whole disk. An image does that itself.
+    pub(super) fn grow_all(&self, inner: &mut Inner) {
+        if self.image().is_some() || inner.is_preparing {
+            return;
+        }
+        let size = inner.size;
+        self.lose_unfit(inner, size);
+        let before: Vec<_> = (self.bitmaps.all().into_iter())
+            .map(|bitmap| (bitmap.size(), bitmap))
+            .collect();
+        self.bitmaps.grow(size);
+        for (old, bitmap) in before {
+            if bitmap.is_recording() && !bitmap.is_inconsistent() {
+                bitmap.mark(old, size.saturating_sub(old));
+            }
+        }
+    }
+
+    /// The disk will grow to `size`: makes space for its bits.
+    pub fn reserve(&self, size: u64) {
+        self.lose_unfit(&mut self.inner(), size);
+    }
+
+    /// Makes space for the bits of a disk of `size` bytes. Those for which there is none become inconsistent.
+    fn lose_unfit(&self, inner: &mut Inner, size: u64) {
+        for (bitmap, why) in self.bitmaps.reserve(size, BITMAP_BYTES_MAX) {
+            let why = match (why, &self.place) {
+                (CannotGrow::Limit, _) => format!(
+                    "the disk's bitmaps would have more than {} MiB of bits when it has {size} bytes",
+                    BITMAP_BYTES_MAX >> 20
+                ),
+                (CannotGrow::NoSpace(e), Ok(place)) => format!(
+                    "{} has no space for its bits when the disk has {size} bytes: {e}",
+                    place.bits.0.display()
+                ),
+                (CannotGrow::NoSpace(e), Err(_)) => format!("there is no space for its bits: {e}"),
+            };
+            self.make_inconsistent(inner, &why, |other| std::ptr::eq(other, &*bitmap));
         }
     }
 
@@ -218,6 +279,18 @@ impl RecordedBitmaps {
             self.disk,
             names.join(", ")
         );
+    }
+
+    /// The image has found some of its bitmaps inconsistent, because of `why`.
+    pub fn record_lost(&self, why: &str) {
+        let Ok(place) = &self.place else { return };
+        let mut inner = self.inner();
+        let mut lost = self.bitmaps.all();
+        lost.retain(|bitmap| bitmap.is_inconsistent() && inner.files.contains_key(bitmap.name()));
+        let names: BTreeSet<_> = lost.iter().map(|bitmap| bitmap.name().to_owned()).collect();
+        if !names.is_empty() {
+            self.withdraw(place, &mut inner, &names, why);
+        }
     }
 
     /// No later process continues these bitmaps.

@@ -34,7 +34,7 @@ use engine::DiskFile;
 use rbd::{Header, OwnError, RbdImage};
 
 use super::mark::Mark;
-use super::seen::{LOCK_LOST, Seen};
+use super::seen::{LOCK_LOST, Seen, StorageKey};
 use crate::token::token;
 
 pub enum Medium {
@@ -99,6 +99,17 @@ impl Medium {
         match self {
             Self::File(_) => std::path::absolute(named),
             Self::Image(_) => Ok(named.to_owned()),
+        }
+    }
+
+    /// What the records of a file or device are found by; `None` for an image.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn storage_key(&self) -> io::Result<Option<StorageKey>> {
+        match self {
+            Self::File(file) => Seen::key_of(file).map(Some),
+            Self::Image(_) => Ok(None),
         }
     }
 

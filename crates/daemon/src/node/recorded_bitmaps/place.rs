@@ -12,6 +12,7 @@ use block::{DirtyBitmap, SharedWords, WriteIntent, noted_ranges, region_bits};
 use engine::MappedWords;
 use image::{BITMAP_BYTES_MAX, Chain, Generations, Qcow2, UnusableBitmap};
 
+use super::find::find;
 use super::intent::{self, Checkpoints, IntentLog, Note, Notes, Regions, Tag};
 use super::medium::Medium;
 use super::record::{self, BitmapRecord, IntentRecord, Record, State, read_bits};
@@ -20,7 +21,7 @@ use crate::inherited::Inherited;
 use crate::node::context::OpenContext;
 use crate::token::{random, token};
 
-const FOREIGN: &str = "another program has written to the disk meanwhile, or has changed or replaced the disk's file, or the host's clock was set";
+pub const FOREIGN: &str = "another program has written to the disk meanwhile, or has changed or replaced the disk's file, or the host's clock was set";
 
 /// Where the bitmaps of a disk are stored.
 pub struct Place {
@@ -29,6 +30,8 @@ pub struct Place {
     pub chain: Option<Arc<Chain>>,
     /// In the state directory.
     pub record: PathBuf,
+    /// The record of another file or device that had the path of the disk.
+    pub replaced: Option<PathBuf>,
     /// The disk's file, as the operator named it.
     pub path: String,
     /// The directory of files with bits, and how their names begin.
@@ -113,24 +116,32 @@ pub enum Usable {
 
 impl Place {
     /// Where the bitmaps of a disk are stored. `state` is the state directory, and `path` the absolute one of the disk's file, or the full
-    /// name of its image in a cluster.
+    /// name of its image in a cluster. The disk is locked for writing.
+    ///
+    /// # Errors
+    /// It is not known which record is about the disk.
     pub fn new(
         state: &Path,
         context: &OpenContext,
         path: &Path,
         medium: Medium,
         chain: Option<Arc<Chain>>,
-    ) -> Self {
+    ) -> io::Result<Self> {
         let journals = &context.journals;
-        Self {
+        let found = find(state, path, Some(&medium), chain.is_some())?;
+        let stem = found.own.file_stem().unwrap_or_default().to_string_lossy();
+        let bits = (journals.directory.clone(), format!("{stem}-"));
+        let record = found.take(context.inherited.is_uncommitted())?;
+        Ok(Self {
             medium,
             chain,
-            record: record_path(state, path),
+            record,
+            replaced: found.replaced,
             path: path.to_string_lossy().into_owned(),
-            bits: (journals.directory.clone(), format!("{}-", key(path))),
+            bits,
             inherited: context.inherited.clone(),
             owner: journals.owner(),
-        }
+        })
     }
 
     /// What can be done with the bitmaps of a record.
@@ -219,7 +230,7 @@ impl Place {
 
     /// The file with the notes of a record.
     fn open_intent(&self, of: &IntentRecord) -> io::Result<File> {
-        if !self.intent_names().contains(&of.file) {
+        if !is_intent(&of.file) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let file = (OpenOptions::new().read(true).write(true))
@@ -288,7 +299,7 @@ impl Place {
 
     /// Removes a file with notes that no record names any more.
     pub fn remove_intent(&self, of: &IntentRecord) {
-        if self.intent_names().contains(&of.file) {
+        if is_intent(&of.file) {
             let _ = fs::remove_file(self.record.with_file_name(&of.file));
         }
     }
@@ -462,7 +473,7 @@ impl Place {
                         format!("the process before has left no bits of it: {e}"),
                     )
                 };
-                if !self.is_bits(name) {
+                if !is_bits(name) {
                     return Err(lacks(io::ErrorKind::NotFound.into()));
                 }
                 let words = self.open_bits(name, false).map_err(lacks)?;
@@ -546,11 +557,6 @@ impl Place {
         give(file, self.owner)
     }
 
-    /// Whether a file with bits of this disk may have this name.
-    pub fn is_bits(&self, name: &str) -> bool {
-        name.starts_with(&self.bits.1) && !name.contains('/')
-    }
-
     /// Removes files with bits that are not used any more.
     pub fn remove_bits(&self, files: impl Iterator<Item = String>) {
         for file in files {
@@ -628,14 +634,21 @@ pub fn give(file: &File, owner: Option<(u32, u32)>) -> io::Result<()> {
     }
 }
 
+/// Whether a file with bits may have this name.
+pub fn is_bits(name: &str) -> bool {
+    name.ends_with(".bits") && !name.contains('/')
+}
+
+/// Whether a file with notes may have this name.
+fn is_intent(name: &str) -> bool {
+    name.ends_with(".intent") && !name.contains('/')
+}
+
 /// Removes the files with bits that a record names.
-pub fn remove_bits_of(directory: &Path, record: &Path, files: Vec<String>) {
-    let key = record.file_stem().unwrap_or_default().to_string_lossy();
-    for file in files {
-        if file.starts_with(&*key) && !file.contains('/') {
-            // Failure wastes memory until the host starts again.
-            let _ = fs::remove_file(directory.join(file));
-        }
+pub fn remove_bits_of(directory: &Path, files: Vec<String>) {
+    for file in files.iter().filter(|file| is_bits(file)) {
+        // Failure wastes memory until the host starts again.
+        let _ = fs::remove_file(directory.join(file));
     }
 }
 
@@ -643,18 +656,6 @@ pub fn remove_bits_of(directory: &Path, record: &Path, files: Vec<String>) {
 fn note_time(words: &MappedWords) {
     words.label().store(seen::clock_offset(), Relaxed);
     words.note_time();
-}
-
-/// The record of a disk, in the state directory.
-pub fn record_path(state: &Path, path: &Path) -> PathBuf {
-    state.join(format!("{}.bitmaps", key(path)))
-}
-
-/// Begins the names of a disk's files: a hash of its path (FNV-1a, 64 bits). The record has the whole path.
-fn key(path: &Path) -> String {
-    let hash = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
-    let path = path.as_os_str().as_encoded_bytes();
-    format!("{:016x}", path.iter().fold(0xcbf2_9ce4_8422_2325, hash))
 }
 
 #[cfg(test)]

@@ -64,6 +64,13 @@ enum Kind {
     },
 }
 
+/// What identifies the storage of a disk, as far as names of files can.
+pub struct StorageKey {
+    pub text: String,
+    /// No other storage ever has it.
+    pub is_unique: bool,
+}
+
 /// Another client may have written to an image.
 pub const LOCK_LOST: &str =
     "another client has had the lock of the disk's image, and may have written to it";
@@ -214,6 +221,53 @@ impl Seen {
         }
     }
 
+    /// What the records of a file or device are found by.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn key_of(file: &DiskFile) -> io::Result<StorageKey> {
+        let seen = Self::found(file)?;
+        let inode = seen.inode;
+        let unique = match &seen.kind {
+            Kind::File { .. } => {
+                let born = file.found().created().ok();
+                let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
+                born.map(|born| format!("file {inode} {}", born.as_nanos()))
+            }
+            Kind::Device { id, .. } => {
+                let unique = id.as_ref().filter(|id| is_unique(id));
+                unique.map(|id| format!("device {id}"))
+            }
+            Kind::Image { .. } => None,
+        };
+        let is_unique = unique.is_some();
+        let text = unique.unwrap_or_else(|| format!("{} {inode}", seen.device));
+        Ok(StorageKey { text, is_unique })
+    }
+
+    /// Whether it is the file or device that is there `now`, whatever has happened to it since. `is_unique`: both have a key that
+    /// no other storage has. `is_same_path`: both are at one path.
+    pub fn is_storage_of(&self, now: &Self, is_unique: bool, is_same_path: bool) -> bool {
+        let is_same_boot = self.is_same_boot(now);
+        match (&self.kind, &now.kind) {
+            (Kind::File { .. }, Kind::File { .. }) => {
+                let is_same_device = is_same_boot && self.device == now.device;
+                self.inode == now.inode && (is_unique || is_same_path || is_same_device)
+            }
+            (Kind::Device { id, .. }, Kind::Device { id: id_now, .. }) => {
+                let is_same_number = is_same_boot && self.inode == now.inode;
+                let is_same_id = id == id_now && (is_same_path || is_unique && id.is_some());
+                is_same_number || is_same_id
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether it was seen in this boot, or that is not known.
+    pub fn is_of_this_boot(&self) -> bool {
+        this_boot().map_or(true, |boot| boot == self.boot)
+    }
+
     pub fn is_same_boot(&self, now: &Self) -> bool {
         self.boot == now.boot
     }
@@ -299,6 +353,14 @@ fn this_boot() -> io::Result<String> {
     Ok(format!("{:032x}", u128::from_be_bytes(boot()?)))
 }
 
+/// Whether no other device has this id: device mapper makes such, and disks that have a name from a registry.
+fn is_unique(id: &str) -> bool {
+    let kinds = [
+        "LVM-", "CRYPT-", "mpath-", "DMRAID-", "naa.", "eui.", "uuid.",
+    ];
+    kinds.iter().any(|kind| id.starts_with(kind))
+}
+
 fn of_device(number: u64) -> Kind {
     let directory = format!("/sys/dev/block/{}:{}", major(number), minor(number));
     let read = |name: &str| {
@@ -357,6 +419,47 @@ mod tests {
         for offset in [0, offset - hour, offset + hour] {
             assert!(of(Duration::ZERO).is_changed_after(noted, offset));
         }
+    }
+
+    #[test]
+    fn storage_is_recognized_by_what_no_other_has() {
+        let seen = |boot: &str, device, inode, kind| Seen {
+            boot: boot.into(),
+            device,
+            inode,
+            kind,
+        };
+        let file = |boot, device, inode| {
+            let (modified, changed) = ((1, 2), (3, inode as i64));
+            seen(boot, device, inode, Kind::File { modified, changed })
+        };
+        let is_same = |then: Seen, now: Seen| {
+            [(false, false), (true, false), (false, true)]
+                .map(|(is_unique, is_same_path)| then.is_storage_of(&now, is_unique, is_same_path))
+        };
+        assert_eq!(is_same(file("a", 1, 7), file("a", 1, 7)), [true; 3]);
+        // Another file system, or the same after a restart.
+        let unknown = [false, true, true];
+        assert_eq!(is_same(file("a", 1, 7), file("a", 2, 7)), unknown);
+        assert_eq!(is_same(file("a", 1, 7), file("b", 1, 7)), unknown);
+        assert_eq!(is_same(file("a", 1, 7), file("a", 1, 8)), [false; 3]);
+        let device = |boot, number, id: Option<&str>| {
+            let id = id.map(String::from);
+            let (sequence, written) = (None, None);
+            let kind = Kind::Device {
+                id,
+                sequence,
+                written,
+            };
+            seen(boot, u64::MAX, number, kind)
+        };
+        let (x, y) = (Some("LVM-x"), Some("LVM-y"));
+        assert_eq!(is_same(device("a", 7, x), device("a", 7, x)), [true; 3]);
+        assert_eq!(is_same(device("a", 7, x), device("b", 8, x)), unknown);
+        assert_eq!(is_same(device("a", 7, x), device("b", 7, y)), [false; 3]);
+        let of_path = [false, false, true];
+        assert_eq!(is_same(device("a", 7, None), device("b", 7, None)), of_path);
+        assert_eq!(is_same(device("a", 7, x), file("a", 1, 7)), [false; 3]);
     }
 
     #[test]
