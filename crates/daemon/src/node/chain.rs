@@ -103,18 +103,7 @@ pub(super) fn open_chain(
         let e = io::Error::other("one of its files is not known");
         NodeError::Io(filename(), "be opened", e)
     })?;
-    for waiting in chain.unreplayed_journals() {
-        let file = &files[usize::from(waiting.0)];
-        // A released image is opened again, with its journal, before it is written. Files that this process writes have
-        // a journal in use.
-        let is_top = Arc::ptr_eq(file, &files[0]);
-        let opened_again = is_top && locking == Locking::None && !spec.read_only;
-        if !opened_again && !ours.contains(&file.identity()) {
-            let check = || context.journals.check_none(&spec.name, file);
-            let checked = context.rights.as_operator(check);
-            checked.map_err(|e| NodeError::Journal(filename(), e))?;
-        }
-    }
+    check_unreplayed(spec, path, context, &chain, &files, locking, ours)?;
     let chain = Arc::new(chain);
     // Last, since the bitmaps are in use from now on.
     let bitmaps = if read_only {
@@ -129,6 +118,31 @@ pub(super) fn open_chain(
         journal: journal_path,
         bitmaps,
     })
+}
+
+/// Checks that no file of a chain waits for a journal that only another process or disk can replay.
+fn check_unreplayed(
+    spec: &DiskSpec,
+    path: &Path,
+    context: &OpenContext,
+    chain: &Chain,
+    files: &[Arc<DiskFile>],
+    locking: Locking,
+    ours: &[Identity],
+) -> Result<(), NodeError> {
+    for waiting in chain.unreplayed_journals() {
+        let file = &files[usize::from(waiting.0)];
+        // A released image is opened again, with its journal, before it is written. Files that this process writes have
+        // a journal in use.
+        let is_top = Arc::ptr_eq(file, &files[0]);
+        let opened_again = is_top && locking == Locking::None && !spec.read_only;
+        if !opened_again && !ours.contains(&file.identity()) {
+            let check = || context.journals.check_none(&spec.name, file);
+            let checked = context.rights.as_operator(check);
+            checked.map_err(|e| NodeError::Journal(path.display().to_string(), e))?;
+        }
+    }
+    Ok(())
 }
 
 /// Most bitmaps that are not continued and are logged one by one. An image may have 65535.

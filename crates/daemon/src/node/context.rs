@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use block::CacheMode;
+use block::{Backing, CacheMode};
 use engine::{DiskFile, Identity, Locking, OpenError};
 use image::{AllowedDirectories, DataFile, FileRole, OpenFiles, Storage};
 use tracing::{info, warn};
@@ -15,7 +15,6 @@ use crate::config::spec::{DiskSpec, FileSpec};
 use crate::inherited::Inherited;
 use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
-use crate::node::paths::warn_if_renamed;
 use crate::node::storage::FileStorage;
 use crate::rights::Rights;
 
@@ -278,6 +277,33 @@ impl OpenFiles for Opener<'_> {
             identity: (identity.device, identity.inode),
             storage: self.keep(file),
         })
+    }
+}
+
+/// Warns if an inherited file is no longer at its path.
+fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
+    if !path.exists() {
+        let now = match file.current_path() {
+            None if file.backing() == Backing::BlockDevice => format!(
+                "which has no device node in that directory; a restart needs a device node at that path, or at another \
+                 one that 'ringdisk replace {disk} PATH' names"
+            ),
+            Some(now) => format!(
+                "which is now at {0}; with 'ringdisk replace {disk} {0}', a restart finds it there",
+                now.display()
+            ),
+            None => {
+                "whose present path is unknown; if it was deleted, it is lost when the disk is closed".into()
+            }
+        };
+        let file = match file.backing() {
+            Backing::BlockDevice => "device",
+            Backing::File => "file",
+        };
+        warn!(
+            "disk {disk}: {} no longer exists; the disk continues on the {file} that it has open, {now}",
+            path.display()
+        );
     }
 }
 

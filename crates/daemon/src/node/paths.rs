@@ -5,10 +5,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use block::Backing;
 use engine::{DiskFile, Identity, Locking, Support, choose};
 use image::{Chain, Format, Image, LayerFormat, TopFile};
-use tracing::warn;
 
 use super::open::{data_file_identity, raw_size};
 use super::{Node, NodeError, format_of};
@@ -172,33 +170,6 @@ fn files_named_by(
     let named = Chain::referenced_files(top, data_file, &directories)?.into_iter();
     let named = named.map(|(device, inode)| Identity { device, inode });
     Ok(named.collect())
-}
-
-/// Warns if an inherited file is no longer at its path.
-pub(super) fn warn_if_renamed(disk: &str, path: &Path, file: &DiskFile) {
-    if !path.exists() {
-        let now = match file.current_path() {
-            None if file.backing() == Backing::BlockDevice => format!(
-                "which has no device node in that directory; a restart needs a device node at that path, or at another \
-                 one that 'ringdisk replace {disk} PATH' names"
-            ),
-            Some(now) => format!(
-                "which is now at {0}; with 'ringdisk replace {disk} {0}', a restart finds it there",
-                now.display()
-            ),
-            None => {
-                "whose present path is unknown; if it was deleted, it is lost when the disk is closed".into()
-            }
-        };
-        let file = match file.backing() {
-            Backing::BlockDevice => "device",
-            Backing::File => "file",
-        };
-        warn!(
-            "disk {disk}: {} no longer exists; the disk continues on the {file} that it has open, {now}",
-            path.display()
-        );
-    }
 }
 
 fn place_now(file: &DiskFile) -> String {

@@ -193,24 +193,6 @@ fn errors_name_the_next_step() {
         (&["resize", "nobody"], 1, &["nobody", "ringdisk list"]),
         (&["throttle", "vm1", "iops"], 2, &["iops", "key=value"]),
         (
-            &["throttle", "vm1", "bps-wr=1M", "iops=5", "bps_wr=2M"],
-            2,
-            &["bps_wr", "twice"],
-        ),
-        (
-            &["throttle", "vm1", "group=a", "group=b"],
-            2,
-            &["group", "twice"],
-        ),
-        (&["resize", "vm1", "+"], 2, &["is no size"]),
-        (&["resize", "vm1", "++1G"], 2, &["is no size"]),
-        (&["resize", "nobody", "+1G"], 1, &["no disk 'nobody'"]),
-        (
-            &["backup", "begin", "vm1", "--memory", "1M"],
-            2,
-            &["memory", "4M"],
-        ),
-        (
             &["throttle", "vm1", "speed=1"],
             2,
             &["speed", "iops_wr", "group"],
@@ -247,6 +229,35 @@ fn errors_name_the_next_step() {
     drop(device);
     assert_eq!(ringdisk.json(&["list"]).as_array().unwrap().len(), 1);
     assert!(!ringdisk.path("s.sock").exists());
+}
+
+#[test]
+fn ambiguous_and_small_values_are_refused() {
+    let ringdisk = Controlled::start(&[]);
+    ringdisk.file("vm1.raw", 16 << 20);
+    ringdisk.json(&["attach", "vm1.raw,socket=vm1.sock"]);
+    for (arguments, code, words) in [
+        (
+            &["throttle", "vm1", "bps-wr=1M", "iops=5", "bps_wr=2M"][..],
+            2,
+            &["bps_wr", "twice"][..],
+        ),
+        (
+            &["throttle", "vm1", "group=a", "group=b"],
+            2,
+            &["group", "twice"],
+        ),
+        (&["resize", "vm1", "+"], 2, &["is no size"]),
+        (&["resize", "vm1", "++1G"], 2, &["is no size"]),
+        (&["resize", "nobody", "+1G"], 1, &["no disk 'nobody'"]),
+        (
+            &["backup", "begin", "vm1", "--memory", "1M"],
+            2,
+            &["memory", "4M"],
+        ),
+    ] {
+        ringdisk.ringdisk(arguments).assert_fails(code, words);
+    }
 }
 
 #[test]

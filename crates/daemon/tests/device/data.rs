@@ -534,18 +534,8 @@ fn discard_and_write_zeroes_ranges_are_checked() {
             [segment(0, 8, 0).to_vec(), vec![0; 8]].concat(),
             UNSUPP,
         ),
-        (
-            "too many segments in a discard",
-            discard,
-            too_many.clone(),
-            UNSUPP,
-        ),
-        (
-            "too many segments in write zeroes",
-            zeroes,
-            too_many,
-            UNSUPP,
-        ),
+        ("too many to discard", discard, too_many.clone(), UNSUPP),
+        ("too many to zero", zeroes, too_many, UNSUPP),
         (
             "too many segments, one of them behind the end",
             zeroes,
