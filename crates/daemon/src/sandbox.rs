@@ -247,8 +247,8 @@ fn paths(
     kept.iter().for_each(|directory| paths.kept(directory));
     other_sockets.iter().for_each(|path| paths.socket(path));
     for directory in backing.iter().filter(|d| d.as_os_str() != "none") {
-        paths.storage(directory);
-        paths.devices_behind(directory);
+        let is_here = |file: &FileSpec| matches!(file, FileSpec::Path(path) if path.parent() == Some(directory.as_path()));
+        paths.backing(directory, disks.iter().any(|disk| is_here(&disk.file)));
     }
     for directory in &options.allow {
         let found = std::fs::read_dir(directory);

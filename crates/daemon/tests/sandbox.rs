@@ -168,6 +168,36 @@ fn disks_are_attached_only_from_allowed_directories() {
     assert!(error.contains("--allow-dir /there/is/none"), "{error}");
 }
 
+/// Images may build on files of an `--allow-backing` directory, and no disk may write there.
+#[test]
+fn directories_of_backing_files_are_read_only() {
+    let (bench, templates) = (Setup::new(), Disk::new());
+    let directory = templates.file.parent().unwrap().display().to_string();
+    let overlay = bench.dir.path().join("overlay.qcow2");
+    let create = format!(
+        "create -q -f qcow2 -F raw -b {} overlay.qcow2",
+        templates.file.display()
+    );
+    testkit::qemu_img::img(bench.dir.path(), &create);
+    let socket = bench.dir.path().join("overlay.sock");
+    let image = format!("file={},socket={}", overlay.display(), socket.display());
+    let server = bench.serve("", &[&image, "--allow-backing", &directory]);
+    let mut device = Device::connect(&socket, &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+    let files = server.wait_for_log(&["sandbox:", "files"]);
+    if files.contains("not restricted") {
+        return println!("skipped: directories_of_backing_files_are_read_only: {files}");
+    }
+    let other = templates.file.with_file_name("other.raw");
+    fs::copy(&templates.file, &other).unwrap();
+    let refused = bench.attach(&other, &bench.dir.path().join("s"));
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        !refused.status.success() && error.contains(&format!("--allow-dir {directory}")),
+        "{error}"
+    );
+}
+
 /// A core dump contains no guest memory.
 #[test]
 fn guest_memory_is_not_dumped() {

@@ -17,6 +17,8 @@ use super::OutsideSandbox;
 pub struct AllowedPaths {
     /// Directories of disks, with everything below them, and block devices.
     storage: Vec<PathBuf>,
+    /// Directories and devices of backing files.
+    backing: Vec<PathBuf>,
     sockets: Vec<PathBuf>,
     readable: Vec<PathBuf>,
     /// Directories of files that ringdisk creates and removes.
@@ -50,14 +52,18 @@ impl AllowedPaths {
         self.storage.extend(fs::canonicalize(directory));
     }
 
-    /// Adds the devices to which links in a directory lead, as in `/dev/VG`.
-    pub fn devices_behind(&mut self, directory: &Path) {
+    /// Adds a directory of backing files, and the devices to which its links lead, as in `/dev/VG`, for reading. If a disk
+    /// is such a device, the others may replace it, as files in the directory of a disk may.
+    pub fn backing(&mut self, directory: &Path, has_disk: bool) {
+        self.backing.extend(fs::canonicalize(directory));
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-        for entry in entries {
-            let target = fs::canonicalize(entry.path());
-            let is_device =
-                |path: &PathBuf| fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device());
-            self.storage.extend(target.ok().filter(is_device));
+        let targets = entries.filter_map(|entry| fs::canonicalize(entry.path()).ok());
+        let devices = targets
+            .filter(|path| fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device()));
+        if has_disk {
+            self.storage.extend(devices);
+        } else {
+            self.backing.extend(devices);
         }
     }
 
@@ -105,7 +111,14 @@ impl Files {
     /// # Errors
     /// The kernel does not support it, or refuses it.
     pub fn restrict(mut paths: AllowedPaths) -> Result<Self, String> {
-        for list in [&mut paths.storage, &mut paths.sockets, &mut paths.readable] {
+        let AllowedPaths {
+            storage,
+            backing,
+            sockets,
+            readable,
+            ..
+        } = &mut paths;
+        for list in [storage, backing, sockets, readable] {
             list.sort();
             list.dedup();
         }
@@ -144,6 +157,7 @@ impl Files {
             }
             allow(&paths.sockets, sockets)?;
             allow(&paths.readable, read)?;
+            allow(&paths.backing, read | AccessFs::IoctlDev)?;
             let keep = storage | AccessFs::MakeReg | AccessFs::RemoveFile;
             allow(&paths.kept, keep)?;
             allow(&system, read)?;
