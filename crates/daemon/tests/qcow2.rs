@@ -527,7 +527,7 @@ fn invalid_images_and_forbidden_backing_files_are_refused() {
         "{text}"
     );
     let text = refused("missing.qcow2", &[]);
-    assert!(text.contains("create -f qcow2"), "{text}");
+    assert!(text.contains("qemu-img create"), "{text}");
     let text = refused("text.qcow2", &[]);
     assert!(text.contains("text.qcow2"), "{text}");
 
