@@ -192,6 +192,8 @@ impl Server {
             return Ok(());
         }
         if removal == Removal::Safe {
+            // A backup has temporary bitmaps of its own, which are not to be removed first.
+            self.backups.check_none(name)?;
             let bitmaps = self.temporary_bitmaps_of(name);
             if !bitmaps.is_empty() {
                 return Err(ServerError::TemporaryBitmaps(

@@ -214,8 +214,8 @@ impl OpenFiles for Opener<'_> {
                 .other_user(identity, disk, may_share_reading);
             if let Some(other) = other {
                 return Err(io::Error::other(format!(
-                    "its {what} {} is in use: it is disk '{other}' of this ringdisk. A file cannot be a disk and a part of \
-                     another one; if that disk is only read, --allow-backing DIR allows it",
+                    "its {what} {} is in use by disk '{other}' of this ringdisk; a file cannot be a disk and a part of another \
+                     one, except if that disk is only read and --allow-backing names the directory",
                     path.display()
                 )));
             }

@@ -33,7 +33,10 @@ pub enum ServerError {
     NoExport(String),
     #[error("disk '{0}' is in use by '{1}'; remove that first")]
     NodeInUse(String, String),
-    #[error("{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on")]
+    #[error(
+        "{0}: in use by disk '{1}'; detach that first, or serve both with readonly=on (and if one builds on the other, name \
+         their directory with --allow-backing)"
+    )]
     FileInUse(PathBuf, String),
     #[error(
         "{0}: in use by this process: disk '{1}' used it and was detached, but its storage has not answered since; try \

@@ -312,10 +312,8 @@ fn default_control_socket() {
         as_user(command.args(arguments));
         CommandOutput::of(&mut command)
     };
-    ringdisk(&["list"]).assert_fails(
-        1,
-        &["ringdisk/control.qmp", "check that `ringdisk serve` runs"],
-    );
+    // That of the service, if there is one.
+    ringdisk(&["list"]).assert_fails(1, &["ringdisk/control.qmp"]);
     let mut first = Server::ringdisk_command(serve()).unwrap();
     assert_eq!(first.socket(), run.join("null.sock"));
     let listed = ringdisk(&["list", "--json"]);

@@ -230,7 +230,8 @@ fn backing_file_is_reported_in_use_by_its_disk() {
     let above = ["attach", &disk("c.qcow2", "y")];
     let refused = served.ringdisk.ringdisk(&above);
     refused.assert_fails(1, &["c.raw", "in use by disk 'c'"]);
-    // Several readers may share a file.
+    // Not even for reading, unless the operator allows it: an image names its backing file.
     let reader = disk("b.raw", "z") + ",readonly=on";
-    served.ringdisk.json(&["attach", &reader]);
+    let refused = served.ringdisk.ringdisk(&["attach", &reader]);
+    refused.assert_fails(1, &["b.raw", "in use by disk 'b'", "--allow-backing"]);
 }
