@@ -71,7 +71,7 @@ enum UpgradeError {
     Stuck(String),
     #[error(
         "requests of disk {0} wait until its storage works again: it may be full, and the log says more; when it works, \
-         'ringdisk resume {0}' retries them; 'ringdisk resume {0} --report' ends them with errors; then upgrade again"
+         'ringdisk resume {0}' retries them; then upgrade again"
     )]
     Stalled(String),
     #[error("disks could not be handed over: {cause}", cause = block::explain(.0, ""))]

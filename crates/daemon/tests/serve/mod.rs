@@ -227,6 +227,7 @@ fn expect_notifications(address: &str, manager: &UnixDatagram) {
         String::from_utf8_lossy(&buffer[..n]).into_owned()
     };
     assert_eq!(told().trim_end(), "READY=1");
+    assert_eq!(told().trim_end(), "STATUS=all disks are served");
     assert_serves(&disk.socket);
     // Type=notify-reload needs the time, and considers the reload complete at the next READY=1.
     let mut last_us = 0;
