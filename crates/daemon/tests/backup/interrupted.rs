@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
@@ -242,6 +243,11 @@ fn negotiated(served: &Served) -> UnixStream {
     socket
 }
 
+/// Ends a connection. To drop it is not enough: a process that another test is just starting has it open for a moment.
+fn hang_up(socket: &UnixStream) {
+    socket.shutdown(Shutdown::Both).unwrap();
+}
+
 fn setup(id: &str) -> Value {
     let arguments = json!({ "target-id": id, "devices": [{ "device": "a" }] });
     json!({ "execute": SETUP, "arguments": arguments })
@@ -258,7 +264,7 @@ fn no_backup_stays_open_without_its_client() {
     let mut socket = negotiated(&served);
     served.server.signal(Signal::STOP);
     writeln!(socket, "{}", setup("late")).unwrap();
-    drop(socket);
+    hang_up(&socket);
     served.server.signal(Signal::CONT);
     let line = "backup 'late': is not open, because its client has left before the reply";
     served.server.wait_for_log(&[line]);
@@ -272,7 +278,7 @@ fn no_backup_stays_open_without_its_client() {
         let id = format!("round{round}");
         writeln!(socket, "{}", setup(&id)).unwrap();
         thread::sleep(Duration::from_micros(50 * round));
-        drop(socket);
+        hang_up(&socket);
         let arguments = json!({ "target-id": id, "success": false });
         ended.push(client.call(TEARDOWN, arguments));
     }
