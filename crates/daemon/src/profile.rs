@@ -137,6 +137,10 @@ pub fn run(args: &Args) -> Result<(), ProfileError> {
     eprintln!("measuring {title} for {} s", args.seconds);
     let mut interval = subject.measure(Duration::from_secs(args.seconds), &stop)?;
     interval.measurement.without_vm = subject.without_vm;
+    interval
+        .measurement
+        .uncounted
+        .clone_from(&subject.uncounted);
     if let Some(monitor) = &mut monitor {
         monitor.add_to(&mut interval, &mut subject.notes);
     }
@@ -170,6 +174,8 @@ struct Subject {
     targets: Targets,
     /// Whether no VM, and no other front-end, is connected to the disk.
     without_vm: bool,
+    /// Files below which the kernel counts no requests, with their file systems.
+    uncounted: Vec<String>,
     notes: Vec<String>,
 }
 
@@ -218,12 +224,8 @@ impl Subject {
         }
         let file = PathBuf::from(disk["file"].as_str().unwrap_or_default());
         let device = procfs::device_of(&file);
-        if device.is_none() && file.is_absolute() {
-            notes.push(format!(
-                "the kernel does not count requests below {}",
-                file.display()
-            ));
-        }
+        let uncounted: Vec<String> = procfs::uncounted(&file).into_iter().collect();
+        note_uncounted(&uncounted, &mut notes);
         Ok(Self {
             title: name.to_owned(),
             targets: Targets {
@@ -234,6 +236,7 @@ impl Subject {
                 ..Targets::default()
             },
             without_vm,
+            uncounted,
             notes,
         })
     }
@@ -260,6 +263,9 @@ impl Subject {
             .collect();
         devices.sort();
         devices.dedup();
+        let uncounted = disks.iter().filter_map(|disk| procfs::uncounted(disk));
+        let uncounted: Vec<String> = uncounted.collect();
+        note_uncounted(&uncounted, &mut notes);
         Ok(Self {
             title: format!("process {pid}"),
             targets: Targets {
@@ -268,6 +274,7 @@ impl Subject {
                 ..Targets::default()
             },
             without_vm: false,
+            uncounted,
             notes,
         })
     }
@@ -369,6 +376,11 @@ impl Subject {
         let recording = Recording::start(&pids, seconds as f64, folder);
         recording.map_err(|e| ProfileError::Flame(format!("{e:#}")))
     }
+}
+
+fn note_uncounted(files: &[String], notes: &mut Vec<String>) {
+    let note = |file: &String| format!("the kernel does not count requests below {file}");
+    notes.extend(files.iter().map(note));
 }
 
 /// Waits until a process ends, and returns its id. One that nobody has waited for yet has ended too.

@@ -102,6 +102,7 @@ impl Readings {
                 .zip(last.devices.iter().zip(&first.devices))
                 .map(used)
                 .collect(),
+            uncounted: Vec::new(),
             without_vm: false,
             pressure: pressure(first, last, seconds),
         };

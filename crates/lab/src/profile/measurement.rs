@@ -27,6 +27,9 @@ pub struct Measurement {
     /// The block devices below the disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<DeviceUse>,
+    /// The files of the disks below which the kernel counts no requests, with their file systems.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub uncounted: Vec<String>,
     /// Whether no VM, and no other front-end, was connected to the disk.
     #[serde(default, skip_serializing_if = "is_false")]
     pub without_vm: bool,

@@ -102,6 +102,33 @@ pub fn device_of(path: &Path) -> Option<(String, String)> {
     Some((number, name))
 }
 
+/// A file below which the kernel counts no requests, with the name of its file system, such as `fuse.sshfs` or `nfs4`. `None`
+/// for block devices and files on them, and for files in memory.
+pub fn uncounted(path: &Path) -> Option<String> {
+    use std::os::unix::fs::MetadataExt;
+    if device_of(path).is_some() {
+        return None;
+    }
+    let device = fs::metadata(path).ok()?.dev();
+    let number = format!(
+        "{}:{}",
+        rustix::fs::major(device),
+        rustix::fs::minor(device)
+    );
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let file_system = file_system_of(&mounts, &number)?;
+    (!["tmpfs", "ramfs"].contains(&file_system))
+        .then(|| format!("{} ({file_system})", path.display()))
+}
+
+/// The type of the file system with this device number (proc_pid_mountinfo(5)).
+fn file_system_of<'a>(mounts: &'a str, number: &str) -> Option<&'a str> {
+    let mount = mounts
+        .lines()
+        .find(|line| line.split(' ').nth(2) == Some(number))?;
+    mount.split_once(" - ")?.1.split(' ').next()
+}
+
 /// The disks of a process: files and block devices of at least 1 MiB that it has open for writing, and block devices that it
 /// reads. Needs the rights of the process's user.
 ///
@@ -164,6 +191,16 @@ mod tests {
             rustix::thread::gettid().as_raw_nonzero().get(),
         );
         assert_eq!(own.unwrap().state, 'R');
+    }
+
+    #[test]
+    fn file_systems_are_found_by_their_device() {
+        let mounts = "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
+                      40 22 0:35 / /mnt/vms rw - fuse.sshfs host:/vms rw,user_id=0\nbroken\n";
+        assert_eq!(file_system_of(mounts, "0:35"), Some("fuse.sshfs"));
+        assert_eq!(file_system_of(mounts, "254:0"), Some("ext4"));
+        assert_eq!(file_system_of(mounts, "0:36"), None);
+        assert_eq!(uncounted(Path::new("/proc/self/there/is/none")), None);
     }
 
     #[test]

@@ -456,6 +456,14 @@ fn in_qemu(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
                 "{inside}, and neither librbd's threads nor QEMU's are busy, so the cluster is waited for"
             ),
         ),
+        None if waits_for_other_storage(measured) => Cause::new(
+            Stage::Storage,
+            format!(
+                "{inside}, and QEMU's threads are not busy, so the storage of {} is waited for, whose requests the kernel does \
+                 not count",
+                measured.uncounted.join(" and ")
+            ),
+        ),
         None => Cause::new(
             Stage::Undecided,
             format!(
@@ -465,6 +473,11 @@ fn in_qemu(share: f64, measured: &Measurement) -> Vec<(f64, Cause)> {
         ),
     };
     divided(share, starved(measured, &PATH), &inside, other)
+}
+
+/// Whether all disks are on storage that is no block device, such as NFS or FUSE, and no thread explains the time.
+fn waits_for_other_storage(measured: &Measurement) -> bool {
+    !measured.uncounted.is_empty() && measured.devices.is_empty() && burdened(measured).is_none()
 }
 
 /// The cause if a thread of one of these roles is busy all the time. With threads of two roles, it is undecided.

@@ -424,6 +424,18 @@ fn disks_of_qemu() {
         Stage::Storage,
         &["the cluster is waited for"],
     );
+    let on_nfs = |share| Measurement {
+        uncounted: vec!["/vms/a.raw (nfs4)".into()],
+        ..in_qemu(main_loop(share), Vec::new())
+    };
+    expect(&on_nfs(0.3), Stage::Storage, &["/vms/a.raw (nfs4)"]);
+    // A near miss: another disk is on a block device, or a thread is busy.
+    let other = Measurement {
+        devices: in_qemu(main_loop(0.3), vec![device(0.0, 0.0, 0.0)]).devices,
+        ..on_nfs(0.3)
+    };
+    expect(&other, Stage::Undecided, &[]);
+    expect(&on_nfs(0.97), Stage::MainLoop, &["97 %"]);
     let limited = Measurement {
         limit: Some(Limit {
             text: "iops=10000".into(),
