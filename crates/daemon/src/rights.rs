@@ -59,6 +59,12 @@ impl Rights {
         })
     }
 
+    /// Whether this process will become another user. That ends only when no thread is in a system call that cannot be
+    /// interrupted, such as one that waits for storage.
+    pub fn will_change(&self) -> bool {
+        self.switch.is_some() && geteuid().is_root()
+    }
+
     /// Opens what the operator has named, with root's rights until this process has become another user.
     pub fn as_operator<T>(&self, open: impl FnOnce() -> T) -> T {
         let switch = self.switch.as_ref();
@@ -99,7 +105,8 @@ struct Back<'a>(&'a Switch);
 
 impl Drop for Back<'_> {
     fn drop(&mut self) {
-        if self.0.to_user().is_err() {
+        // If the process has become the user meanwhile, so has this thread.
+        if self.0.to_user().is_err() && is_root_here() {
             // Root's rights must not stay.
             std::process::abort();
         }

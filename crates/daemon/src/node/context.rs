@@ -209,9 +209,13 @@ impl OpenFiles for Opener<'_> {
         let identity = Identity::of_fd(&file)?;
         if !self.ours.contains(&identity) {
             let may_share_reading = context.allow_backing != AllowBacking::Beside;
-            let other = context
-                .own_files
-                .other_user(identity, disk, may_share_reading);
+            let own = &context.own_files;
+            let other = own
+                .other_user(identity, disk, may_share_reading)
+                .or_else(|| {
+                    let unserved = || own.other_configured(path, identity, disk);
+                    (!may_share_reading).then(unserved).flatten()
+                });
             if let Some(other) = other {
                 return Err(io::Error::other(format!(
                     "its {what} {} is in use by disk '{other}' of this ringdisk; a file cannot be a disk and a part of another \

@@ -1,6 +1,8 @@
 //! The files that are disks of this process, served or released. No image of another disk may build on them: who makes an
 //! image names its backing file, and the file of another tenant's disk is often next to it.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use engine::Identity;
@@ -9,6 +11,8 @@ use engine::Identity;
 #[derive(Clone, Default)]
 pub struct OwnFiles {
     files: Arc<Mutex<Vec<Weak<OwnFile>>>>,
+    /// The names and files of the configured disks, which may be detached or absent.
+    configured: Arc<Mutex<Vec<(String, PathBuf)>>>,
 }
 
 /// The files of a disk, as long as this value exists.
@@ -30,6 +34,29 @@ impl OwnFiles {
         all.retain(|file| file.strong_count() > 0);
         all.push(Arc::downgrade(&file));
         file
+    }
+
+    /// Sets the names and files of the configured disks.
+    pub fn set_configured(&self, disks: Vec<(String, PathBuf)>) {
+        *self
+            .configured
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = disks;
+    }
+
+    /// The name of another configured disk than `disk` whose file this is, in the directory of `path`. Files elsewhere are
+    /// not looked at, since their storage may not answer.
+    pub fn other_configured(&self, path: &Path, file: Identity, disk: &str) -> Option<String> {
+        let all = self
+            .configured
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let mut beside = all
+            .iter()
+            .filter(|(name, other)| name != disk && other.parent() == path.parent());
+        let found = beside
+            .find(|(_, other)| fs::metadata(other).is_ok_and(|there| Identity::of(&there) == file));
+        found.map(|(name, _)| name.clone())
     }
 
     /// The name of another disk than `disk` that has this file, if there is one; with `may_share_reading`, only one that may

@@ -1,8 +1,8 @@
 //! Disks that are to be served and cannot be: each is listed with the reason and tried again, while the others are served.
 
-use std::fs::OpenOptions;
+use std::fs::{self, Metadata, OpenOptions};
 use std::io::ErrorKind;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -44,6 +44,35 @@ pub struct AbsentDisk {
     is_known: bool,
     /// Its file can be opened by this user, but not in the sandbox, which was made without it.
     is_denied: bool,
+    /// Its file as it was at the last attempt.
+    file: Option<FileState>,
+    /// Another process has its file. When that lets go of it, it may be about to continue: only the operator knows.
+    is_locked: bool,
+}
+
+/// What changes while a file is being written: device, inode, length, and time of the last change.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct FileState([u64; 3], i64, i64);
+
+impl FileState {
+    /// `None` for devices, and if there is no file.
+    fn of(file: &FileSpec) -> Option<Self> {
+        let FileSpec::Path(path) = file else {
+            return None;
+        };
+        let found = fs::metadata(path).ok().filter(Metadata::is_file)?;
+        let which = [found.dev(), found.ino(), found.len()];
+        Some(Self(which, found.mtime(), found.mtime_nsec()))
+    }
+}
+
+/// Who wants a disk to be tried again.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Attempt {
+    /// The operator: at the start, or by a reload.
+    Asked,
+    /// Nobody. A file that is being restored must not be served before it is complete.
+    Unasked,
 }
 
 /// How the start waits for disks.
@@ -76,13 +105,13 @@ impl Server {
         if self.context.inherited.is_uncommitted() {
             // Guests wait, so a disk that the old process could not serve is tried when they have gone on.
             if self.context.inherited.is_absent(&name) {
-                self.add_absent(spec, "it is tried in a moment");
+                self.add_absent(spec, "it is tried in a moment", true);
                 return Ok(None);
             }
             return self.attach_at_start(spec).map(Some);
         }
-        self.add_absent(spec, "it is being opened");
-        let Some(opened) = self.open_absent(&name) else {
+        self.add_absent(spec, "it is being opened", false);
+        let Some(opened) = self.open_absent(&name, Attempt::Asked) else {
             return Ok(None);
         };
         let deadline = patience.deadline();
@@ -112,7 +141,8 @@ impl Server {
             let reason = "it cannot be opened yet: its storage does not answer, or its image takes long to repair";
             // The thread stays, and nobody else tries meanwhile.
             self.set_reason(&name, reason.into(), true);
-            if is_required {
+            // Before this process becomes another user, none of its threads may wait for storage.
+            if is_required || self.context.rights.will_change() {
                 error!("disk {name}: {reason}; ringdisk waits for it");
             } else {
                 self.report_absent(&name);
@@ -121,14 +151,16 @@ impl Server {
         }
     }
 
-    fn add_absent(&self, spec: DiskSpec, reason: &str) {
+    fn add_absent(&self, spec: DiskSpec, reason: &str, is_known: bool) {
         let disk = AbsentDisk {
             reason: reason.into(),
             exports: Vec::new(),
             is_opening: false,
             tried: Instant::now(),
-            is_known: false,
+            is_known,
             is_denied: false,
+            file: None,
+            is_locked: false,
             spec,
         };
         self.state().absent.insert(disk.spec.name.clone(), disk);
@@ -136,7 +168,11 @@ impl Server {
 
     /// A disk is no longer to be served. Returns whether it was absent.
     pub fn forget_absent(&self, name: &str) -> bool {
-        let was_absent = self.state().absent.remove(name).is_some();
+        let was_absent = {
+            let mut state = self.state();
+            // It may have been opened a moment ago.
+            !state.nodes.contains_key(name) && state.absent.remove(name).is_some()
+        };
         if was_absent {
             self.tell_status();
         }
@@ -166,6 +202,11 @@ impl Server {
             .collect()
     }
 
+    /// Whether a disk is to be served, and is not.
+    pub fn is_absent(&self, name: &str) -> bool {
+        self.state().absent.contains_key(name)
+    }
+
     /// The error for a disk that is not served.
     pub fn not_there(&self, name: &str) -> ServerError {
         self.state().not_there(name)
@@ -176,8 +217,20 @@ impl Server {
         let mut state = self.state();
         let absent = state.absent.get_mut(&export.node);
         absent.is_some_and(|absent| {
+            absent.exports.retain(|other| other.id != export.id);
             absent.exports.push(export.clone());
             true
+        })
+    }
+
+    /// An NBD export is not to be added any more when its disk comes. Returns whether it was.
+    pub(super) fn forget_waiting_export(&self, id: &str) -> bool {
+        let mut state = self.state();
+        let mut exports = state.absent.values_mut().map(|absent| &mut absent.exports);
+        exports.any(|exports| {
+            let before = exports.len();
+            exports.retain(|export| export.id != id);
+            exports.len() < before
         })
     }
 
@@ -206,7 +259,7 @@ impl Server {
         let me = self.me.clone();
         let retry = move || {
             while let Some(server) = me.upgrade() {
-                if server.handover.is_stopping() || !server.retry_once() {
+                if server.handover.is_stopping() || !server.retry_once(Attempt::Unasked) {
                     return;
                 }
                 drop(server);
@@ -220,8 +273,13 @@ impl Server {
         }
     }
 
+    /// Tries all absent disks, which the operator may have repaired.
+    pub(super) fn retry_as_asked(&self) {
+        self.retry_once(Attempt::Asked);
+    }
+
     /// Tries those that were not tried for the longest time. Returns false if none is absent.
-    pub(super) fn retry_once(&self) -> bool {
+    fn retry_once(&self, attempt: Attempt) -> bool {
         let names: Vec<_> = {
             let mut state = self.state();
             if state.absent.is_empty() {
@@ -229,19 +287,24 @@ impl Server {
                 return false;
             }
             let absent = state.absent.values().filter(|absent| !absent.is_opening);
+            let absent = absent.filter(|a| attempt == Attempt::Asked || !a.is_locked);
             let mut absent: Vec<_> = absent.map(|a| (a.tried, a.spec.name.clone())).collect();
             absent.sort();
             absent.into_iter().take(RETRIED_MAX).collect()
         };
         for (_, name) in names {
-            drop(self.open_absent(&name));
+            drop(self.open_absent(&name, attempt));
         }
         true
     }
 
     /// Begins to open an absent disk, in a thread that stays while its storage does not answer. The result arrives when
     /// the disk is served, or cannot be.
-    fn open_absent(&self, name: &str) -> Option<Receiver<Result<ConnectionInfo, ServerError>>> {
+    fn open_absent(
+        &self,
+        name: &str,
+        attempt: Attempt,
+    ) -> Option<Receiver<Result<ConnectionInfo, ServerError>>> {
         let me = self.me.upgrade()?;
         let spec = {
             let mut state = self.state();
@@ -251,6 +314,9 @@ impl Server {
         };
         let (done, result) = mpsc::channel();
         let open = move || {
+            if attempt == Attempt::Unasked && !me.is_at_rest(&spec) {
+                return;
+            }
             if let Some(served) = me.serve_absent(&spec) {
                 let _ = done.send(served);
             }
@@ -261,6 +327,27 @@ impl Server {
             return None;
         }
         Some(result)
+    }
+
+    /// Whether the file of an absent disk is as it was at the last attempt. If not, it may be a copy that is not complete.
+    fn is_at_rest(&self, spec: &DiskSpec) -> bool {
+        let now = FileState::of(&spec.file);
+        let is_at_rest = {
+            let mut state = self.state();
+            let Some(absent) = state.absent.get_mut(&spec.name) else {
+                return false;
+            };
+            std::mem::replace(&mut absent.file, now) == now
+        };
+        if !is_at_rest {
+            let reason = format!(
+                "{}: has just appeared or changed; it is served when it has not changed for {} s, or at once by 'ringdisk reload'",
+                spec.file,
+                RETRY.as_secs()
+            );
+            self.set_reason(&spec.name, reason, false);
+        }
+        is_at_rest
     }
 
     /// Opens and serves an absent disk. `None` if it is not wanted any more.
@@ -291,8 +378,10 @@ impl Server {
         match &served {
             Ok(_) => self.came_back(name),
             Err(e) => {
+                let is_locked = e.is_locked();
                 if let Some(absent) = self.state().absent.get_mut(name) {
-                    absent.is_denied = is_denied;
+                    (absent.is_denied, absent.is_locked) = (is_denied, is_locked);
+                    absent.file = FileState::of(&spec.file);
                 }
                 let reason = if is_denied {
                     format!(
@@ -300,6 +389,8 @@ impl Server {
                          ringdisk') has it served, and VMs stay connected",
                         spec.file
                     )
+                } else if is_locked {
+                    format!("{e}; when it is free, 'ringdisk reload' has it served")
                 } else {
                     e.to_string()
                 };
@@ -379,10 +470,7 @@ impl Server {
             absent.is_known = true;
             absent.reason.clone()
         };
-        error!(
-            "disk {name}: is not served: {reason}; ringdisk serves the others, and tries this one again every {} s",
-            RETRY.as_secs()
-        );
+        error!("disk {name}: is not served: {reason}; ringdisk serves the others, and tries again");
         self.tell_status();
     }
 

@@ -248,6 +248,11 @@ impl ServerError {
 }
 
 impl ServerError {
+    /// Whether another process has the file.
+    pub(super) fn is_locked(&self) -> bool {
+        matches!(self, Self::Node(error) if error.locked().is_some())
+    }
+
     /// Adds the name of the disk.
     pub fn of_disk(self, disk: &str) -> Self {
         Self::Disk(disk.to_owned(), Box::new(self))

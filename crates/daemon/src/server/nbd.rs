@@ -351,7 +351,8 @@ impl Server {
         let export = {
             let mut exports = locked(&self.nbd.exports);
             let Some(export) = exports.by_id.get(id) else {
-                return Ok(false);
+                drop(exports);
+                return Ok(self.forget_waiting_export(id));
             };
             if removal == Removal::Safe && export.device.clients.count(export.number) > 0 {
                 return Err(NbdError::Connected(id.into()).into());

@@ -10,7 +10,7 @@ use tracing::error;
 
 use super::{DISKS_MAX, NodeEntry, Server, ServerState};
 use crate::config::export::ExportSpec;
-use crate::config::spec::DiskSpec;
+use crate::config::spec::{DiskSpec, FileSpec};
 use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore};
 use crate::state::{ExportOverride, NodeOverride, Overrides, Remembered};
@@ -78,6 +78,12 @@ impl Server {
 
     /// Sets what the operator has configured, after a start or a reload.
     pub fn set_configured(&self, configured: Configured) {
+        let file = |disk: &DiskSpec| match &disk.file {
+            FileSpec::Path(path) => Some((disk.name.clone(), path.clone())),
+            FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+        };
+        let files = configured.disks.iter().filter_map(file).collect();
+        self.context.own_files.set_configured(files);
         {
             let mut state = self.state();
             let before = std::mem::replace(&mut state.configured, configured);

@@ -89,7 +89,7 @@ impl Reloader {
         left_out.extend(after_restart);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
         // At once: the operator may have repaired the reason.
-        server.retry_once();
+        server.retry_as_asked();
         server.retry_absent();
         let absent = server.absent().into_iter();
         left_out.extend(absent.map(|(disk, reason)| {
@@ -188,6 +188,10 @@ impl<'a> Change<'a> {
             match old.disks.iter().find(|other| other.name == disk.name) {
                 // A disk that was attached at run time and later configured identically is kept.
                 None if server.spec_of(&disk.name).as_ref() == Some(disk) => {}
+                // A command has attached it.
+                None if server.absent_spec(&disk.name).is_some() => {
+                    change.absent.push(disk.clone());
+                }
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
                 Some(before) if server.node_of(&disk.name).is_none() => {

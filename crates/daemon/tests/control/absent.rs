@@ -227,3 +227,121 @@ fn hanging_disk_does_not_stop_the_others() {
     assert_works(&ringdisk, "bad");
     assert!(ringdisk.server.terminate().unwrap().success());
 }
+
+/// A file that appears may be a copy that is not complete: it is not served before it has stayed as it is for a while.
+#[test]
+fn file_that_appears_is_not_served_at_once() {
+    let dir = directory();
+    let bad = dir.path().join("bad.raw");
+    let ringdisk = start(dir, &bad, &[]);
+    problem(&ringdisk);
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    ringdisk
+        .server
+        .wait_for_log(&["disk bad", "has just appeared or changed"]);
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(&ringdisk, "bad");
+}
+
+/// A file that another process has is not taken when that ends, which may only be restarting.
+#[test]
+fn locked_file_is_served_when_the_operator_says_so() {
+    let dir = directory();
+    let bad = dir.path().join("bad.raw");
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    let other = format!(
+        "{},socket={}",
+        bad.display(),
+        dir.path().join("other.sock").display()
+    );
+    let other = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[&other]).unwrap();
+    let ringdisk = start(dir, &bad, &[]);
+    let why = problem(&ringdisk);
+    assert!(why.contains("when it is free, 'ringdisk reload'"), "{why}");
+    drop(other);
+    assert_eq!(problem(&ringdisk), why);
+    ringdisk.json(&["reload"]);
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(&ringdisk, "bad");
+}
+
+/// Exports of an absent disk follow the configuration: what was removed does not come back with the disk.
+#[test]
+fn exports_of_absent_disks_can_be_changed_and_removed() {
+    let dir = directory();
+    let bad = dir.path().join("bad.raw");
+    let ringdisk = start(dir, &bad, &[]);
+    let file = ringdisk.path("r.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    let more = text.clone() + "writable = true\n[[export]]\ndisk = \"bad\"\nname = \"second\"\n";
+    for text in [&more, &text] {
+        fs::write(&file, text).unwrap();
+        ringdisk.json(&["reload"]);
+    }
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    let exports = ringdisk.json(&["export"]);
+    assert_eq!(exports.as_array().unwrap().len(), 1, "{exports}");
+    assert_eq!(exports[0]["writable"], false, "{exports}");
+}
+
+/// A disk that a command has attached is absent after a restart, and then configured: it is one disk.
+#[test]
+fn absent_disk_of_a_command_can_be_configured() {
+    let dir = directory();
+    let (bad, late) = (dir.path().join("bad.raw"), dir.path().join("late.raw"));
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    fs::write(&late, content(0, BYTES)).unwrap();
+    let ringdisk = start(dir, &bad, &[]);
+    ringdisk.json(&["attach", "late.raw,socket=late.sock"]);
+    fs::rename(&late, ringdisk.path("away")).unwrap();
+    let ringdisk = ringdisk.kill_and_restart();
+    assert_eq!(ringdisk.disk("late")["storage"], "absent");
+    let file = ringdisk.path("r.toml");
+    let text = fs::read_to_string(&file).unwrap();
+    fs::rename(ringdisk.path("away"), &late).unwrap();
+    let late = disk(ringdisk.dir.path(), "late", &late);
+    fs::write(&file, text.replacen("[[disk]]", &(late + "[[disk]]"), 1)).unwrap();
+    ringdisk.json(&["reload"]);
+    wait_until("the disk", || ringdisk.disk("late")["storage"] == "works");
+    let list = ringdisk.json(&["list"]);
+    let names = list.as_array().unwrap().iter().map(|disk| &disk["name"]);
+    assert_eq!(names.filter(|name| *name == "late").count(), 1, "{list}");
+    assert_works(&ringdisk, "late");
+}
+
+/// With `--user`, the process becomes another user when no thread waits for storage any more, and lives on.
+#[test]
+fn slow_disk_delays_the_change_of_user() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: slow_disk_delays_the_change_of_user: needs root");
+    }
+    let dir = directory();
+    let mount = dir.path().join("mnt");
+    fs::create_dir(&mount).unwrap();
+    let Ok(storage) = Storage::mount(&mount, content(0, BYTES), 0) else {
+        return println!("skipped: no FUSE file system to break");
+    };
+    storage.change(|s| (s.hangs, s.silent) = (true, true));
+    let good = dir.path().join("good.raw");
+    fs::write(&good, content(0, BYTES)).unwrap();
+    let text = disk(dir.path(), "bad", &storage.file()) + &disk(dir.path(), "good", &good);
+    fs::write(dir.path().join("r.toml"), text).unwrap();
+    let config = dir.path().join("r.toml").display().to_string();
+    let control = dir.path().join("c.qmp").display().to_string();
+    let arguments = ["--config", &config, "--control", &control, "--user=nobody"];
+    let ends = std::thread::spawn({
+        move || {
+            std::thread::sleep(std::time::Duration::from_secs(6));
+            storage.change(|s| (s.hangs, s.silent) = (false, false));
+            storage
+        }
+    });
+    let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
+    let _storage = ends.join().unwrap();
+    let config = DeviceConfig::default();
+    let mut device = Device::connect(dir.path().join("good.sock"), &config).unwrap();
+    assert_eq!(device.queues[0].read(8, 512).unwrap(), content(8, 512));
+    drop(device);
+    assert!(server.terminate().unwrap().success());
+}

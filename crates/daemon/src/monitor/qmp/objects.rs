@@ -38,6 +38,9 @@ fn data_file_of(file: &BlockdevRef) -> Result<PathBuf, CommandError> {
 
 pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(), CommandError> {
     let name = options.root_node_name()?.to_string();
+    if server.is_absent(&name) {
+        return Err(server.not_there(&name).into());
+    }
     // A raw format over a protocol adds nothing but a name. As in QEMU, what is discarded must be allowed
     // at every level, and what is read-only below is so above.
     let mut inner = options;
