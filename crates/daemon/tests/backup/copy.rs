@@ -180,3 +180,72 @@ fn copies_that_fail_lose_no_changes() {
     let output = served.ringdisk(&["backup", "copy", "a", "b", &to]);
     assert_eq!(output.status.code(), Some(2), "{output:?}");
 }
+
+/// An increment without the file below it would be an image of the changes alone.
+#[test]
+fn an_open_increment_needs_its_base() {
+    let Some(served) = Served::start("an_open_increment_needs_its_base", &[]) else {
+        return;
+    };
+    let mut device = served.connect("b");
+    for block in 0..32 {
+        write(&mut device, 0, block, 1);
+    }
+    let [full, one] = ["full", "one"].map(|name| text(&served.path(name)).to_owned());
+    let [to_full, to_one] = [&full, &one].map(|file| format!("--to={file}"));
+    let image = ["backup", "copy", "b", "--format=qcow2"];
+    let copied = served.done(&[&image[..], &[&to_full, "--bitmap=n"]].concat());
+    let since = format!("--since={}", of(&copied).2);
+    write(&mut device, 0, 40, 2);
+    served.done(&["export", "b", "--name=zero", "--writable"]);
+    let zero = ["-f", "raw", "-c", "write -z 0 64k", &served.uri("zero")];
+    run("qemu-io", &zero);
+    served.done(&["export", "zero", "--remove", "--force"]);
+    served.done(&["backup", "begin", "b", "--bitmap=n", &since]);
+    let dirty = bits(&served, "b", "n");
+    let open = [&image[..], &[&to_one, "--open"]].concat();
+    let base = format!("--base={full}");
+    for more in [&[][..], &[&*base, &*base]] {
+        let output = served.ringdisk(&[&open[..], more].concat());
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.contains("--base: once for each disk"), "{said}");
+        assert!(!served.path("one").exists() && !served.path("one.partial").exists());
+    }
+    // It is still open, and nothing is lost.
+    assert_eq!(bits(&served, "b", "n"), dirty);
+    let copied = served.done(&[&open[..], &[&*base]].concat());
+    assert_eq!(of(&copied).0, "incremental");
+    check(&served, "qcow2", &one);
+    // A full backup has nothing below it.
+    let output = served.ringdisk(&[&image[..], &["--to=new", &base]].concat());
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
+
+#[test]
+fn two_disks_are_not_copied_to_one_file() {
+    let Some(served) = Served::start("two_disks_are_not_copied_to_one_file", &[]) else {
+        return;
+    };
+    let path = |name: &str| text(&served.path(name)).to_owned();
+    fs::create_dir(path("d")).unwrap();
+    fs::write(path("old"), "old").unwrap();
+    std::os::unix::fs::symlink("old", path("link")).unwrap();
+    fs::hard_link(path("old"), path("hard")).unwrap();
+    for [a, b] in [
+        ["new", "new"],
+        ["new", "d/../new"],
+        ["new.partial", "new"],
+        ["old", "link"],
+        ["hard", "old"],
+    ] {
+        let [a, b] = [a, b].map(|name| format!("--to={}", path(name)));
+        let output = served.ringdisk(&["backup", "copy", "a", "b", &a, &b, "--bitmap=n"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{a} {b}: {said}");
+        assert!(said.contains("for two disks"), "{said}");
+    }
+    assert_eq!(fs::read(path("old")).unwrap(), b"old");
+    assert!(!served.path("new").exists());
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+}

@@ -35,6 +35,9 @@ const _: () = assert!(READ <= TRANSFER_MAX);
 /// How often the progress is shown: at a terminal, and otherwise.
 const SHOW: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
+const NEEDS_BASE: &str =
+    "once for each disk: an increment as qcow2 needs the file with the last backup below it";
+
 const STATE_ZERO: u32 = 2;
 const STATE_DIRTY: u32 = 1;
 
@@ -65,8 +68,8 @@ pub struct CopyArgs {
     /// another checkpoint, everything is copied
     #[arg(long, value_name = "CHECKPOINT", requires = "bitmap")]
     since: Option<String>,
-    /// qcow2 file with the last backup, for --since with --format=qcow2; once for each disk
-    #[arg(long, value_name = "FILE", requires = "since")]
+    /// qcow2 file with the last backup, for an incremental one with --format=qcow2; once for each disk
+    #[arg(long, value_name = "FILE")]
     base: Vec<PathBuf>,
     /// Copy the disks of a backup that 'ringdisk backup begin' has begun, and end that
     #[arg(long, conflicts_with_all = ["bitmap", "since"])]
@@ -180,20 +183,30 @@ fn check(args: &CopyArgs) -> CommandResult {
         let (option, why) = (option.to_owned(), why.to_owned());
         Err(CommandLineError::Value(option, why))
     };
-    let is_increment = args.since.is_some() && args.format == TargetFormat::Qcow2;
+    let is_qcow2 = args.format == TargetFormat::Qcow2;
+    // Whether an open backup is incremental is not known yet.
+    let wants_base = is_qcow2 && (args.since.is_some() || args.open && !args.base.is_empty());
     match () {
         () if args.to.len() != args.disks.len() => {
             value("--to", "once for each disk, in the same order")
         }
-        () if is_increment && args.base.len() != args.disks.len() => value(
-            "--base",
-            "once for each disk: an increment as qcow2 needs the file with the last backup below it",
-        ),
-        () if !args.base.is_empty() && args.format == TargetFormat::Raw => {
+        () if wants_base && args.base.len() != args.disks.len() => value("--base", NEEDS_BASE),
+        () if !args.base.is_empty() && !is_qcow2 => {
             value("--base", "only for --format=qcow2: a raw file is updated")
         }
-        () => Ok(()),
+        () if !args.base.is_empty() && !wants_base => value(
+            "--base",
+            "only for --since or --open: a full copy has no file below it",
+        ),
+        () => {
+            target::check_distinct(&args.to, &target::USED).map_err(|e| in_option("--to", e))?;
+            target::check_distinct(&args.base, &[""]).map_err(|e| in_option("--base", e))
+        }
     }
+}
+
+fn in_option(option: &str, why: String) -> CommandLineError {
+    CommandLineError::Value(option.into(), why)
 }
 
 fn address_of(server: &Value) -> Result<Address, CommandLineError> {
@@ -224,6 +237,9 @@ fn copy_all<'a>(
         let full = disk["x-ringdisk-full"].is_string();
         let bitmap = disk["bitmap-name"].as_str().filter(|_| !full);
         let base = args.base.get(at).filter(|_| bitmap.is_some());
+        if bitmap.is_some() && base.is_none() && args.format == TargetFormat::Qcow2 {
+            return Err(in_option("--base", NEEDS_BASE.into()));
+        }
         if let Some(why) = super::why_full(disk).filter(|_| args.since.is_some()) {
             eprintln!("disk {name} is copied in full: {why}");
         }

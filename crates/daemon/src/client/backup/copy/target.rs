@@ -1,8 +1,10 @@
 //! Where a disk is copied to.
 
+use std::collections::HashMap;
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -15,6 +17,11 @@ use super::TargetFormat;
 use crate::client::CommandLineError;
 use crate::client::nbd_client::{Address, NbdClient};
 use crate::token::token;
+
+/// What a new file is called until it is complete, after its name.
+const PARTIAL: &str = ".partial";
+/// The suffixes of all names that a copy to a file uses.
+pub const USED: [&str; 2] = ["", PARTIAL];
 
 /// A file that is being written. Unless it is [kept](Self::keep), a new one is removed.
 pub struct Target {
@@ -39,7 +46,7 @@ enum Kind {
 struct QemuNbd {
     child: Child,
     directory: PathBuf,
-    /// The image has no other one below it.
+    /// Zeroes need not be written: no other image is, or will be, below it.
     is_empty: bool,
 }
 
@@ -103,9 +110,7 @@ impl Target {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(e),
         }
-        let mut partial = to.as_os_str().to_owned();
-        partial.push(".partial");
-        let partial = PathBuf::from(partial);
+        let partial = beside(to, PARTIAL);
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -133,7 +138,9 @@ impl Target {
                     is_empty: true,
                 }
             }
-            TargetFormat::Qcow2 => Kind::Qcow2(QemuNbd::start(&partial, size, base)?),
+            TargetFormat::Qcow2 => {
+                Kind::Qcow2(QemuNbd::start(&partial, size, base, is_incremental)?)
+            }
         };
         Ok(target)
     }
@@ -220,6 +227,55 @@ impl Drop for Target {
     }
 }
 
+/// Checks that no two of these files are the same one, also under another name. Each is a file with one of the `suffixes`.
+///
+/// # Errors
+/// Says which are.
+pub fn check_distinct(files: &[PathBuf], suffixes: &[&str]) -> Result<(), String> {
+    let mut all: HashMap<FileId, &Path> = HashMap::new();
+    for file in files {
+        for suffix in suffixes {
+            // A directory that is missing is named when the file is created.
+            let Ok(id) = FileId::of(&beside(file, suffix)) else {
+                continue;
+            };
+            if let Some(other) = all.insert(id, file) {
+                let (file, other) = (file.display(), other.display());
+                let text = format!("{other} and {file}: the same file would be used for two disks");
+                return Err(text);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What makes two names those of one file.
+#[derive(PartialEq, Eq, Hash)]
+enum FileId {
+    /// Its device and inode.
+    Existing(u64, u64),
+    /// The device and inode of its directory, and its name there.
+    New(u64, u64, OsString),
+}
+
+impl FileId {
+    fn of(file: &Path) -> io::Result<Self> {
+        if let Ok(found) = fs::metadata(file) {
+            return Ok(Self::Existing(found.dev(), found.ino()));
+        }
+        let directory = directory_of(file)?.metadata()?;
+        let name = file.file_name().unwrap_or_default().to_owned();
+        Ok(Self::New(directory.dev(), directory.ino(), name))
+    }
+}
+
+/// The name of a file with a suffix.
+fn beside(file: &Path, suffix: &str) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
 /// Opens a file to which no other program writes, such as the disk itself: these lock their files.
 fn not_in_use(file: &Path) -> io::Result<File> {
     let opened = OpenOptions::new().read(true).write(true).open(file)?;
@@ -239,7 +295,12 @@ fn directory_of(file: &Path) -> io::Result<File> {
 }
 
 impl QemuNbd {
-    fn start(file: &Path, size: u64, base: Option<&PathBuf>) -> io::Result<Self> {
+    fn start(
+        file: &Path,
+        size: u64,
+        base: Option<&PathBuf>,
+        is_incremental: bool,
+    ) -> io::Result<Self> {
         let mut create = Command::new("qemu-img");
         create.args(["create", "-q", "-f", "qcow2"]);
         if let Some(base) = base {
@@ -266,7 +327,7 @@ impl QemuNbd {
         let mut server = Self {
             child: child.map_err(of_program("qemu-nbd"))?,
             directory,
-            is_empty: base.is_none(),
+            is_empty: !is_incremental,
         };
         // It is asked for the export until it listens, or has ended.
         while server.connect().is_err() {
