@@ -27,7 +27,7 @@ fn begin(served: &Served, disk: &str, since: Option<&str>) -> Value {
     served.done(&arguments)[0].clone()
 }
 
-fn stop(served: &mut Served, is_killed: bool) {
+pub fn stop(served: &mut Served, is_killed: bool) {
     if is_killed {
         let pid = served.server.pid();
         served.server.signal(Signal::KILL);

@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
+use super::checkpoints::stop;
 use super::failures::bits;
 use super::{BINARY, DISK_BYTES, Served, run, text, write};
 
@@ -175,8 +176,16 @@ fn copies_that_fail_lose_no_changes() {
     blocked
         .iter()
         .for_each(|path| fs::remove_dir(path).unwrap());
-    served.done(&["backup", "end"]);
+    // It is not the state of the last checkpoint any more.
+    let mark = served.path("copy.raw.updating");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("copy.raw.updating: remove it if"));
+    let ended = served.done(&["backup", "end"]);
     assert_eq!(bits(&served, "a", "n"), 0);
+    // The user knows the checkpoint.
+    fs::remove_file(&mark).unwrap();
+    let since = format!("--since={}", ended[KEY].as_str().unwrap());
+    let copied = served.done(&["backup", "copy", "a", "--bitmap=n", &since, &to]);
+    assert_eq!(of(&copied).0, "incremental");
     let output = served.ringdisk(&["backup", "copy", "a", "b", &to]);
     assert_eq!(output.status.code(), Some(2), "{output:?}");
 }
@@ -248,4 +257,100 @@ fn two_disks_are_not_copied_to_one_file() {
     assert_eq!(fs::read(path("old")).unwrap(), b"old");
     assert!(!served.path("new").exists());
     assert_eq!(served.done(&["backup", "list"]), json!([]));
+}
+
+/// The bitmap of an older image that is put back has the same checkpoint, and no changes.
+#[test]
+fn an_unfinished_update_is_followed_by_a_full_copy() {
+    let test = "an_unfinished_update_is_followed_by_a_full_copy";
+    let Some(mut served) = Served::start(test, &[]) else {
+        return;
+    };
+    let [image, old, file] = ["b.qcow2", "old.qcow2", "copy.raw"].map(|name| served.path(name));
+    let mark = served.path("copy.raw.updating");
+    let to = format!("--to={}", text(&file));
+    let first = of(&served.done(&["backup", "copy", "b", &to, "--bitmap=n"])).2;
+    assert!(!mark.exists());
+    let since = format!("--since={first}");
+    stop(&mut served, false);
+    fs::copy(&image, &old).unwrap();
+    served.restart();
+    let mut device = served.connect("b");
+    for block in 0..2000 {
+        write(&mut device, 0, block, 1);
+    }
+    // By another name of the same file.
+    std::os::unix::fs::symlink(&file, served.path("link")).unwrap();
+    let link = format!("--to={}", text(&served.path("link")));
+    let before = fs::read(&file).unwrap();
+    let mut command = Command::new(BINARY);
+    command.args(["backup", "copy", "b", "--bps=256k", "--bitmap=n", &since]);
+    command.arg(&link).arg("--control");
+    command.arg(served.path("control.qmp"));
+    let child = command.stderr(Stdio::piped()).spawn().unwrap();
+    crate::support::wait_until("a part is copied", || fs::read(&file).unwrap() != before);
+    assert!(mark.exists());
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(mark.exists());
+
+    drop(device);
+    stop(&mut served, false);
+    fs::copy(&old, &image).unwrap();
+    served.restart();
+    let copied = served.done(&["backup", "copy", "b", &link, "--bitmap=n", &since]);
+    let (mode, why, second) = of(&copied);
+    assert_eq!((mode, why), ("full", &json!("unfinished-update")));
+    assert!(!mark.exists() && served.path("link").is_symlink());
+    check(&served, "raw", text(&file));
+    // Then it is incremental again.
+    let since = format!("--since={second}");
+    let mut device = served.connect("b");
+    write(&mut device, 0, 77, 3);
+    let copied = served.done(&["backup", "copy", "b", &to, "--bitmap=n", &since]);
+    assert_eq!(of(&copied).0, "incremental");
+    assert!(!mark.exists());
+    check(&served, "raw", text(&file));
+}
+
+/// Also with an open backup, and if the file is gone.
+#[test]
+fn marked_files_are_copied_in_full() {
+    let Some(served) = Served::start("marked_files_are_copied_in_full", &[]) else {
+        return;
+    };
+    let mut device = served.connect("b");
+    write(&mut device, 0, 5, 1);
+    let file = served.path("copy.raw");
+    let mark = served.path("copy.raw.updating");
+    let to = format!("--to={}", text(&file));
+    let first = of(&served.done(&["backup", "copy", "b", &to, "--bitmap=n"])).2;
+    // What the bitmap does not know.
+    fs::write(&file, vec![9; DISK_BYTES as usize]).unwrap();
+    fs::write(&mark, "").unwrap();
+    served.done(&[
+        "backup",
+        "begin",
+        "b",
+        "--bitmap=n",
+        &format!("--since={first}"),
+    ]);
+    let copied = served.done(&["backup", "copy", "b", &to, "--open"]);
+    let (mode, why, second) = of(&copied);
+    assert_eq!((mode, why), ("full", &json!("unfinished-update")));
+    assert!(!mark.exists());
+    check(&served, "raw", text(&file));
+    // The user has removed the file, and not its mark.
+    fs::remove_file(&file).unwrap();
+    fs::write(&mark, "").unwrap();
+    let since = format!("--since={second}");
+    let copied = served.done(&["backup", "copy", "b", &to, "--bitmap=n", &since]);
+    assert_eq!(of(&copied).0, "full");
+    assert!(!mark.exists());
+    let since = format!("--since={}", of(&copied).2);
+    write(&mut device, 0, 6, 1);
+    let copied = served.done(&["backup", "copy", "b", &to, "--bitmap=n", &since]);
+    assert_eq!(of(&copied).0, "incremental");
+    check(&served, "raw", text(&file));
 }

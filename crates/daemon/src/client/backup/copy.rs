@@ -1,7 +1,8 @@
 //! `ringdisk backup copy`: begins a backup, copies it to files through NBD, and ends it.
 //!
 //! A full copy is written to `FILE.partial`, which becomes `FILE` once the backup has ended with success. Changes of a raw disk
-//! are written into the file that has the last backup: if that fails, the next copy has the same changes again.
+//! are written into the file that has the last backup. It is marked by `FILE.updating` from the first byte until the backup has
+//! ended with success: while that is there, the next copy is full.
 //!
 //! The order: all data, a check of the length, fsync, the end of the backup, and the name of the file.
 
@@ -87,6 +88,8 @@ struct Job<'a> {
     size: u64,
     /// The bitmap that says what to copy, if not everything.
     bitmap: Option<String>,
+    /// Why the copy is full, in JSON.
+    why_full: Value,
     target: Target,
 }
 
@@ -171,7 +174,12 @@ pub fn copy(args: &CopyArgs) -> CommandResult {
             if !is_complete {
                 return Err(e);
             }
-            jobs.into_iter().try_for_each(|job| job.target.keep())?;
+            let kept = jobs.into_iter().map(|job| {
+                let has_bitmap = job.disk["bitmap-name"].is_string();
+                job.target.keep_unended(has_bitmap)
+            });
+            // One that cannot be renamed does not lose the others.
+            kept.fold(Ok(()), Result::and)?;
             return Err(CommandLineError::CopyIsComplete(Box::new(e)));
         }
     };
@@ -236,6 +244,19 @@ fn copy_all<'a>(
         let size = disk["size"].as_u64().unwrap_or(0);
         let full = disk["x-ringdisk-full"].is_string();
         let bitmap = disk["bitmap-name"].as_str().filter(|_| !full);
+        let is_update = args.since.is_some() || bitmap.is_some();
+        let of_target = |e| CommandLineError::Target(to.clone(), e);
+        let is_raw = args.format == TargetFormat::Raw;
+        let is_updating = is_raw && is_update && target::is_updating(to).map_err(of_target)?;
+        let mut why_full = disk["x-ringdisk-full"].clone();
+        if bitmap.is_some() && is_updating {
+            eprintln!(
+                "disk {name} is copied in full: the last update of {} has not ended with success",
+                to.display()
+            );
+            why_full = "unfinished-update".into();
+        }
+        let bitmap = bitmap.filter(|_| !is_updating);
         let base = args.base.get(at).filter(|_| bitmap.is_some());
         if bitmap.is_some() && base.is_none() && args.format == TargetFormat::Qcow2 {
             return Err(in_option("--base", NEEDS_BASE.into()));
@@ -243,14 +264,14 @@ fn copy_all<'a>(
         if let Some(why) = super::why_full(disk).filter(|_| args.since.is_some()) {
             eprintln!("disk {name} is copied in full: {why}");
         }
-        let is_update = args.since.is_some();
         let target = Target::create(to, args.format, size, bitmap.is_some(), is_update, base)
-            .map_err(|e| CommandLineError::Target(to.clone(), e))?;
+            .map_err(of_target)?;
         jobs.push(Job {
             disk,
             export: disk["node-name"].as_str().unwrap_or_default().into(),
             size,
             bitmap: bitmap.map(Into::into),
+            why_full,
             target,
         });
     }
@@ -284,6 +305,7 @@ fn copy_disk(
     stop: &Stop,
 ) -> Result<(), CommandLineError> {
     let before = done.load(Relaxed);
+    job.target.begin(job.size)?;
     let copying = Copying {
         address,
         job,
@@ -459,7 +481,7 @@ fn say(
     copied: &[u64],
     ended: &Value,
 ) -> CommandResult {
-    let (mut all, mut text) = (Vec::new(), String::new());
+    let (mut all, mut text, mut kept) = (Vec::new(), String::new(), Ok(()));
     for (job, copied) in jobs.into_iter().zip(copied) {
         let (name, to) = (
             job.disk["device"].as_str().unwrap_or_default(),
@@ -478,10 +500,11 @@ fn say(
             "device": name, "file": to, "mode": mode, "size": job.size, "copied": copied,
         });
         if mode == "full" {
-            disk["x-ringdisk-full"] = job.disk["x-ringdisk-full"].clone();
+            disk["x-ringdisk-full"] = job.why_full;
         }
         all.push(disk);
-        job.target.keep()?;
+        // One that cannot be renamed does not lose the others, or the checkpoint.
+        kept = kept.and(job.target.keep());
     }
     let mut reply = json!({ "disks": all });
     if let Some(checkpoint) = ended[CHECKPOINT].as_str() {
@@ -490,7 +513,7 @@ fn say(
             &format!("the checkpoint of this backup, for --since of the next one:\n{checkpoint}");
     }
     connection.say(&reply, &text);
-    Ok(())
+    kept
 }
 
 #[cfg(test)]

@@ -20,13 +20,18 @@ use crate::token::token;
 
 /// What a new file is called until it is complete, after its name.
 const PARTIAL: &str = ".partial";
+/// What marks a raw file, after its name, while it has no state that a checkpoint names.
+const UPDATING: &str = ".updating";
 /// The suffixes of all names that a copy to a file uses.
-pub const USED: [&str; 2] = ["", PARTIAL];
+pub const USED: [&str; 3] = ["", PARTIAL, UPDATING];
 
 /// A file that is being written. Unless it is [kept](Self::keep), a new one is removed.
 pub struct Target {
-    /// The file as it is named at the end.
+    /// The file as it is named at the end, without symbolic links.
     to: PathBuf,
+    /// As the user names it.
+    name: PathBuf,
+    format: TargetFormat,
     /// As it is named now, if that differs.
     partial: Option<PathBuf>,
     kind: Kind,
@@ -83,6 +88,8 @@ impl Target {
         is_update: bool,
         base: Option<&PathBuf>,
     ) -> io::Result<Self> {
+        let name = to.to_path_buf();
+        let to = &resolved(to);
         if format == TargetFormat::Raw && is_incremental {
             let file = not_in_use(to)?;
             let now = file.metadata()?;
@@ -90,9 +97,10 @@ impl Target {
                 let text = "it is no regular file, or larger than the disk: it does not have the last backup";
                 return Err(io::Error::other(text));
             }
-            file.set_len(size)?;
             return Ok(Self {
                 to: to.into(),
+                name,
+                format,
                 partial: None,
                 kind: Kind::Raw {
                     file,
@@ -127,6 +135,8 @@ impl Target {
         // From now on, it is removed if something fails.
         let mut target = Self {
             to: to.into(),
+            name,
+            format,
             partial: Some(partial.clone()),
             kind: Kind::Finished,
         };
@@ -152,7 +162,25 @@ impl Target {
 
     /// As it is named at the end.
     pub fn name(&self) -> String {
-        self.to.to_string_lossy().into_owned()
+        self.name.to_string_lossy().into_owned()
+    }
+
+    /// Before the first byte is written: a file that is updated in place is [marked](is_updating), durably.
+    ///
+    /// # Errors
+    /// It is as it was.
+    pub fn begin(&mut self, size: u64) -> Result<(), CommandLineError> {
+        if let Kind::Raw {
+            file,
+            is_empty: false,
+        } = &self.kind
+        {
+            let mark = beside(&self.to, UPDATING);
+            create_mark(&mark).map_err(|e| CommandLineError::Target(mark, e))?;
+            let sized = file.set_len(size);
+            sized.map_err(|e| CommandLineError::Target(self.to.clone(), e))?;
+        }
+        Ok(())
     }
 
     /// For a thread.
@@ -202,15 +230,51 @@ impl Target {
         directory_of(&self.to)?.sync_all()
     }
 
-    /// Gives it its name, durably.
+    /// Gives it its name, durably, after the end of the backup. It has what the checkpoint of the backup names.
     ///
     /// # Errors
     /// It keeps the other one.
     pub fn keep(mut self) -> Result<(), CommandLineError> {
+        self.rename(|| Ok(()))?;
+        if self.format == TargetFormat::Raw {
+            let mark = beside(&self.to, UPDATING);
+            let removed = match fs::remove_file(&mark) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+                removed => removed.and_then(|()| directory_of(&self.to)?.sync_all()),
+            };
+            // The copy is good, and the next one, too: it is full.
+            if let Err(e) = removed {
+                let (mark, file) = (mark.display(), self.name.display());
+                eprintln!("{mark}: {e}; remove it, otherwise the next copy to {file} is full");
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives it its name, durably, if it is complete and the backup has perhaps not ended: it has the state of no checkpoint that
+    /// the user knows.
+    ///
+    /// # Errors
+    /// It keeps the other one.
+    pub fn keep_unended(mut self, has_bitmap: bool) -> Result<(), CommandLineError> {
+        if !has_bitmap || self.format != TargetFormat::Raw {
+            return self.rename(|| Ok(()));
+        }
+        let mark = beside(&self.to, UPDATING);
+        self.rename(|| create_mark(&mark))?;
+        let (mark, file) = (mark.display(), self.name.display());
+        eprintln!(
+            "{mark}: remove it if 'ringdisk backup end' prints the checkpoint; while it is there, the next copy to {file} is full"
+        );
+        Ok(())
+    }
+
+    /// `before`: a step before, without which it keeps its name.
+    fn rename(&mut self, before: impl FnOnce() -> io::Result<()>) -> Result<(), CommandLineError> {
         let Some(partial) = self.partial.take() else {
-            return Ok(());
+            return before().map_err(|e| CommandLineError::Target(self.to.clone(), e));
         };
-        let renamed = fs::rename(&partial, &self.to);
+        let renamed = before().and_then(|()| fs::rename(&partial, &self.to));
         let renamed = renamed.and_then(|()| directory_of(&self.to)?.sync_all());
         renamed.map_err(|e| {
             let text = format!("the copy is complete, and could not be renamed: {e}");
@@ -234,9 +298,10 @@ impl Drop for Target {
 pub fn check_distinct(files: &[PathBuf], suffixes: &[&str]) -> Result<(), String> {
     let mut all: HashMap<FileId, &Path> = HashMap::new();
     for file in files {
+        let real = resolved(file);
         for suffix in suffixes {
             // A directory that is missing is named when the file is created.
-            let Ok(id) = FileId::of(&beside(file, suffix)) else {
+            let Ok(id) = FileId::of(&beside(&real, suffix)) else {
                 continue;
             };
             if let Some(other) = all.insert(id, file) {
@@ -267,6 +332,32 @@ impl FileId {
         let name = file.file_name().unwrap_or_default().to_owned();
         Ok(Self::New(directory.dev(), directory.ino(), name))
     }
+}
+
+/// Whether a raw file was being updated, and the backup has not ended with success since: it may have parts of several states, or
+/// one that no checkpoint names. If the bitmap or the disk was put back, a bitmap that has the last checkpoint again does not say
+/// what differs.
+///
+/// # Errors
+/// Its directory does not say.
+pub fn is_updating(file: &Path) -> io::Result<bool> {
+    match fs::symlink_metadata(beside(&resolved(file), UPDATING)) {
+        Ok(_) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+fn create_mark(mark: &Path) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    let created = options.write(true).create(true).mode(0o600).open(mark)?;
+    created.sync_all()?;
+    directory_of(mark)?.sync_all()
+}
+
+/// The file itself, if this is a symbolic link to it.
+fn resolved(file: &Path) -> PathBuf {
+    fs::canonicalize(file).unwrap_or_else(|_| file.into())
 }
 
 /// The name of a file with a suffix.
