@@ -69,6 +69,33 @@ pub struct InheritedParts {
     pub gate: Option<Arc<Gate>>,
 }
 
+impl InheritedParts {
+    /// A configured disk on the files of `before`. Versions without the key `data-file` opened the data file that the
+    /// image named: the key stays if it names a file that the old process has open.
+    fn with_file_of(&self, disk: &DiskSpec, before: &DiskSpec) -> DiskSpec {
+        let kept = disk.with_file_of(before);
+        let (None, Some(path)) = (&kept.data_file, &disk.data_file) else {
+            return kept;
+        };
+        let named = DiskSpec {
+            data_file: Some(path.clone()),
+            ..kept.clone()
+        };
+        let is_open = |there: fs::Metadata| self.has_file(Identity::of(&there));
+        if named.has_file_of(disk) && fs::metadata(path).is_ok_and(is_open) {
+            named
+        } else {
+            kept
+        }
+    }
+
+    /// Whether the old process has a file open.
+    fn has_file(&self, file: Identity) -> bool {
+        let mut files = self.files.iter();
+        files.any(|fd| Identity::of_fd(fd).is_ok_and(|open| open == file))
+    }
+}
+
 /// A disk of the old process, served or not.
 pub struct InheritedDisk {
     /// As it is now.
@@ -209,11 +236,10 @@ impl Inherited {
         let mut other = false;
         for disk in &mut config.disks {
             let inherited = parts.disks.get(&disk.name);
-            if let Some(before) = inherited.and_then(|inherited| inherited.configured.as_ref())
-                && !before.has_file_of(disk)
-            {
-                (disk.file, disk.format) = (before.file.clone(), before.format);
-                other = true;
+            if let Some(before) = inherited.and_then(|inherited| inherited.configured.as_ref()) {
+                let kept = parts.with_file_of(disk, before);
+                other |= !kept.has_file_of(disk);
+                *disk = kept;
             }
         }
         other
@@ -221,8 +247,11 @@ impl Inherited {
 
     /// A configured disk, on the file that it has now.
     pub fn on_its_file(&self, disk: DiskSpec) -> DiskSpec {
-        match self.parts().disks.get(&disk.name) {
-            Some(inherited) if inherited.configured.is_some() => disk.with_file_of(&inherited.spec),
+        let parts = self.parts();
+        match parts.disks.get(&disk.name) {
+            Some(inherited) if inherited.configured.is_some() => {
+                parts.with_file_of(&disk, &inherited.spec)
+            }
             _ => disk,
         }
     }
@@ -353,4 +382,89 @@ impl Inherited {
 fn is_at(listener: &UnixListener, path: &Path) -> bool {
     let at = listener.local_addr();
     at.is_ok_and(|at| at.as_pathname() == Some(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use image::Format;
+
+    /// The older version has passed on a disk without `data-file`, and the data file that its image names.
+    #[test]
+    fn data_file_that_an_older_version_has_open_may_be_named_now() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let files = ["i.qcow2", "d1.raw"].map(|name| File::create(path(name)).unwrap().into());
+        File::create(path("d2.raw")).unwrap();
+        let disk = |file: &str, data_file: Option<&str>| DiskSpec {
+            format: Some(Format::Qcow2),
+            data_file: data_file.map(path),
+            ..DiskSpec::new("i".into(), FileSpec::Path(path(file)))
+        };
+        let before = disk("i.qcow2", None);
+        let inherited = Inherited::new(InheritedParts {
+            files: files.into(),
+            disks: BTreeMap::from([(
+                "i".to_owned(),
+                InheritedDisk {
+                    spec: before.clone(),
+                    configured: Some(before.clone()),
+                    file: None,
+                },
+            )]),
+            ..InheritedParts::default()
+        });
+        for (file, data_file, same) in [
+            ("i.qcow2", "d1.raw", true),
+            ("i.qcow2", "d2.raw", false),
+            ("i.qcow2", "d3.raw", false),
+            ("other.qcow2", "d1.raw", false),
+        ] {
+            let named = disk(file, Some(data_file));
+            let expected = if same { &named } else { &before }.clone();
+            let mut config = Config {
+                disks: vec![named.clone()],
+                ..Config::default()
+            };
+            let moves = inherited.keep_files(&mut config);
+            assert_eq!((moves, &config.disks[0]), (!same, &expected));
+            assert_eq!(inherited.on_its_file(named), expected);
+        }
+    }
+
+    /// Every key of a disk's files that has changed in the configuration waits for a reload.
+    #[test]
+    fn changed_files_are_kept_and_reported() {
+        let path = |name: &str| FileSpec::Path(name.into());
+        let before = DiskSpec {
+            format: Some(Format::Qcow2),
+            data_file: Some("d1.raw".into()),
+            ..DiskSpec::new("i".into(), path("i.qcow2"))
+        };
+        let inherited = Inherited::new(InheritedParts {
+            disks: BTreeMap::from([(
+                "i".to_owned(),
+                InheritedDisk {
+                    spec: before.clone(),
+                    configured: Some(before.clone()),
+                    file: None,
+                },
+            )]),
+            ..InheritedParts::default()
+        });
+        let change: [fn(&mut DiskSpec); 4] = [
+            |disk| disk.file = FileSpec::Null(4096),
+            |disk| disk.format = None,
+            |disk| disk.data_file = Some("d2.raw".into()),
+            |disk| disk.data_file = None,
+        ];
+        for change in change {
+            let mut config = Config::default();
+            config.disks.push(before.clone());
+            assert!(!inherited.keep_files(&mut config));
+            change(&mut config.disks[0]);
+            assert!(inherited.keep_files(&mut config));
+            assert_eq!(config.disks, [before.clone()]);
+        }
+    }
 }

@@ -78,6 +78,14 @@ pub enum FileSpec {
     Null(u64),
 }
 
+/// The keys of a disk that say on which files it is. They are compared, kept and changed together.
+#[derive(PartialEq)]
+struct Files<'a> {
+    file: &'a FileSpec,
+    format: Option<Format>,
+    data_file: Option<&'a PathBuf>,
+}
+
 /// A mistake in a disk.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("disk '{disk}': {problem}")]
@@ -220,24 +228,38 @@ impl DiskSpec {
         Ok(moved)
     }
 
+    fn files(&self) -> Files<'_> {
+        Files {
+            file: &self.file,
+            format: self.format,
+            data_file: self.data_file.as_ref(),
+        }
+    }
+
+    fn set_files(&mut self, files: Files<'_>) {
+        let Files {
+            file,
+            format,
+            data_file,
+        } = files;
+        self.file = file.clone();
+        self.format = format;
+        self.data_file = data_file.cloned();
+    }
+
     /// Whether both are configured with the same files and format.
     pub fn has_file_of(&self, other: &Self) -> bool {
-        (&self.file, self.format, &self.data_file) == (&other.file, other.format, &other.data_file)
+        self.files() == other.files()
     }
 
     /// This disk on the file of another, in its format.
     pub fn with_file_of(&self, other: &Self) -> Self {
-        let aio = match other.file {
-            FileSpec::Rbd(_) => other.aio,
-            FileSpec::Path(_) | FileSpec::Null(_) => self.aio,
-        };
-        Self {
-            file: other.file.clone(),
-            format: other.format,
-            data_file: other.data_file.clone(),
-            aio,
-            ..self.clone()
+        let mut disk = self.clone();
+        disk.set_files(other.files());
+        if matches!(other.file, FileSpec::Rbd(_)) {
+            disk.aio = other.aio;
         }
+        disk
     }
 
     /// Whether both are configured with the same limits.
@@ -262,9 +284,8 @@ impl DiskSpec {
 
     /// Moves this disk to the file of another.
     pub fn take_file_of(&mut self, other: &Self) {
-        self.file = other.file.clone();
-        self.data_file.clone_from(&other.data_file);
-        (self.format, self.aio) = (other.format, other.aio);
+        self.set_files(other.files());
+        self.aio = other.aio;
     }
 }
 

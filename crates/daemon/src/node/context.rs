@@ -196,6 +196,15 @@ fn not_shareable() -> io::Error {
     io::Error::other(e)
 }
 
+/// The image is the one that the process before has open, and its data file is not.
+fn other_data_file(disk: &str, path: &Path) -> io::Error {
+    io::Error::other(format!(
+        "{} is another file than the data file that the running process has open; if another file has taken its place, \
+         put the disk's own one back, or stop the VM, then 'ringdisk detach {disk}'",
+        path.display()
+    ))
+}
+
 impl OpenFiles for Opener<'_> {
     fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
         let (context, disk) = (self.context, &self.spec.name);
@@ -242,8 +251,13 @@ impl OpenFiles for Opener<'_> {
         let (context, spec) = (self.context, self.spec);
         let Some(path) = &spec.data_file else {
             let named = named.unwrap_or_default();
+            // An upgrade keeps the disk on the files that it has.
+            let same = match self.locking {
+                Locking::Held => ", with the file that the running process has open",
+                _ => "",
+            };
             return Err(io::Error::other(format!(
-                "its data is in an external file, which is opened only if the operator names it: add data-file=PATH \
+                "its data is in an external file, which is opened only if the operator names it: add data-file=PATH{same} \
                  (the image names '{named}', in {})",
                 image.parent().unwrap_or(image).display()
             )));
@@ -262,7 +276,11 @@ impl OpenFiles for Opener<'_> {
             None => {
                 let now = Locking::Now;
                 let opened = context.open(&spec.name, path, self.cache, !write, now);
-                Arc::new(opened.map_err(io::Error::other)?.0)
+                let (file, locking) = opened.map_err(io::Error::other)?;
+                if self.locking == Locking::Held && locking != Locking::Held {
+                    return Err(other_data_file(&spec.name, path));
+                }
+                Arc::new(file)
             }
         };
         let identity = file.identity();

@@ -472,3 +472,71 @@ fn failed_successor_leaves_the_image_and_journal_unchanged() {
         assert!(there == content(sector, 4096), "sector {sector}");
     }
 }
+
+/// Serves an image with an external data file `d1.raw`, beside an equal one `d2.raw`, and connects a guest.
+fn serve_with_data_file() -> Option<(Config, Served, Device)> {
+    let files = Files::new(&[]);
+    let here = files.config();
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-o"]);
+    let data_file = here.path("d1.raw");
+    create.arg(format!(
+        "data_file={},data_file_raw=on",
+        data_file.display()
+    ));
+    create.arg(here.path("i.qcow2")).arg("4M");
+    if !create.status().is_ok_and(|status| status.success()) {
+        println!("skipped: an image with a data file: there is no qemu-img");
+        return None;
+    }
+    configure_data_file(&here, "d1.raw");
+    let served = files.serve(&[]);
+    let device = Device::connect(here.path("disk.sock"), &config()).unwrap();
+    fs::copy(here.path("d1.raw"), here.path("d2.raw")).unwrap();
+    Some((here, served, device))
+}
+
+fn configure_data_file(here: &Config, data_file: &str) {
+    let key = format!("data-file = \"{}\"", here.path(data_file).display());
+    here.write(&[("disk", "i.qcow2", "disk.sock")], &key);
+}
+
+/// If the configuration names another data file since, the guest keeps its own one, and a reload finds the difference.
+#[test]
+fn newly_configured_data_file_is_noticed_after_the_handover() {
+    let Some((here, mut served, mut device)) = serve_with_data_file() else {
+        return;
+    };
+    configure_data_file(&here, "d2.raw");
+    served.upgrade(&[]);
+    here.write_goes_to(&mut device, 8, "d1.raw", &["d2.raw"]);
+    // The data file of an image cannot change while that is served.
+    let reloaded = served.ringdisk(&["reload"]);
+    let text = String::from_utf8_lossy(&reloaded.stderr).into_owned();
+    assert!(!reloaded.status.success(), "{reloaded:?}");
+    assert!(text.contains("disk 'disk'"), "{text}");
+    here.write_goes_to(&mut device, 16, "d1.raw", &["d2.raw"]);
+    configure_data_file(&here, "d1.raw");
+    let reloaded = served.ringdisk(&["reload"]);
+    assert!(reloaded.status.success(), "{reloaded:?}");
+    served.upgrade(&[]);
+    here.write_goes_to(&mut device, 24, "d1.raw", &["d2.raw"]);
+    served.end();
+}
+
+/// A file that has taken the place of an image's data file is not that data file.
+#[test]
+fn guest_never_moves_to_another_data_file() {
+    let Some((here, mut served, mut device)) = serve_with_data_file() else {
+        return;
+    };
+    fs::rename(here.path("d1.raw"), here.path("old.raw")).unwrap();
+    fs::rename(here.path("d2.raw"), here.path("d1.raw")).unwrap();
+    served.assert_upgrade_fails(Path::new(BINARY), "d1.raw is another file than the data");
+    here.write_goes_to(&mut device, 8, "old.raw", &["d1.raw"]);
+    fs::rename(here.path("d1.raw"), here.path("d2.raw")).unwrap();
+    fs::rename(here.path("old.raw"), here.path("d1.raw")).unwrap();
+    served.upgrade(&[]);
+    here.write_goes_to(&mut device, 16, "d1.raw", &["d2.raw"]);
+    served.end();
+}
