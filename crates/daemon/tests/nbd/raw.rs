@@ -6,10 +6,11 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use testkit::driver::{Device, DeviceConfig, HANG};
 
 use super::Served;
-use crate::support::Disk;
+use crate::support::{Disk, wait_until};
 
 /// A connection with short headers and simple replies.
 pub struct Client(UnixStream);
@@ -284,4 +285,111 @@ fn more_clients_wait() {
     // The export is what it is when there is a place.
     served.done(&["export", "vm", "--remove", "--force"]);
     second.expect_end();
+}
+
+/// The data of an option that names an export.
+fn named(export: &str) -> Vec<u8> {
+    let name = export.as_bytes();
+    [&(name.len() as u32).to_be_bytes(), name, &[0; 2]].concat()
+}
+
+const GO: u32 = 7;
+const UNKNOWN: u32 = 6 | 1 << 31;
+const SHUTDOWN: u32 = 7 | 1 << 31;
+
+/// A client begins when it has all of its connections, so many of them would wait for each other: only the first 25 clients
+/// are told that they may open more than one.
+#[test]
+fn few_clients_may_open_several_connections() {
+    const CAN_MULTI_CONN: u16 = 1 << 8;
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let connect = || {
+        let mut client = Client::greeted(&served.nbd());
+        client.option(1, b"vm");
+        let mut export = [0; 10];
+        client.0.read_exact(&mut export).unwrap();
+        let flags = u16::from_be_bytes([export[8], export[9]]);
+        (client, flags & CAN_MULTI_CONN != 0)
+    };
+    let mut clients = Vec::new();
+    for number in 0..30 {
+        let (client, may_open_more) = connect();
+        assert_eq!(may_open_more, number < 25, "{number}");
+        clients.push(client);
+    }
+    clients.truncate(10);
+    wait_until("places that are free", || {
+        served.done(&["export"])[0]["clients"] == 10
+    });
+    wait_until("the flag", || connect().1);
+}
+
+/// Peers that have asked for an export once are in the handshake like all others if there is none of this name.
+#[test]
+fn peers_without_an_export_make_room_for_others() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let peers: Vec<_> = (0..64)
+        .map(|_| {
+            let mut peer = Client::greeted(&served.nbd());
+            peer.option(GO, &named("none"));
+            assert_eq!(peer.option_reply().0, UNKNOWN);
+            peer
+        })
+        .collect();
+    let mut client = Client::connect(&served.nbd(), "vm");
+    client.read(1, 0, 512);
+    let line = "was disconnected: 64 peers are in the handshake, and it came first";
+    served.server.wait_for_log(&["NBD", line]);
+    drop(peers);
+}
+
+/// They have no places in the handshake. Beyond their limit, they are told why they get none.
+#[test]
+fn clients_that_wait_keep_nobody_out() {
+    let served = Served::start(Disk::new(), "");
+    served.done(&["export", "vm"]);
+    let clients: Vec<_> = (0..100)
+        .map(|_| Client::connect(&served.nbd(), "vm"))
+        .collect();
+    let ask = || {
+        let mut client = Client::greeted(&served.nbd());
+        client.option(GO, &named("vm"));
+        client
+    };
+    let mut waiting: Vec<_> = (0..256).map(|_| ask()).collect();
+    assert_eq!(Client::list(&served.nbd()), Some(vec!["vm".into()]));
+    // Whichever is seen last is told.
+    waiting.push(ask());
+    let mut refused = take_answered(&mut waiting);
+    let (kind, text) = refused.option_reply();
+    let text = String::from_utf8(text).unwrap();
+    assert_eq!(kind, SHUTDOWN, "{text}");
+    assert!(text.contains("too many clients: 100 clients use"), "{text}");
+    refused.expect_end();
+    let log = ["NBD", "disconnected", "256 wait until one of them leaves"];
+    served.server.wait_for_log(&log);
+    // The oldest form of the option has no reply for errors.
+    let mut old = Client::greeted(&served.nbd());
+    old.option(1, b"vm");
+    old.expect_end();
+    // The others get the places.
+    drop(clients);
+    let mut next = take_answered(&mut waiting);
+    while next.option_reply().0 != 1 {}
+    next.read(1, 0, 512);
+}
+
+/// Waits until one has an answer, which is returned.
+fn take_answered(clients: &mut Vec<Client>) -> Client {
+    let mut found = None;
+    wait_until("an answer", || {
+        found = clients.iter().position(|client| {
+            let mut ready = [PollFd::new(&client.0, PollFlags::IN)];
+            poll(&mut ready, Some(&Timespec::default())).unwrap() > 0
+        });
+        found.is_some()
+    });
+    clients.swap_remove(found.unwrap())
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use datapath::LogLimiter;
 use guest::LocalQueue;
 use nbd::{
-    ExportInfo, GREETING, Handshake, HandshakeError, Negotiated, OPTION_BYTES_MAX, Step, Tls,
+    ExportInfo, GREETING, Handshake, HandshakeError, Negotiated, OPTION_BYTES_MAX, Step, Tls, flags,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -17,7 +17,7 @@ use tracing::info;
 
 use super::export::{Exports, NbdExport, locked};
 use super::memory::{CONNECTION_MAX, ConnectionMemory, SharedMemory};
-use super::places::{CLIENTS_MAX, ClientPlace, HandshakePlace, Places};
+use super::places::{CLIENTS_MAX, ClientPlace, HandshakePlace, Places, STALLED, WAITING_MAX};
 use super::queue::ClientQueue;
 use super::stream::{Received, Stream};
 use super::transfer::{Offered, Transfer, TransferError};
@@ -28,12 +28,30 @@ use crate::server::tls::TlsCredentials;
 /// How long the handshake of TLS may take, and the time from one option to the next.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
+/// How long all of the handshake may take, without the wait for a place. A client may ask for 4096 exports over long distances.
+const WHOLE_HANDSHAKE: Duration = Duration::from_secs(600);
+
+// What a client is told that gets no place.
+const OPT_GO: u32 = 7;
+const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+const REP_ERR_SHUTDOWN: u32 = 7 | 1 << 31;
+
 #[derive(Debug, Error)]
 pub enum ConnectionError {
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
     #[error("it has negotiated nothing for {} s", HANDSHAKE.as_secs())]
     TooSlow,
+    #[error("its handshake has taken {} s", WHOLE_HANDSHAKE.as_secs())]
+    TooLong,
+    #[error("{CLIENTS_MAX} clients use exports, and {WAITING_MAX} wait until one of them leaves")]
+    NoPlace,
+    #[error(
+        "it waited for one of {CLIENTS_MAX} places of clients, none of which has finished a request for {} s; use fewer \
+         connections at the same time",
+        STALLED.as_secs()
+    )]
+    InVain,
     #[error(
         "it has sent {0} bytes between STARTTLS and the reply, which an attacker may have added"
     )]
@@ -76,6 +94,7 @@ pub fn serve(
         place,
         stop,
         deadline: Instant::now() + HANDSHAKE,
+        end: Instant::now() + WHOLE_HANDSHAKE,
         input: Vec::new(),
     };
     let agreed = greeted.negotiate()?;
@@ -124,7 +143,8 @@ pub fn serve(
         negotiated,
         bitmaps,
     };
-    let transfer = Transfer::new(stream, stop.as_fd(), queue, offered, &input).map_err(failed)?;
+    let ends = (stop.as_fd(), &*server.places);
+    let transfer = Transfer::new(stream, ends, queue, offered, &input).map_err(failed)?;
     Ok(transfer.run()?)
 }
 
@@ -135,18 +155,26 @@ fn is_exported(exports: &Mutex<Exports>, export: &Arc<NbdExport>) -> bool {
 }
 
 /// What the handshake asks of the exports.
-struct Named<'a>(&'a Mutex<Exports>);
+struct Named<'a> {
+    exports: &'a Mutex<Exports>,
+    /// The client may open several connections.
+    allows_more: bool,
+}
 
 impl nbd::Exports for Named<'_> {
     fn list(&self) -> Vec<(String, String)> {
-        let exports = locked(self.0);
+        let exports = locked(self.exports);
         let listed = |e: &Arc<NbdExport>| (e.name.clone(), e.description.clone());
         exports.by_id.values().map(listed).collect()
     }
 
     fn find(&self, name: &str) -> Option<ExportInfo> {
-        let export = locked(self.0).named(name).cloned()?;
-        Some(export.info())
+        let export = locked(self.exports).named(name).cloned()?;
+        let mut info = export.info();
+        if !self.allows_more {
+            info.flags &= !flags::CAN_MULTI_CONN;
+        }
+        Some(info)
     }
 }
 
@@ -165,6 +193,8 @@ struct Greeted<'a> {
     place: HandshakePlace,
     stop: &'a OwnedFd,
     deadline: Instant,
+    /// The deadline of the whole handshake.
+    end: Instant,
     /// Bytes that have arrived and were not used yet.
     input: Vec<u8>,
 }
@@ -172,7 +202,6 @@ struct Greeted<'a> {
 impl Greeted<'_> {
     /// Returns `None` if the client or this process ends the connection.
     fn negotiate(&mut self) -> Result<Option<(Agreed, ClientPlace)>, ConnectionError> {
-        let exports = Named(&self.server.exports);
         self.send(&GREETING)?;
         let tls = self.server.tls.as_deref();
         let mut handshake = Handshake::new(tls.map_or(Tls::Off, |_| Tls::Required));
@@ -187,6 +216,10 @@ impl Greeted<'_> {
                 }
             } else {
                 None
+            };
+            let exports = Named {
+                exports: &self.server.exports,
+                allows_more: self.place.allows_more(client_place.as_ref()),
             };
             let (used, step) = handshake.advance(&self.input, &exports, &mut out)?;
             self.input.drain(..used);
@@ -252,7 +285,10 @@ impl Greeted<'_> {
 
     /// Returns `None` if the client or this process ends the connection meanwhile.
     fn wait_for_place(&mut self) -> Result<Option<ClientPlace>, ConnectionError> {
-        let place = self.place.ask()?;
+        let Some(mut place) = self.place.ask()? else {
+            return Err(self.refuse(ConnectionError::NoPlace));
+        };
+        let began = Instant::now();
         if place.turn().is_some() {
             let peer = self.peer;
             self.server.waits.log(|left_out| {
@@ -265,16 +301,40 @@ impl Greeted<'_> {
                 PollFd::new(self.stream.socket(), PollFlags::RDHUP),
                 PollFd::new(turn, PollFlags::IN),
             ];
-            match poll(&mut ready, None) {
+            let left = place.ask_again_at();
+            let left = left.saturating_duration_since(Instant::now());
+            match poll(&mut ready, Timespec::try_from(left).ok().as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(e) => return Err(io::Error::from(e).into()),
             }
             if ready[..2].iter().any(|fd| !fd.revents().is_empty()) {
                 return Ok(None);
             }
+            if place.gives_up(Instant::now()) {
+                return Err(self.refuse(ConnectionError::InVain));
+            }
         }
         self.deadline = Instant::now() + HANDSHAKE;
+        self.end += began.elapsed();
         Ok(Some(place))
+    }
+
+    /// Tells the client why it is disconnected, if its option can be answered.
+    fn refuse(&mut self, why: ConnectionError) -> ConnectionError {
+        let option = self.input.get(8..12);
+        if let Some(option) = option.filter(|option| **option == OPT_GO.to_be_bytes()) {
+            let text = format!("too many clients: {why}");
+            let mut reply = REPLY_MAGIC.to_be_bytes().to_vec();
+            reply.extend(option);
+            reply.extend(REP_ERR_SHUTDOWN.to_be_bytes());
+            reply.extend((text.len() as u32).to_be_bytes());
+            reply.extend(text.as_bytes());
+            self.deadline = Instant::now() + HANDSHAKE;
+            if self.send(&reply).is_ok() {
+                self.stream.close();
+            }
+        }
+        why
     }
 
     /// Returns false if the connection ends.
@@ -324,7 +384,11 @@ impl Greeted<'_> {
 
     /// Returns false if this process ends the connection.
     fn wait(&mut self, what: PollFlags) -> Result<bool, ConnectionError> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
+        let now = Instant::now();
+        if now >= self.end {
+            return Err(ConnectionError::TooLong);
+        }
+        let left = self.deadline.min(self.end).saturating_duration_since(now);
         if left.is_zero() {
             return Err(ConnectionError::TooSlow);
         }

@@ -21,6 +21,7 @@ use thiserror::Error;
 use super::export::NbdExport;
 use super::memory::ConnectionMemory;
 use super::output::{Output, Part};
+use super::places::Places;
 use super::stream::Stream;
 use crate::server::share::{Entered, Share, Unfinished};
 use input::Input;
@@ -71,6 +72,8 @@ impl From<Errno> for TransferError {
 pub struct Transfer<'a> {
     stream: Stream<'a>,
     stop: BorrowedFd<'a>,
+    /// Where others may wait for the place of this client.
+    places: &'a Places,
     queue: LocalQueue,
     memory: &'a mut ConnectionMemory,
     export: &'a NbdExport,
@@ -112,7 +115,7 @@ impl<'a> Transfer<'a> {
     /// `early` are bytes that arrived with the handshake.
     pub fn new(
         stream: Stream<'a>,
-        stop: BorrowedFd<'a>,
+        (stop, places): (BorrowedFd<'a>, &'a Places),
         (queue, memory, unfinished): (LocalQueue, &'a mut ConnectionMemory, &'a mut Unfinished),
         offered: Offered<'a>,
         early: &[u8],
@@ -127,6 +130,7 @@ impl<'a> Transfer<'a> {
         Ok(Self {
             stream,
             stop,
+            places,
             queue,
             memory,
             export,
@@ -169,6 +173,9 @@ impl<'a> Transfer<'a> {
         loop {
             let mut has_worked = self.take_finished()?;
             has_worked |= self.send()?;
+            if has_worked {
+                self.places.progressed();
+            }
             has_worked |= self.receive()?;
             self.queue.publish();
             if self.is_over() {
