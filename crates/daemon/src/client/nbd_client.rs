@@ -3,9 +3,19 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::sockopt::set_tcp_nodelay;
+use rustix::net::{
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown,
+    socket_with,
+};
 
 /// Most bytes of a request with data.
 pub const TRANSFER_MAX: u64 = 32 << 20;
@@ -46,6 +56,81 @@ pub enum Address {
     Tcp(SocketAddr),
 }
 
+/// Ends all connections, even those that wait for the server.
+#[derive(Default)]
+pub struct Stop {
+    is_set: AtomicBool,
+    sockets: Mutex<Vec<OwnedFd>>,
+}
+
+impl Stop {
+    pub fn set(&self) {
+        self.is_set.store(true, Relaxed);
+        let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        for socket in sockets.iter() {
+            let _ = shutdown(socket, Shutdown::Both);
+        }
+    }
+
+    fn add(&self, socket: &OwnedFd) -> io::Result<()> {
+        let mut sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.push(socket.try_clone()?);
+        drop(sockets);
+        self.check()
+    }
+
+    /// # Errors
+    /// It is set.
+    pub fn check(&self) -> io::Result<()> {
+        if self.is_set.load(Relaxed) {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        Ok(())
+    }
+}
+
+/// How often a server is asked whose queue of connections is full.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+
+impl Address {
+    fn connect(&self, stop: &Stop) -> io::Result<OwnedFd> {
+        let new = |family, flags| {
+            let flags = flags | SocketFlags::CLOEXEC;
+            socket_with(family, SocketType::STREAM, flags, None)
+        };
+        match self {
+            Self::Unix(path) => {
+                let address = SocketAddrUnix::new(&**path)?;
+                // To shut it down does not end a wait for room in the server's queue.
+                let socket = new(AddressFamily::UNIX, SocketFlags::NONBLOCK)?;
+                loop {
+                    stop.check()?;
+                    match connect(&socket, &address) {
+                        Ok(()) => break,
+                        Err(Errno::AGAIN | Errno::INTR) => thread::sleep(ASK_AGAIN),
+                        Err(e) => return Err(e.into()),
+                    }
+                }
+                rustix::io::ioctl_fionbio(&socket, false)?;
+                stop.add(&socket)?;
+                Ok(socket)
+            }
+            Self::Tcp(address) => {
+                let family = match address {
+                    SocketAddr::V4(_) => AddressFamily::INET,
+                    SocketAddr::V6(_) => AddressFamily::INET6,
+                };
+                let socket = new(family, SocketFlags::empty())?;
+                stop.add(&socket)?;
+                connect(&socket, address)?;
+                stop.check()?;
+                set_tcp_nodelay(&socket, true)?;
+                Ok(socket)
+            }
+        }
+    }
+}
+
 /// A connection to an export.
 pub struct NbdClient {
     stream: File,
@@ -65,35 +150,25 @@ fn broken(what: &str) -> io::Error {
 }
 
 impl NbdClient {
-    /// Connects, and asks for `contexts`, all of which the server must have.
+    /// Connects, and asks for `contexts`, all of which the server must have. The server may let it wait for an answer; `stop`
+    /// ends that, too.
     ///
     /// # Errors
-    /// There is no such server, export or context.
-    pub fn connect(address: &Address, export: &str, contexts: &[String]) -> io::Result<Self> {
-        let stream: OwnedFd = match address {
-            Address::Unix(path) => UnixStream::connect(path)?.into(),
-            Address::Tcp(address) => {
-                let stream = TcpStream::connect(address)?;
-                stream.set_nodelay(true)?;
-                stream.into()
-            }
-        };
+    /// There is no such server, export or context; or `stop` is set.
+    pub fn connect(
+        address: &Address,
+        export: &str,
+        contexts: &[String],
+        stop: &Stop,
+    ) -> io::Result<Self> {
         let mut client = Self {
-            stream: stream.into(),
+            stream: address.connect(stop)?.into(),
             size: 0,
             contexts: vec![None; contexts.len()],
             cookie: 0,
         };
         client.handshake(export, contexts)?;
         Ok(client)
-    }
-
-    /// Another handle of its socket, to [shut it down](rustix::net::shutdown).
-    ///
-    /// # Errors
-    /// There are too many descriptors.
-    pub fn socket(&self) -> io::Result<OwnedFd> {
-        Ok(self.stream.try_clone()?.into())
     }
 
     fn handshake(&mut self, export: &str, contexts: &[String]) -> io::Result<()> {

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::checkpoints::stop;
 use super::failures::bits;
 use super::{BINARY, DISK_BYTES, Served, run, text, write};
+use crate::nbd::raw::Client;
 
 const KEY: &str = "x-ringdisk-checkpoint";
 
@@ -156,6 +157,29 @@ fn copies_that_fail_lose_no_changes() {
     assert!(!partial.exists() && !slow.exists());
     assert_eq!(served.done(&["backup", "list"]), json!([]));
     assert_eq!(bits(&served, "a", "n"), dirty);
+
+    // A signal while it waits for the places of others.
+    served.done(&["export", "b", "--name=others"]);
+    let others: Vec<_> = (0..100)
+        .map(|_| Client::connect(&served.path("nbd.sock"), "others"))
+        .collect();
+    let mut command = Command::new(BINARY);
+    command.args(["backup", "copy", "a", "--bitmap=n", &since, "--to"]);
+    command.arg(&file).arg("--control");
+    command.arg(served.path("control.qmp"));
+    let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+    let log = ["NBD", "waits until one of 100 clients leaves"];
+    served.server.wait_for_log(&log);
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    crate::support::wait_until("its end", || child.try_wait().unwrap().is_some());
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("interrupted; no backup is open"), "{said}");
+    assert_eq!(served.done(&["backup", "list"]), json!([]));
+    assert_eq!(bits(&served, "a", "n"), dirty);
+    drop(others);
+    served.done(&["export", "others", "--remove", "--force"]);
 
     // The copy is complete, and the backup cannot end.
     let records = fs::read_dir(served.path("state")).unwrap();

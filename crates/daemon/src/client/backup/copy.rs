@@ -9,10 +9,8 @@
 mod target;
 
 use std::io::{self, IsTerminal};
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,7 +18,7 @@ use block::format_size;
 use serde_json::{Value, json};
 
 use super::super::interrupt::Interrupt;
-use super::super::nbd_client::{Address, Extent, NbdClient, TRANSFER_MAX};
+use super::super::nbd_client::{Address, Extent, NbdClient, Stop, TRANSFER_MAX};
 use super::super::{CommandLineError, CommandResult, Connection};
 use super::{CHECKPOINT, Opening};
 use crate::config::nbd::NbdAddress;
@@ -102,37 +100,6 @@ struct Copying<'a> {
     done: &'a AtomicU64,
     copied: &'a AtomicU64,
     stop: &'a Stop,
-}
-
-/// Ends all connections.
-#[derive(Default)]
-struct Stop {
-    is_set: AtomicBool,
-    sockets: Mutex<Vec<OwnedFd>>,
-}
-
-impl Stop {
-    fn set(&self) {
-        self.is_set.store(true, Relaxed);
-        let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        for socket in sockets.iter() {
-            let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
-        }
-    }
-
-    fn add(&self, client: &NbdClient) -> io::Result<()> {
-        let mut sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
-        sockets.push(client.socket()?);
-        drop(sockets);
-        self.check()
-    }
-
-    fn check(&self) -> io::Result<()> {
-        if self.is_set.load(Relaxed) {
-            return Err(io::ErrorKind::Interrupted.into());
-        }
-        Ok(())
-    }
 }
 
 pub fn copy(args: &CopyArgs) -> CommandResult {
@@ -264,8 +231,16 @@ fn copy_all<'a>(
         if let Some(why) = super::why_full(disk).filter(|_| args.since.is_some()) {
             eprintln!("disk {name} is copied in full: {why}");
         }
-        let target = Target::create(to, args.format, size, bitmap.is_some(), is_update, base)
-            .map_err(of_target)?;
+        let target = Target::create(
+            to,
+            args.format,
+            size,
+            bitmap.is_some(),
+            is_update,
+            base,
+            stop,
+        )
+        .map_err(of_target)?;
         jobs.push(Job {
             disk,
             export: disk["node-name"].as_str().unwrap_or_default().into(),
@@ -329,7 +304,7 @@ fn copy_disk(
     }
     let path = job.target.path();
     job.target
-        .finish(job.size)
+        .finish(job.size, stop)
         .map_err(|e| CommandLineError::Target(path, e))
 }
 
@@ -351,8 +326,7 @@ impl Copying<'_> {
                 .iter()
                 .map(|name| format!("qemu:dirty-bitmap:{name}")),
         );
-        let mut from = NbdClient::connect(self.address, &job.export, &contexts)?;
-        self.stop.add(&from)?;
+        let mut from = NbdClient::connect(self.address, &job.export, &contexts, self.stop)?;
         if from.size != job.size {
             let text = format!(
                 "the export has {} bytes, and the disk {}",
@@ -360,10 +334,7 @@ impl Copying<'_> {
             );
             return Err(io::Error::other(text));
         }
-        let mut to = job.target.writer()?;
-        if let Writer::Nbd(client) | Writer::Empty(client) = &to {
-            self.stop.add(client)?;
-        }
+        let mut to = job.target.writer(self.stop)?;
         let mut buffer = vec![0; READ as usize];
         loop {
             let mut at = self.next.fetch_add(WINDOW, Relaxed);

@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::TargetFormat;
 use crate::client::CommandLineError;
-use crate::client::nbd_client::{Address, NbdClient};
+use crate::client::nbd_client::{Address, NbdClient, Stop};
 use crate::token::token;
 
 /// What a new file is called until it is complete, after its name.
@@ -87,6 +87,7 @@ impl Target {
         is_incremental: bool,
         is_update: bool,
         base: Option<&PathBuf>,
+        stop: &Stop,
     ) -> io::Result<Self> {
         let name = to.to_path_buf();
         let to = &resolved(to);
@@ -149,7 +150,7 @@ impl Target {
                 }
             }
             TargetFormat::Qcow2 => {
-                Kind::Qcow2(QemuNbd::start(&partial, size, base, is_incremental)?)
+                Kind::Qcow2(QemuNbd::start(&partial, size, base, is_incremental, stop)?)
             }
         };
         Ok(target)
@@ -186,15 +187,15 @@ impl Target {
     /// For a thread.
     ///
     /// # Errors
-    /// There are too many descriptors, or `qemu-nbd` has ended.
-    pub fn writer(&self) -> io::Result<Writer> {
+    /// There are too many descriptors, or `qemu-nbd` has ended; or `stop` is set.
+    pub fn writer(&self, stop: &Stop) -> io::Result<Writer> {
         match &self.kind {
             Kind::Raw { file, is_empty } => Ok(Writer::File {
                 file: file.try_clone()?,
                 is_empty: *is_empty,
             }),
             Kind::Qcow2(server) => {
-                let client = server.connect()?;
+                let client = server.connect(stop)?;
                 Ok(if server.is_empty {
                     Writer::Empty(client)
                 } else {
@@ -209,14 +210,14 @@ impl Target {
     ///
     /// # Errors
     /// It is not durable, or has another length.
-    pub fn finish(&mut self, size: u64) -> io::Result<()> {
+    pub fn finish(&mut self, size: u64, stop: &Stop) -> io::Result<()> {
         let length = match std::mem::replace(&mut self.kind, Kind::Finished) {
             Kind::Raw { file, .. } => {
                 file.sync_all()?;
                 file.metadata()?.len()
             }
             Kind::Qcow2(server) => {
-                let length = server.end()?;
+                let length = server.end(stop)?;
                 File::open(self.path())?.sync_all()?;
                 length
             }
@@ -391,6 +392,7 @@ impl QemuNbd {
         size: u64,
         base: Option<&PathBuf>,
         is_incremental: bool,
+        stop: &Stop,
     ) -> io::Result<Self> {
         let mut create = Command::new("qemu-img");
         create.args(["create", "-q", "-f", "qcow2"]);
@@ -421,7 +423,8 @@ impl QemuNbd {
             is_empty: !is_incremental,
         };
         // It is asked for the export until it listens, or has ended.
-        while server.connect().is_err() {
+        while server.connect(stop).is_err() {
+            stop.check()?;
             if let Some(status) = server.child.try_wait()? {
                 return Err(io::Error::other(format!("qemu-nbd has ended: {status}")));
             }
@@ -430,14 +433,14 @@ impl QemuNbd {
         Ok(server)
     }
 
-    fn connect(&self) -> io::Result<NbdClient> {
+    fn connect(&self, stop: &Stop) -> io::Result<NbdClient> {
         let socket = self.directory.join("nbd").to_string_lossy().into_owned();
-        NbdClient::connect(&Address::Unix(socket), "", &[])
+        NbdClient::connect(&Address::Unix(socket), "", &[], stop)
     }
 
     /// Makes the image durable, and closes it. Returns its size.
-    fn end(mut self) -> io::Result<u64> {
-        let mut client = self.connect()?;
+    fn end(mut self, stop: &Stop) -> io::Result<u64> {
+        let mut client = self.connect(stop)?;
         client.flush()?;
         let size = client.size;
         drop(client);
