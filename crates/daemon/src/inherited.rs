@@ -464,7 +464,7 @@ mod tests {
             assert!(!inherited.keep_files(&mut config));
             change(&mut config.disks[0]);
             assert!(inherited.keep_files(&mut config));
-            assert_eq!(config.disks, [before.clone()]);
+            assert_eq!(config.disks, std::slice::from_ref(&before));
         }
     }
 }
