@@ -38,7 +38,7 @@ impl Ending {
         }
     }
 
-    /// The guest is told of an I/O error, or a client of the disk.
+    /// The guest, or a client of the disk, gets an I/O error.
     pub fn error(errno: i32, is_client: bool) -> Self {
         if is_client {
             Self::client_error(errno)

@@ -66,7 +66,7 @@ fn an_image_that_was_put_back_is_copied_in_full() {
         assert_eq!(begun["bitmap-action"], "new");
         assert_eq!(begun[KEY], *first);
         served.done(&["backup", "end", "--failed"]);
-        // It is right for who has the older backup.
+        // An incremental backup is right for a client that has the older backup.
         let begun = begin(&served, "b", Some(&first));
         assert_eq!(begun["x-ringdisk-full"], Value::Null);
         served.done(&["backup", "end", "--failed"]);
@@ -91,7 +91,7 @@ fn a_checkpoint_survives_what_its_bitmap_survives() {
             drop(device);
             stop(&mut served, is_killed);
             if disk == "b" && !is_killed {
-                // QEMU writes the bitmaps anew.
+                // QEMU writes the bitmaps again.
                 run("qemu-io", &["-c", "write 16M 64k", text(&image)]);
             }
             served.restart();

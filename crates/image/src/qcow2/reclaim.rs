@@ -6,7 +6,7 @@
 //!
 //! - before the file grows, which is rare, because it grows in large steps: it never becomes longer than the fully
 //!   allocated disk by more than one step;
-//! - when an allocation finds no space, or a write of data to new clusters does, before anybody is told of that.
+//! - when an allocation finds no space, or a write of data to new clusters does, before an error is reported.
 //!
 //! Requests that need space wait for others that still use freed clusters, but hold no pin themselves meanwhile: two that
 //! wait for each other would wait forever.
