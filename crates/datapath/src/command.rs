@@ -61,7 +61,7 @@ pub(crate) enum Command {
         disk: Arc<Disk>,
         report: bool,
     },
-    /// Find out how long requests have been waiting for storage.
+    /// Find out how long storage has not answered operations.
     CheckAges,
     Quit,
 }

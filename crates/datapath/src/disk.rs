@@ -503,10 +503,10 @@ impl Disk {
         self.outage.stalled() as u64
     }
 
-    /// How long a request has been waiting for storage, if that is longer than [`HANG`]. Nothing is known before threads have
+    /// How long storage has not answered an operation, if that is longer than [`HANG`]. Nothing is known before threads have
     /// been [told to check](crate::IoThread::check_ages), and not more than they found at the last check.
     pub fn hangs_for(&self) -> Option<Duration> {
-        let since = self.statistics.waits_since()?;
+        let since = self.statistics.unanswered_since()?;
         let time = Duration::from_nanos(now_ns().saturating_sub(since));
         (time >= HANG).then_some(time)
     }

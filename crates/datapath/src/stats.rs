@@ -336,9 +336,9 @@ impl Tally {
         now.store(under_way as u64, Ordering::Relaxed);
     }
 
-    /// Since when a request of the queue has been waiting for storage, in nanoseconds of the monotonic clock.
-    pub fn waits_since(&self, oldest: Option<u64>) {
-        let since = &self.counters.waits_since;
+    /// Since when storage has not answered an operation of the queue, in nanoseconds of the monotonic clock.
+    pub fn unanswered_since(&self, oldest: Option<u64>) {
+        let since = &self.counters.unanswered_since;
         since.store(oldest.unwrap_or(0), Ordering::Relaxed);
     }
 
@@ -375,7 +375,7 @@ impl Tally {
 impl Drop for Tally {
     fn drop(&mut self) {
         self.count(0);
-        self.waits_since(None);
+        self.unanswered_since(None);
         self.publish();
         self.counters.in_use.store(false, Ordering::Release);
     }
@@ -392,9 +392,9 @@ struct Counters {
     errors: [AtomicU64; KINDS],
     refused: AtomicU64,
     under_way: AtomicU64,
-    /// Since when a request has been waiting for storage, in nanoseconds of the monotonic clock, as the last check found;
-    /// 0 if none has.
-    waits_since: AtomicU64,
+    /// Since when storage has not answered an operation, in nanoseconds of the monotonic clock, as the last check found; 0
+    /// if it has answered all.
+    unanswered_since: AtomicU64,
     /// By kind, allocated when the first request of a kind has been measured.
     times: [OnceLock<Box<Times>>; KINDS],
 }
@@ -469,11 +469,11 @@ impl Statistics {
         stats
     }
 
-    /// Since when a request of any queue has been waiting for storage, in nanoseconds of the monotonic clock, as the last
+    /// Since when storage has not answered an operation of any queue, in nanoseconds of the monotonic clock, as the last
     /// check found.
-    pub fn waits_since(&self) -> Option<u64> {
+    pub fn unanswered_since(&self) -> Option<u64> {
         let queues = self.queues();
-        let all = queues.iter().map(|c| c.waits_since.load(Ordering::Relaxed));
+        let all = queues.iter().map(|c| c.unanswered_since.load(Ordering::Relaxed));
         all.filter(|&since| since > 0).min()
     }
 

@@ -145,7 +145,7 @@ impl IoThread {
         self.activity.stats()
     }
 
-    /// Has the thread find out how long its requests have been waiting for storage, for [`Disk::hangs_for`]. Does not wait
+    /// Has the thread find out how long storage has not answered its operations, for [`Disk::hangs_for`]. Does not wait
     /// for it, and does not wake a thread that has nothing in flight. To be called about once a second.
     pub fn check_ages(&self) {
         // Once more after it has become idle: nothing waits any more.

@@ -134,7 +134,7 @@ const DISK_METRICS: [DiskMetric; 6] = [
     (
         "ringdisk_disk_storage_hangs",
         "gauge",
-        "Whether requests have been waiting for storage for more than four seconds.",
+        "Whether storage has not answered an operation for more than four seconds.",
         |disk| disk.hangs.into(),
     ),
     (

@@ -9,7 +9,7 @@ use tracing::{error, info, warn};
 
 use super::Server;
 
-/// How often the requests in flight are looked at.
+/// How often the operations in flight are looked at.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Storage that hangs again and again is logged at most this often.
@@ -36,7 +36,7 @@ enum Line {
 }
 
 impl Server {
-    /// Looks at the requests in flight from now on, for as long as the server exists.
+    /// Looks at the operations in flight from now on, for as long as the server exists.
     pub fn watch_hangs(self: &Arc<Self>) {
         let server = Arc::downgrade(self);
         let thread = thread::Builder::new().name("hangs".into());
@@ -84,7 +84,7 @@ fn watch(server: &Weak<Server>) {
         for line in disks.update(hung, Instant::now()) {
             match line {
                 Line::Begins(name, time) => warn!(
-                    "disk {name}: its storage hangs: requests have been waiting for {} s; they wait until it answers. \
+                    "disk {name}: its storage hangs: it has not answered for {} s; requests wait until it does. \
                      Check what the disk is on; 'ringdisk list' shows whether it still hangs",
                     time.as_secs()
                 ),

@@ -104,6 +104,60 @@ fn hung_server_blocks_no_other_disk_and_is_named() {
     }
 }
 
+/// While a backup is open, a write waits for the old data: the disk hangs, also in the list and the log.
+#[test]
+fn write_that_waits_for_old_data_of_a_backup_hangs() {
+    for format in ["raw", "qcow2"] {
+        let Some(setup) = Setup::new(format, 5) else {
+            return;
+        };
+        let nbd = format!("--nbd={}", setup.dir.path().join("nbd.sock").display());
+        let server = setup.serve("cache=none", &[nbd]);
+        let mut device = setup.connect();
+        submit(&mut device, Op::Write);
+        assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+        let mut begin = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        begin.args(["backup", "begin", "disk", "--control"]);
+        assert!(begin.arg(setup.control()).status().unwrap().success());
+        setup.storage.change(|s| s.hangs = true);
+        submit(&mut device, Op::Write);
+        server.wait_for_log(&["disk disk: its storage hangs"]);
+        assert_eq!(stats(&setup.control())["storage"], "hangs", "{format}");
+        setup.storage.change(|s| s.hangs = false);
+        assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+        server.wait_for_log(&["disk disk: its storage answers again"]);
+    }
+}
+
+/// Storage that fails answers. Writes to one new cluster wait for the first of them, which is tried again and again, and the
+/// disk does not hang.
+#[test]
+fn writes_that_wait_for_a_stalled_one_do_not_hang() {
+    let Some(setup) = Setup::new("qcow2", 6) else {
+        return;
+    };
+    let other = setup.dir.path().join("o.sock");
+    let beside = format!("null:1M,name=other,socket={}", other.display());
+    let server = setup.serve("cache=writeback,werror=retry", &[beside]);
+    let (mut device, mut beside) = (setup.connect(), connect(&other));
+    setup.storage.change(|s| s.outage = Some(EIO));
+    let queue = &mut device.queues[0];
+    for slot in 0..3 {
+        queue.prepare(slot, Op::Write, 8 * u64::from(slot), LEN);
+    }
+    queue.submit(&[0, 1, 2]);
+    server.wait_for_log(&["ringdisk tries it again until it succeeds"]);
+    // Longer than storage may take. A thread that serves requests is asked for their ages.
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(6) {
+        assert_eq!(beside.queues[0].write(0, &[0; LEN as usize]), OK);
+        assert_eq!(stats(&setup.control())["storage"], "fails");
+    }
+    setup.storage.change(|s| s.outage = None);
+    assert_eq!(device.queues[0].finish(3).len(), 3);
+    assert!(!server.log().contains("hangs"), "{}", server.log());
+}
+
 /// One command detaches a disk even if its storage does not answer; its output says so, and nothing is left to detach.
 /// A later attempt to open the file names the process that has it.
 #[test]

@@ -23,6 +23,7 @@ const EOPNOTSUPP: i32 = -95;
 #[inline(always)]
 pub(crate) fn operation(queue: &mut Queue, slot: u16, result: i32) -> Next {
     let s = queue.slots.get(slot);
+    s.leaves_engine();
     match (result, s.request) {
         (EINTR | EAGAIN, _) if s.retries < RETRIES_MAX => {
             s.retries += 1;

@@ -49,6 +49,7 @@ pub(crate) fn submit<E: Engine>(
             None => return Next::WaitForBuffer,
         }
     }
+    s.enters_engine();
     let (at, len) = (s.at, s.left);
     let segments = match bounced[0].len {
         0 => s.segments(),
@@ -94,13 +95,12 @@ fn preserve<E: Engine>(engine: &mut E, id: RequestId, queue: &mut Queue) -> Next
     let preserving = &queue.preserving[usize::from(id.slot)];
     let (file, at, done) = (preserving.file, preserving.at, preserving.done());
     let len = preserving.len as usize;
-    let (true, Some(bounce)) = (
-        preserving.is_copying(),
-        &mut queue.slots.get(id.slot).bounce,
-    ) else {
+    let s = queue.slots.get(id.slot);
+    let (true, Some(bounce)) = (preserving.is_copying(), &mut s.bounce) else {
         return Next::Preserve;
     };
     let to = [bounce.segment_at(done, len)];
+    s.enters_engine();
     let op = Op::Read { at, to: &to };
     // SAFETY: the segment lies in a bounce buffer that the slot owns until the completion has been reaped; an engine copies
     // a list of a single segment.

@@ -27,8 +27,10 @@ pub(crate) struct Slot {
     pub left: u64,
     /// Bytes to report as written to the guest, if all goes well.
     pub written: u32,
-    /// When a check for storage that hangs found it first, in nanoseconds of the monotonic clock; 0 if none has.
-    pub seen_ns: u64,
+    /// The engine has an operation of it.
+    is_in_engine: bool,
+    /// When a check for storage that hangs found that operation first, in nanoseconds of the monotonic clock; 0 if none has.
+    seen_ns: u64,
     /// Times that this operation was tried again.
     pub retries: u8,
     /// Part of it was written and is not durable.
@@ -89,6 +91,7 @@ impl Slot {
             at: FileOffset(0),
             left: 0,
             written: 0,
+            is_in_engine: false,
             seen_ns: 0,
             retries: 0,
             needs_sync: false,
@@ -104,31 +107,38 @@ impl Slot {
         }
     }
 
-    /// Since when it has been waiting for the disk's storage, as far as checks have seen; `None` if it waits for something
-    /// else, or storage has answered that it cannot serve it.
-    pub fn waits_since(&mut self, now_ns: u64) -> Option<u64> {
-        match self.state {
-            RequestState::Noting
-            | RequestState::Mapping
-            | RequestState::Filling
-            | RequestState::Moving
-            | RequestState::Syncing => {}
-            RequestState::Held
-            | RequestState::Preserving
-            | RequestState::Stalled(_)
-            | RequestState::Done => {
-                self.seen_ns = 0;
-                return None;
-            }
+    /// The engine gets an operation of it.
+    #[inline]
+    pub fn enters_engine(&mut self) {
+        (self.is_in_engine, self.seen_ns) = (true, 0);
+    }
+
+    /// The engine's operation has ended.
+    #[inline]
+    pub fn leaves_engine(&mut self) {
+        self.is_in_engine = false;
+    }
+
+    /// Since when the engine has had an operation of it, as far as checks have seen; `None` if it has none. A large range
+    /// counts from a later time on.
+    pub fn in_engine_since(&mut self, now_ns: u64) -> Option<u64> {
+        if !self.is_in_engine {
+            return None;
         }
         if self.seen_ns == 0 {
-            // Large ranges take working storage long.
-            self.seen_ns = match self.request {
-                Request::Discard { .. } | Request::WriteZeroes { .. } => now_ns + RANGE_NS,
-                _ => now_ns,
-            };
+            self.seen_ns = now_ns;
         }
-        Some(self.seen_ns)
+        Some(self.seen_ns + self.extra_ns())
+    }
+
+    /// How much longer its operations may take than those of others, in nanoseconds: large ranges take working storage
+    /// long. Reads of old data, which come before, are like others.
+    pub fn extra_ns(&self) -> u64 {
+        match (self.request, self.state) {
+            (_, RequestState::Preserving) => 0,
+            (Request::Discard { .. } | Request::WriteZeroes { .. }, _) => RANGE_NS,
+            _ => 0,
+        }
     }
 
     /// Whether it waits for an fdatasync, or for another one after one that failed.
@@ -241,7 +251,6 @@ impl Slots {
         slot.request = request;
         slot.at = at;
         slot.stamps = stamps;
-        slot.seen_ns = 0;
         slot.retries = 0;
         slot.needs_sync = false;
         slot.precedes_cut = false;

@@ -8,12 +8,13 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread;
+use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use image::{Allocation, Awaited};
 
 use super::cow::CowWrite;
+use crate::clock::now_ns;
 use crate::request::{Ending, RequestId};
 use crate::wake::Wake;
 
@@ -103,7 +104,18 @@ struct PoolState {
     /// Results that the I/O thread has not taken yet.
     results: Vec<(RequestId, JobResult)>,
     threads: usize,
+    /// Jobs that run.
+    running: Vec<RunningJob>,
     is_closed: bool,
+}
+
+/// A job that a thread is doing.
+struct RunningJob {
+    request: RequestId,
+    /// When it began, in nanoseconds of the monotonic clock.
+    since: u64,
+    /// Its thread.
+    thread: ThreadId,
 }
 
 /// The jobs of a disk.
@@ -130,6 +142,12 @@ impl PoolState {
             self.waiting += 1;
         }
         room
+    }
+
+    /// The job of this thread does not run any more.
+    fn done(&mut self) {
+        let thread = thread::current().id();
+        self.running.retain(|job| job.thread != thread);
     }
 
     fn has_room(&self, disk: usize) -> bool {
@@ -212,6 +230,16 @@ impl BlockingPool {
         self.shared.jobs.load(Ordering::Relaxed) > 0
     }
 
+    /// The requests whose jobs run, and since when, in nanoseconds of the monotonic clock.
+    pub fn running(&self) -> Vec<(RequestId, u64)> {
+        if !self.has_jobs() {
+            return Vec::new();
+        }
+        let state = self.shared.lock();
+        let running = state.running.iter();
+        running.map(|job| (job.request, job.since)).collect()
+    }
+
     /// A handle that has a request looked up again.
     pub fn waker(&self, request: RequestId) -> impl Fn() + Send + Sync + 'static {
         let shared = self.shared.clone();
@@ -277,7 +305,9 @@ impl PoolShared {
     fn run_jobs(&self) {
         let mut last = None;
         while let Some((disk, request, job)) = self.next_job(last) {
-            self.add_result(request, job());
+            let result = job();
+            self.lock().done();
+            self.add_result(request, result);
             self.jobs.fetch_sub(1, Ordering::Relaxed);
             last = Some(disk);
         }
@@ -291,6 +321,11 @@ impl PoolShared {
         }
         loop {
             if let Some(job) = state.ready.pop_front() {
+                state.running.push(RunningJob {
+                    request: job.1,
+                    since: now_ns(),
+                    thread: thread::current().id(),
+                });
                 return Some(job);
             }
             if state.is_closed {
