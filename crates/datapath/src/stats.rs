@@ -473,7 +473,9 @@ impl Statistics {
     /// check found.
     pub fn unanswered_since(&self) -> Option<u64> {
         let queues = self.queues();
-        let all = queues.iter().map(|c| c.unanswered_since.load(Ordering::Relaxed));
+        let all = queues
+            .iter()
+            .map(|c| c.unanswered_since.load(Ordering::Relaxed));
         all.filter(|&since| since > 0).min()
     }
 

@@ -27,7 +27,9 @@ pub enum ServerError {
     NoNode(String),
     #[error("disk '{0}' is not served at present: {1}; ringdisk tries again")]
     Absent(String, String),
-    #[error("disk '{0}': stopped while it was being opened; nothing is lost, and the next start continues")]
+    #[error(
+        "disk '{0}': stopped while it was being opened; nothing is lost, and the next start continues"
+    )]
     Stopped(String),
     #[error("there is no export '{0}'")]
     NoExport(String),
