@@ -78,6 +78,8 @@ words! {
         NoCheckpoint = "no-checkpoint",
         /// The bitmap has another checkpoint than the one that the client names.
         OtherCheckpoint = "other-checkpoint",
+        /// The bitmap has that checkpoint, and is that of another disk of the same backup.
+        OtherDisk = "other-disk",
     }
 }
 

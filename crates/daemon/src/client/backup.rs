@@ -215,6 +215,9 @@ pub fn why_full(disk: &Value) -> Option<String> {
              backup was made with it",
             disk[CHECKPOINT].as_str().unwrap_or_default()
         ),
+        "other-disk" => "the bitmap is that of another disk of the backup of --since: that disk's image or file is in the \
+             place of this one's, or the disk has another name now"
+            .into(),
         _ => return None,
     };
     Some(format!("bitmap {bitmap}: {why}"))

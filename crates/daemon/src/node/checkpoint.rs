@@ -5,9 +5,14 @@
 //! its bitmaps a random checkpoint, and tells the client. The next backup is incremental only if the bitmap
 //! has the checkpoint that the client names.
 //!
+//! A backup of several disks has one checkpoint, so its bitmaps also say which of its disks they are those of: the image of one
+//! may have been put in the place of another. The client knows the disks by their names, and so does the checkpoint. A backup of a
+//! single disk needs no name, and that disk can be renamed.
+//!
 //! A bitmap has its checkpoint in the name of another one next to it, which records nothing and takes no space for bits. It is
 //! stored, changed, copied and lost wherever the bitmap is: in an image (qcow2 has no other place that QEMU and `qemu-img`
-//! keep), in the state directory, or in memory. A copy of the image has the checkpoint that the image had.
+//! keep), in the state directory, or in memory. A copy of the image has the checkpoint that the image had: it differs from the
+//! backup only in what its own bitmap shows, whatever is written to the original.
 //!
 //! Whatever makes a bitmap lack changes since its checkpoint removes that, in the same
 //! step.
@@ -17,13 +22,15 @@ use std::sync::Arc;
 
 use block::DirtyBitmap;
 
-use crate::token::random;
+use crate::token::{hash, random};
 
 const PREFIX: &str = "ringdisk-checkpoint-";
 /// 128 bits.
 const DIGITS: usize = 32;
-/// How much longer the name of the bitmap with the checkpoint is.
-pub const NAME_EXTRA: usize = PREFIX.len() + DIGITS + 1;
+/// 64 bits of the hash of a disk's name.
+const DISK_DIGITS: usize = 16;
+/// How much longer the name of the bitmap with the checkpoint is, at most.
+pub const NAME_EXTRA: usize = PREFIX.len() + DIGITS + 1 + DISK_DIGITS + 1;
 /// The largest that there is.
 pub const GRANULARITY_BITS: u32 = 31;
 
@@ -39,29 +46,17 @@ impl Checkpoint {
 
     /// `None` if the text is none.
     pub fn parse(text: &str) -> Option<Self> {
-        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-        let is_one = text.len() == DIGITS && text.bytes().all(is_digit);
-        is_one.then(|| Self(text.into()))
-    }
-
-    /// The name of the bitmap that says that `bitmap` has this checkpoint.
-    pub fn name_for(&self, bitmap: &str) -> String {
-        format!("{PREFIX}{self}-{bitmap}")
-    }
-
-    /// The checkpoint of a bitmap. `None` if it has none, or several, which another program has left.
-    pub fn of(bitmap: &str, all: &[Arc<DirtyBitmap>]) -> Option<Self> {
-        let usable = all.iter().filter(|other| !other.is_inconsistent());
-        let mut found = usable.filter_map(|other| {
-            let (checkpoint, of) = split(other.name())?;
-            (of == bitmap).then_some(checkpoint)
-        });
-        found.next().filter(|_| found.next().is_none())
+        has_digits(text, DIGITS).then(|| Self(text.into()))
     }
 
     pub fn as_str(&self) -> &str {
         &self.0
     }
+}
+
+fn has_digits(text: &str, count: usize) -> bool {
+    let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    text.len() == count && text.bytes().all(is_digit)
 }
 
 impl fmt::Display for Checkpoint {
@@ -70,14 +65,61 @@ impl fmt::Display for Checkpoint {
     }
 }
 
+/// What a bitmap continues: a disk of a backup.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Continued {
+    /// The backup.
+    pub checkpoint: Checkpoint,
+    /// The hash of the disk's name, if the backup has several.
+    disk: Option<String>,
+}
+
+impl Continued {
+    /// `disk` is the name of the disk, if the backup has several.
+    pub fn new(checkpoint: Checkpoint, disk: Option<&str>) -> Self {
+        let disk = disk.map(|name| hash(name.as_bytes()));
+        Self { checkpoint, disk }
+    }
+
+    /// The name of the bitmap that says that `bitmap` continues this.
+    pub fn name_for(&self, bitmap: &str) -> String {
+        let (checkpoint, disk) = (&self.checkpoint, self.disk.as_deref());
+        let (dot, disk) = disk.map_or(("", ""), |disk| (".", disk));
+        format!("{PREFIX}{checkpoint}{dot}{disk}-{bitmap}")
+    }
+
+    /// What a bitmap continues. `None` if it says nothing, or several things, which another program has left.
+    pub fn of(bitmap: &str, all: &[Arc<DirtyBitmap>]) -> Option<Self> {
+        let usable = all.iter().filter(|other| !other.is_inconsistent());
+        let mut found = usable.filter_map(|other| {
+            let (continued, of) = split(other.name())?;
+            (of == bitmap).then_some(continued)
+        });
+        found.next().filter(|_| found.next().is_none())
+    }
+
+    /// Whether it is the disk that had this name when it was backed up.
+    pub fn is_of_disk(&self, name: &str) -> bool {
+        let is_it = |disk: &String| *disk == hash(name.as_bytes());
+        self.disk.as_ref().is_none_or(is_it)
+    }
+}
+
 /// The bitmap whose checkpoint a bitmap with this name says. `None` if it is an ordinary one.
 pub fn bitmap_of(name: &str) -> Option<&str> {
     split(name).map(|(_, bitmap)| bitmap)
 }
 
-fn split(name: &str) -> Option<(Checkpoint, &str)> {
-    let (checkpoint, bitmap) = name.strip_prefix(PREFIX)?.split_once('-')?;
-    Some((Checkpoint::parse(checkpoint)?, bitmap))
+fn split(name: &str) -> Option<(Continued, &str)> {
+    let (continued, bitmap) = name.strip_prefix(PREFIX)?.split_once('-')?;
+    let (checkpoint, disk) = match continued.split_once('.') {
+        Some((checkpoint, disk)) => (checkpoint, Some(disk)),
+        None => (continued, None),
+    };
+    let checkpoint = Checkpoint::parse(checkpoint)?;
+    let disk = disk.map(str::to_owned);
+    let is_valid = disk.iter().all(|disk| has_digits(disk, DISK_DIGITS));
+    is_valid.then_some((Continued { checkpoint, disk }, bitmap))
 }
 
 #[cfg(test)]
@@ -92,13 +134,25 @@ mod tests {
             Checkpoint::parse(checkpoint.as_str()),
             Some(checkpoint.clone())
         );
-        for bitmap in ["nightly", "", "a-b", "ä", "ringdisk-checkpoint-"] {
-            let name = checkpoint.name_for(bitmap);
-            assert_eq!(name.len(), bitmap.len() + NAME_EXTRA);
-            assert_eq!(split(&name), Some((checkpoint.clone(), bitmap)));
+        for disk in [None, Some("vm1"), Some("")] {
+            let continued = Continued::new(checkpoint.clone(), disk);
+            for bitmap in ["nightly", "", "a-b", "ä", "ringdisk-checkpoint-", ".-"] {
+                let name = continued.name_for(bitmap);
+                assert!(name.len() <= bitmap.len() + NAME_EXTRA);
+                assert_eq!(split(&name), Some((continued.clone(), bitmap)));
+            }
+            assert_eq!(continued.is_of_disk("vm2"), disk.is_none());
+            assert!(continued.is_of_disk(disk.unwrap_or("any")));
         }
         let upper = format!("{PREFIX}{}-a", "A".repeat(DIGITS));
-        for name in ["nightly", PREFIX, "ringdisk-checkpoint-12-a", &upper] {
+        let short = format!("{PREFIX}{checkpoint}.12-a");
+        for name in [
+            "nightly",
+            PREFIX,
+            "ringdisk-checkpoint-12-a",
+            &upper,
+            &short,
+        ] {
             assert_eq!(bitmap_of(name), None, "{name}");
         }
     }
@@ -108,13 +162,13 @@ mod tests {
         let bitmap = |name: String| {
             Arc::new(DirtyBitmap::new(name, GRANULARITY_BITS, 1 << 20, false, false).unwrap())
         };
-        let [one, other] = [Checkpoint::new(), Checkpoint::new()];
+        let [one, other] = [0; 2].map(|_| Continued::new(Checkpoint::new(), Some("d")));
         let mut all = vec![bitmap("a".into()), bitmap(one.name_for("a"))];
-        assert_eq!(Checkpoint::of("a", &all), Some(one));
-        assert_eq!(Checkpoint::of("b", &all), None);
+        assert_eq!(Continued::of("a", &all), Some(one));
+        assert_eq!(Continued::of("b", &all), None);
         all.push(bitmap(other.name_for("a")));
-        assert_eq!(Checkpoint::of("a", &all), None);
+        assert_eq!(Continued::of("a", &all), None);
         all[1].set_inconsistent();
-        assert_eq!(Checkpoint::of("a", &all), Some(other));
+        assert_eq!(Continued::of("a", &all), Some(other));
     }
 }

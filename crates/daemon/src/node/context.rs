@@ -15,6 +15,7 @@ use crate::config::spec::{DiskSpec, FileSpec};
 use crate::inherited::Inherited;
 use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
+use crate::node::recorded_bitmaps::OldRecords;
 use crate::node::storage::FileStorage;
 use crate::rights::Rights;
 
@@ -86,6 +87,8 @@ pub struct OpenContext {
     pub journals: Journals,
     /// The state directory.
     pub state: Option<PathBuf>,
+    /// Records in it of earlier versions.
+    pub old_records: Arc<OldRecords>,
     /// This process has been told to stop: long operations end early.
     pub stop: Arc<AtomicBool>,
     /// Files that were inherited.

@@ -89,6 +89,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         allow_backing,
         journals,
         state: settings.state.clone(),
+        old_records: Arc::default(),
         stop,
         inherited: inherited.clone(),
         rights: rights.clone(),

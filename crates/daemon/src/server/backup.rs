@@ -33,7 +33,7 @@ use super::nbd::export::{Moment, locked};
 use super::nbd::rbd_snapshot::Snapshot;
 use super::{Server, ServerError};
 use crate::node::Node;
-use crate::node::checkpoint::{self, Checkpoint};
+use crate::node::checkpoint::{self, Checkpoint, Continued};
 use crate::token::token;
 pub use bitmap::{BackupBitmap, BitmapMode, WantedBitmap, WhyFull};
 use bitmap::{own_image, prepared};
@@ -241,7 +241,11 @@ impl Server {
         let snapshots = (served.iter()).map(|(device, node)| Snapshot::of(&device.disk, node));
         let snapshots: Vec<_> = snapshots.collect::<Result<_, _>>()?;
         let bitmaps = served.iter().zip(targets).map(|((device, node), target)| {
-            prepared(id, node, target.bitmap.as_ref(), device.disk.size())
+            let disk = bitmap::Disk {
+                name: &device.disk.name,
+                size: device.disk.size(),
+            };
+            prepared(id, node, target.bitmap.as_ref(), disk)
         });
         let bitmaps: Vec<_> = bitmaps.collect::<Result<_, _>>()?;
         for ((_, node), target) in served.iter().zip(targets) {
@@ -478,6 +482,7 @@ impl Server {
                 return Err(BackupError::Changes(disk.node.name().into()).into());
             }
         }
+        let has_several = with_bitmaps(backup).nth(1).is_some();
         let mut stale = Vec::new();
         let mut actions = Vec::new();
         for (disk, bitmap) in with_bitmaps(backup) {
@@ -518,7 +523,9 @@ impl Server {
                 is_recording: false,
                 is_persistent,
             };
-            let with_checkpoint = name(&checkpoint.name_for(&bitmap.name));
+            let which = has_several.then_some(&*disk.device.disk.name);
+            let continued = Continued::new(checkpoint.clone(), which);
+            let with_checkpoint = name(&continued.name_for(&bitmap.name));
             actions.push(BitmapAction::Change(with_checkpoint, add));
             let merge = BitmapChange::Merge(vec![name(background)]);
             actions.push(BitmapAction::Change(target, merge));

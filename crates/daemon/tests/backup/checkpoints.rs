@@ -201,3 +201,67 @@ fn the_end_of_a_backup_can_be_repeated() {
         "there is no backup 'mistyped'",
     );
 }
+
+/// All disks of a backup have its checkpoint. The image of one of them is then put in the place of another, or swapped with it.
+#[test]
+fn a_disk_that_was_exchanged_with_another_of_its_backup_is_copied_in_full() {
+    let test = "a_disk_that_was_exchanged_with_another_of_its_backup_is_copied_in_full";
+    let Some(served) = Served::start(test, &[]) else {
+        return;
+    };
+    let done = |arguments: &[&str]| {
+        let output = served.ringdisk(arguments);
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+    };
+    let attach = |name: &str, file: &str| {
+        let dir = served.dir.path().display();
+        let disk = format!("file={dir}/{file},name={name},socket={dir}/{name}.sock,queues=2");
+        done(&["attach", &disk]);
+    };
+    let detach = |name: &str| done(&["detach", name]);
+    let images = ["c.qcow2", "d.qcow2"];
+    for image in images {
+        let image = served.path(image);
+        run(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", text(&image), "64M"],
+        );
+    }
+    let disks = [("c", images[0]), ("d", images[1])];
+    disks.map(|(name, file)| attach(name, file));
+    write(&mut served.connect("c"), 0, 1, 1);
+    write(&mut served.connect("d"), 0, 2, 2);
+    served.done(&["backup", "begin", "c", "d", "--bitmap=n"]);
+    let ended = served.done(&["backup", "end"]);
+    let last = ended[KEY].as_str().unwrap().to_owned();
+    let full_of = |disk: &str, since: &str| {
+        let begun = begin(&served, disk, Some(since));
+        served.done(&["backup", "end", "--failed"]);
+        begun["x-ringdisk-full"].clone()
+    };
+    for (name, _) in disks {
+        assert_eq!(full_of(name, &last), Value::Null);
+        detach(name);
+    }
+    attach("c", images[1]);
+    attach("d", images[0]);
+    for (name, _) in disks {
+        assert_eq!(full_of(name, &last), "other-disk");
+    }
+    let since = format!("--since={last}");
+    let said = served.ringdisk(&["backup", "begin", "c", "--bitmap=n", &since]);
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(said.contains("another disk of the backup"), "{said}");
+    served.done(&["backup", "end", "--failed"]);
+    disks.map(|(name, _)| detach(name));
+    // A copy of the other one's image, which has its bitmap.
+    fs::copy(served.path(images[1]), served.path(images[0])).unwrap();
+    disks.map(|(name, file)| attach(name, file));
+    assert_eq!(full_of("c", &last), "other-disk");
+    assert_eq!(full_of("d", &last), Value::Null);
+    // The checkpoint of a backup of one disk names its content, whatever the name of the disk is.
+    let (last, _) = backup(&served, "d", Some(&last));
+    disks.map(|(name, _)| detach(name));
+    attach("renamed", images[1]);
+    assert_eq!(full_of("renamed", &last), Value::Null);
+}

@@ -127,6 +127,7 @@ fn why_full(why: WhyFull) -> RingdiskFullBackup {
         WhyFull::Disabled => RingdiskFullBackup::Disabled,
         WhyFull::NoCheckpoint => RingdiskFullBackup::NoCheckpoint,
         WhyFull::OtherCheckpoint => RingdiskFullBackup::OtherCheckpoint,
+        WhyFull::OtherDisk => RingdiskFullBackup::OtherDisk,
     }
 }
 

@@ -9,7 +9,7 @@ use control::{
 
 use super::{Reply, done};
 use crate::node::Node;
-use crate::node::checkpoint::{self, Checkpoint};
+use crate::node::checkpoint::{self, Continued};
 use crate::server::Server;
 use crate::server::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 
@@ -128,9 +128,9 @@ pub(super) fn info(
         busy: exported.contains_key(bitmap.name()),
         persistent: bitmap.is_persistent(),
         inconsistent: bitmap.is_inconsistent().then_some(true),
-        checkpoint: Checkpoint::of(bitmap.name(), &bitmaps)
+        checkpoint: Continued::of(bitmap.name(), &bitmaps)
             .filter(|_| bitmap.is_recording() && !bitmap.is_inconsistent())
-            .map(|checkpoint| checkpoint.to_string()),
+            .map(|continued| continued.checkpoint.to_string()),
     });
     let unusable = (unusable.iter()).filter(|bitmap| is_shown(&bitmap.name));
     let unusable = unusable.cloned().map(|bitmap| BlockDirtyInfo {

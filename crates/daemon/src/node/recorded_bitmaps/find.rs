@@ -8,15 +8,21 @@
 //! - PATH, which keeps records of storage apart that these do not distinguish, and shows that a file was replaced by another: the
 //!   record at this path is then about the one before, and its bitmaps are shown as inconsistent.
 //!
-//! If several records may be meant, [`Seen::is_storage_of`] decides, and then that of the present path is the one. Records of earlier
-//! versions, and of images in clusters, have the name `PATH.bitmaps`.
+//! If several records may be meant, [`Seen::is_storage_of`] decides, and then that of the present path is the one. A record with
+//! another STORAGE is not about storage that has a key of its own, whatever its path, inode and times are.
+//!
+//! Records of images in clusters have the name `PATH.bitmaps`, and so do those of [earlier versions](OldRecords), with which the
+//! successor in an upgrade continues. Their content says which storage they are about.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use super::medium::Medium;
-use super::record::{self, State};
+use super::record::{self, Record, State};
+use super::seen::Seen;
+use crate::token::hash;
 
 /// The records that may be about a disk.
 pub struct Found {
@@ -28,6 +34,42 @@ pub struct Found {
     pub replaced: Option<PathBuf>,
 }
 
+/// Records whose names do not say which storage they are about, and what that looks like. They are read once: this version gives
+/// no new ones to files and devices.
+#[derive(Default)]
+pub struct OldRecords(OnceLock<Vec<(PathBuf, Seen)>>);
+
+impl OldRecords {
+    fn of(&self, state: &Path) -> io::Result<&[(PathBuf, Seen)]> {
+        if let Some(known) = self.0.get() {
+            return Ok(known);
+        }
+        let mut all = Vec::new();
+        for entry in fs::read_dir(state)? {
+            let file = entry?.path();
+            let is_old = file
+                .extension()
+                .is_some_and(|extension| extension == "bitmaps")
+                && named_storage(&file).is_none();
+            if let (true, Ok(Some(record))) = (is_old, record::read(&file)) {
+                all.push((file, seen(record)));
+            }
+        }
+        Ok(self.0.get_or_init(|| all))
+    }
+}
+
+fn seen(record: Record) -> Seen {
+    let (State::InUse(seen) | State::Stored(seen)) = record.state;
+    seen
+}
+
+/// The hash of the storage in the name of a record, if that has one.
+fn named_storage(record: &Path) -> Option<&str> {
+    let stem = record.file_stem()?.to_str()?;
+    stem.split_once('-').map(|(storage, _)| storage)
+}
+
 /// Looks for the record of a disk, `path` being the absolute one of its file or device, or the full name of its image in a
 /// cluster. `is_image` tells whether the record is that of a qcow2 image.
 ///
@@ -35,6 +77,7 @@ pub struct Found {
 /// The state directory cannot be read, or the kernel does not say what the storage is.
 pub fn find(
     state: &Path,
+    old_records: &OldRecords,
     path: &Path,
     medium: Option<&Medium>,
     is_image: bool,
@@ -53,14 +96,19 @@ pub fn find(
             replaced: None,
         });
     };
-    let storage = format!("{}-", hash(key.text.as_bytes()));
+    let storage = hash(key.text.as_bytes());
     let mut found = Found {
-        own: named(&format!("{storage}{by_path}")),
+        own: named(&format!("{storage}-{by_path}")),
         record: None,
         replaced: None,
     };
     let now = medium.found()?;
-    for (file, is_of_storage) in candidates(state, &storage, &by_path, &found.own)? {
+    let is_old_one = |then: &Seen| then.is_storage_of(&now, false, false);
+    let of_before = old_records.of(state)?.iter();
+    let of_before = of_before.filter(|(file, then)| *file != old && is_old_one(then));
+    let of_before = of_before.map(|(file, _)| file.clone());
+    let candidates = candidates(state, &storage, &by_path, &found.own)?;
+    for file in candidates.into_iter().chain(of_before) {
         let read = record::read(&file);
         let Ok(Some(there)) = read else {
             // It is reported as damaged.
@@ -72,11 +120,15 @@ pub fn find(
         };
         let is_same_path = there.path == path.to_string_lossy();
         let (State::InUse(then) | State::Stored(then)) = &there.state;
-        let is_unique = is_of_storage && key.is_unique;
-        if there.is_image == is_image
-            && found.record.is_none()
-            && then.is_storage_of(&now, is_unique, is_same_path)
-        {
+        let is_its = match named_storage(&file) {
+            Some(named) if named == storage => {
+                then.is_storage_of(&now, key.is_unique, is_same_path)
+            }
+            Some(_) if key.is_unique => false,
+            Some(_) => then.is_storage_of(&now, false, is_same_path),
+            None => then.is_storage_of(&now, false, is_same_path) && !is_younger(medium, &file),
+        };
+        if there.is_image == is_image && found.record.is_none() && is_its {
             found.record = Some(file);
         } else if is_same_path && !there.is_image {
             found.replaced.get_or_insert(file);
@@ -88,25 +140,28 @@ pub fn find(
     Ok(found)
 }
 
-/// The records whose names speak of the storage or of the path, that of both first, and whether they speak of the storage.
-fn candidates(
-    state: &Path,
-    storage: &str,
-    by_path: &str,
-    own: &Path,
-) -> io::Result<Vec<(PathBuf, bool)>> {
+/// Whether a file was made after the record was written. That shows it even if its inode is the same.
+fn is_younger(medium: &Medium, record: &Path) -> bool {
+    let written = fs::metadata(record).and_then(|record| record.modified());
+    let (born, written) = (medium.born(), written.ok());
+    born.zip(written)
+        .is_some_and(|(born, written)| born > written)
+}
+
+/// The records whose names speak of the storage or of the path, that of both first.
+fn candidates(state: &Path, storage: &str, by_path: &str, own: &Path) -> io::Result<Vec<PathBuf>> {
     let mut all = Vec::new();
     for entry in fs::read_dir(state)? {
         let name = entry?.file_name();
         let Some(stem) = name.to_str().and_then(|name| name.strip_suffix(".bitmaps")) else {
             continue;
         };
-        let is_of_storage = stem.starts_with(storage);
-        if is_of_storage || stem.ends_with(by_path) {
-            all.push((state.join(&name), is_of_storage));
+        if stem.starts_with(storage) || stem.ends_with(by_path) {
+            all.push(state.join(&name));
         }
     }
-    all.sort_by_key(|(file, is_of_storage)| (file != own, !is_of_storage, file.clone()));
+    let is_of_storage = |file: &Path| named_storage(file) == Some(storage);
+    all.sort_by_key(|file| (file != own, !is_of_storage(file), file.clone()));
     Ok(all)
 }
 
@@ -128,10 +183,4 @@ impl Found {
         }
         Ok(self.own.clone())
     }
-}
-
-/// FNV-1a, 64 bits, in hexadecimal.
-fn hash(bytes: &[u8]) -> String {
-    let add = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
-    format!("{:016x}", bytes.iter().fold(0xcbf2_9ce4_8422_2325, add))
 }

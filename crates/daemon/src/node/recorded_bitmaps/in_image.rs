@@ -30,6 +30,7 @@ use super::medium::Medium;
 use super::place::{Inner, Intent, Place, Usable, is_bits};
 use super::record::{self, BitmapRecord, Record};
 use crate::config::spec::{DiskSpec, Lock};
+use crate::node::checkpoint;
 use crate::node::context::OpenContext;
 
 impl RecordedBitmaps {
@@ -94,14 +95,8 @@ impl RecordedBitmaps {
             self.continue_record_of_image(place, image, inner, record, &usable)?;
             Ok(usable)
         });
-        if let Some(Err(why)) = &usable
-            && !image.unusable_bitmaps().is_empty()
-        {
-            warn!(
-                "disk {}: the bits in {} are not used for the bitmaps of its image: {why}",
-                self.disk,
-                place.record.display()
-            );
+        if let (Some(record), Some(Err(why))) = (&record, &usable) {
+            self.warn_not_used(place, image, record, why);
         }
         let usable: Option<Usable> = usable.and_then(Result::ok);
         if place.inherited.is_uncommitted() {
@@ -161,6 +156,32 @@ impl RecordedBitmaps {
         };
         info!("disk {}: {how}", self.disk);
         Ok(())
+    }
+
+    /// The bits in a record are not used for the bitmaps of the image, because of `why`.
+    fn warn_not_used(&self, place: &Place, image: &Qcow2, record: &Record, why: &str) {
+        let unusable = image.unusable_bitmaps();
+        if !unusable.is_empty() {
+            warn!(
+                "disk {}: the bits in {} are not used for the bitmaps of its image: {why}",
+                self.disk,
+                place.record.display()
+            );
+        }
+        // The image has them only after an orderly end, and another program has written it since it had that.
+        let in_record = record.bitmaps.iter().filter(|of| of.lost.is_none());
+        for BitmapRecord { name, .. } in in_record {
+            let is_there = self.bitmaps.find(name).is_some()
+                || unusable.iter().any(|bitmap| bitmap.name == *name);
+            if !is_there && checkpoint::bitmap_of(name).is_none() {
+                warn!(
+                    "disk {}: bitmap '{name}' is gone: its image does not have it, and its bits in {} are not used: {why}; an \
+                     incremental backup that relies on it must be followed by a full one",
+                    self.disk,
+                    place.record.display()
+                );
+            }
+        }
     }
 
     fn warn_not_continued(&self, name: &str, why: &str) {

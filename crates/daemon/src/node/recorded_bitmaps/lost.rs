@@ -62,7 +62,7 @@ impl RecordedBitmaps {
         let Some(state) = context.state.as_deref() else {
             return Ok(this);
         };
-        let Some(file) = find(state, path, medium, false)?.record else {
+        let Some(file) = find(state, &context.old_records, path, medium, false)?.record else {
             return Ok(this);
         };
         let mut inner = this.inner();

@@ -29,7 +29,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
+use block::Backing;
 use engine::DiskFile;
 use rbd::{Header, OwnError, RbdImage};
 
@@ -110,6 +112,14 @@ impl Medium {
         match self {
             Self::File(file) => Seen::key_of(file).map(Some),
             Self::Image(_) => Ok(None),
+        }
+    }
+
+    /// When a file was made, if its file system knows.
+    pub fn born(&self) -> Option<SystemTime> {
+        match self {
+            Self::File(file) if file.backing() == Backing::File => file.found().created().ok(),
+            _ => None,
         }
     }
 

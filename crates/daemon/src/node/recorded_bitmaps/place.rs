@@ -128,7 +128,13 @@ impl Place {
         chain: Option<Arc<Chain>>,
     ) -> io::Result<Self> {
         let journals = &context.journals;
-        let found = find(state, path, Some(&medium), chain.is_some())?;
+        let found = find(
+            state,
+            &context.old_records,
+            path,
+            Some(&medium),
+            chain.is_some(),
+        )?;
         let stem = found.own.file_stem().unwrap_or_default().to_string_lossy();
         let bits = (journals.directory.clone(), format!("{stem}-"));
         let record = found.take(context.inherited.is_uncommitted())?;

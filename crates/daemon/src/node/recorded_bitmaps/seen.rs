@@ -245,19 +245,19 @@ impl Seen {
         Ok(StorageKey { text, is_unique })
     }
 
-    /// Whether it is the file or device that is there `now`, whatever has happened to it since. `is_unique`: both have a key that
-    /// no other storage has. `is_same_path`: both are at one path.
-    pub fn is_storage_of(&self, now: &Self, is_unique: bool, is_same_path: bool) -> bool {
+    /// Whether it is the file or device that is there `now`, whatever has happened to it since. `has_same_key`: both have a key
+    /// that no other storage has. `is_same_path`: both are at one path.
+    pub fn is_storage_of(&self, now: &Self, has_same_key: bool, is_same_path: bool) -> bool {
         let is_same_boot = self.is_same_boot(now);
         match (&self.kind, &now.kind) {
             (Kind::File { .. }, Kind::File { .. }) => {
                 let is_same_device = is_same_boot && self.device == now.device;
-                self.inode == now.inode && (is_unique || is_same_path || is_same_device)
+                self.inode == now.inode && (has_same_key || is_same_path || is_same_device)
             }
             (Kind::Device { id, .. }, Kind::Device { id: id_now, .. }) => {
                 let is_same_number = is_same_boot && self.inode == now.inode;
-                let is_same_id = id == id_now && (is_same_path || is_unique && id.is_some());
-                is_same_number || is_same_id
+                let has_same_id = || is_same_path || id.as_deref().is_some_and(is_unique);
+                is_same_number || id == id_now && has_same_id()
             }
             _ => false,
         }

@@ -6,7 +6,7 @@ use block::DirtyBitmap;
 use tracing::warn;
 
 use crate::node::Node;
-use crate::node::checkpoint::{self, Checkpoint};
+use crate::node::checkpoint::{self, Checkpoint, Continued};
 use crate::server::bitmap_plan::{BITMAPS_MAX, GRANULARITY, NAME_MAX, check_name};
 use crate::server::error::BackupError;
 
@@ -40,6 +40,8 @@ pub enum WhyFull {
     NoCheckpoint,
     /// The client has another checkpoint.
     OtherCheckpoint,
+    /// The client has this checkpoint, and the bitmap is that of another disk of that backup.
+    OtherDisk,
 }
 
 /// The bitmap of a disk that is backed up.
@@ -58,12 +60,18 @@ pub struct BackupBitmap {
     pub(super) mark: Option<String>,
 }
 
+/// A disk as its guest has it.
+pub(super) struct Disk<'a> {
+    pub name: &'a str,
+    pub size: u64,
+}
+
 /// The bitmap of a backup of a disk, and the one that says what to copy: the one that it uses, or one with all bits set.
 pub(super) fn prepared(
     id: &str,
     node: &Node,
     wanted: Option<&WantedBitmap>,
-    size: u64,
+    Disk { name: served, size }: Disk<'_>,
 ) -> Result<(Option<BackupBitmap>, Option<Arc<DirtyBitmap>>), BackupError> {
     let Some(WantedBitmap { name, mode, since }) = wanted else {
         return Ok((None, None));
@@ -77,21 +85,28 @@ pub(super) fn prepared(
     let all = node.bitmaps();
     let found = all.iter().find(|bitmap| bitmap.name() == name);
     let stored = node.unusable_bitmaps();
-    let checkpoint = found.and_then(|_| Checkpoint::of(name, &all));
+    let continued = found.and_then(|_| Continued::of(name, &all));
     let is_known = || stored.iter().any(|other| other.name == *name);
     let why_full = match found {
         _ if *mode == BitmapMode::New => Some(WhyFull::Wanted),
         None if is_known() => Some(WhyFull::Inconsistent),
         None => Some(WhyFull::Missing),
-        Some(found) => why_not(found, checkpoint.as_ref(), since.as_ref()),
+        Some(found) => why_not(found, continued.as_ref(), since.as_ref(), served),
     };
-    if let (Some(WhyFull::NoCheckpoint | WhyFull::OtherCheckpoint), Some(since)) = (why_full, since)
-    {
-        let has = checkpoint.as_ref().map_or("none", Checkpoint::as_str);
-        warn!(
-            "backup '{id}': disk {disk} is copied in full: the last backup that the client has is {since}, and the checkpoint of \
-             bitmap '{name}' is {has}; the disk or the bitmap may be an older one that was put back"
-        );
+    let checkpoint = continued.map(|continued| continued.checkpoint);
+    match (why_full, since) {
+        (Some(WhyFull::NoCheckpoint | WhyFull::OtherCheckpoint), Some(since)) => {
+            let has = checkpoint.as_ref().map_or("none", Checkpoint::as_str);
+            warn!(
+                "backup '{id}': disk {disk} is copied in full: the last backup that the client has is {since}, and the checkpoint \
+                 of bitmap '{name}' is {has}; the disk or the bitmap may be an older one that was put back"
+            );
+        }
+        (Some(WhyFull::OtherDisk), Some(since)) => warn!(
+            "backup '{id}': disk {disk} is copied in full: bitmap '{name}' is that of another disk of backup {since}; that disk's \
+             image or file is in the place of this one's, or disk {served} had another name then"
+        ),
+        _ => {}
     }
     let is_stored = match found {
         Some(found) => found.is_persistent(),
@@ -162,15 +177,18 @@ pub(super) fn prepared(
 /// Why a bitmap cannot be used, if it cannot.
 fn why_not(
     bitmap: &DirtyBitmap,
-    checkpoint: Option<&Checkpoint>,
+    continued: Option<&Continued>,
     since: Option<&Checkpoint>,
+    disk: &str,
 ) -> Option<WhyFull> {
+    let checkpoint = continued.map(|continued| &continued.checkpoint);
     match since {
         _ if bitmap.is_inconsistent() => Some(WhyFull::Inconsistent),
         // It lacks changes.
         _ if !bitmap.is_recording() => Some(WhyFull::Disabled),
         Some(_) if checkpoint.is_none() => Some(WhyFull::NoCheckpoint),
         Some(_) if checkpoint != since => Some(WhyFull::OtherCheckpoint),
+        Some(_) if !continued.is_some_and(|its| its.is_of_disk(disk)) => Some(WhyFull::OtherDisk),
         _ => None,
     }
 }

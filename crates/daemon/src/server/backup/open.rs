@@ -15,7 +15,7 @@ use tracing::error;
 use super::bitmap::checkpoint_bytes;
 use super::{Backup, BackupDisk, with_bitmaps};
 use crate::node::Node;
-use crate::node::checkpoint::Checkpoint;
+use crate::node::checkpoint::Continued;
 use crate::server::bitmap_plan::ReservedBitmap;
 use crate::server::connection_info::quote;
 use crate::server::deadline::{ANSWER_TIMEOUT, with_deadline};
@@ -128,7 +128,7 @@ impl OpenBackups {
             let is_unusable = (node.unusable_bitmaps().iter()).any(|b| b.name == bitmap.name);
             (usize::from(!is_unusable), bitmap.background.bytes())
         };
-        let has_checkpoint = Checkpoint::of(&bitmap.name, &node.bitmaps()).is_some();
+        let has_checkpoint = Continued::of(&bitmap.name, &node.bitmaps()).is_some();
         Some(ReservedBitmap {
             backup: id.clone(),
             count: count + usize::from(!has_checkpoint),
