@@ -362,6 +362,47 @@ fn writes_of_other_programs_make_bitmaps_of_images_inconsistent() {
     StoredDisk::stop(server);
 }
 
+/// The guest only writes in place, so that a copy of the image looks like the image. Its bitmaps are those of another time.
+#[test]
+fn copies_from_before_a_command_are_not_continued() {
+    if !qemu::is_there("copies_from_before_a_command_are_not_continued") {
+        return;
+    }
+    for is_before in [false, true] {
+        let disk = StoredDisk::image();
+        let directory = disk.dir.path();
+        let full = format!("create -q -f qcow2 -o preallocation=full disk.qcow2 {SIZE}");
+        qemu::img(directory, &full);
+        qemu::img(directory, "bitmap --add -g 4k disk.qcow2 b");
+        let server = disk.serve();
+        let mut device = disk.device();
+        write(&mut device, 3);
+        assert_eq!(device.queues[0].run(Op::Flush, 0, 0), OK);
+        let clear = || disk.run(&["bitmap", "clear", "d", "b"]);
+        if !is_before {
+            clear();
+        }
+        let backup = fs::read(&disk.file).unwrap();
+        write(&mut device, 1000);
+        if is_before {
+            clear();
+        }
+        drop(device);
+        kill(server);
+        let file = File::options().write(true).open(&disk.file).unwrap();
+        file.write_all_at(&backup, 0).unwrap();
+        drop(file);
+        let server = disk.serve();
+        if is_before {
+            assert_inconsistent(&disk, &server, "are not used");
+        } else {
+            // It differs only in what the bitmap shows.
+            assert_eq!(count(&disk, "b"), 1);
+        }
+        StoredDisk::stop(server);
+    }
+}
+
 /// The record of a process is not used once another one has served the image, whatever that has left.
 #[test]
 fn records_are_of_one_process() {

@@ -211,14 +211,18 @@ impl Qcow2 {
         }
     }
 
-    /// Marks all bitmaps that were loaded as in use, durably, before they are changed other than by writes. Blocks.
+    /// Marks all bitmaps that were loaded as in use, durably, before they are changed other than by writes. A copy of the image
+    /// that was made before has other bitmaps than those that a process continues after a kill: it does not count as
+    /// [continued](Self::is_continued) any more, even if the guest has only written in place since. Blocks.
     ///
     /// # Errors
-    /// They could not be marked.
+    /// They could not be marked, or copies still count.
     pub fn use_bitmaps(&self) -> Result<(), ImageError> {
         self.begin_writing()?;
-        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
-        self.outdate_bitmaps(&mut self.lock(), true)
+        let flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.outdate_bitmaps(&mut self.lock(), true)?;
+        drop(flushing);
+        self.outdate_copies()
     }
 
     /// Replaces all bitmaps. New persistent ones are stored when the others are. Those that are missing must have been

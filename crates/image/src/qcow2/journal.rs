@@ -98,7 +98,7 @@ use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
 use super::file::Piece;
 use super::retry::MayBlock;
-use super::types::HostOffset;
+use super::types::{HostOffset, Run};
 use super::{ImageError, ImageState, Qcow2};
 use crate::storage::Storage;
 
@@ -522,6 +522,32 @@ impl Qcow2 {
             }
         }
         state.journal = Some(journal);
+    }
+
+    /// Gives the image another generation, and the journal with it: a copy of the image that was made before has another one.
+    ///
+    /// # Errors
+    /// It may have the same.
+    pub(super) fn outdate_copies(&self) -> Result<(), ImageError> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let Some(journal) = state.journal.as_mut().filter(|journal| journal.active) else {
+            return Ok(());
+        };
+        // A copy may have been made after the last stamp, however short ago that was.
+        journal.stamped = None;
+        // The journal has a generation only with a change: this one changes nothing.
+        let header = HostOffset::START.cluster(&self.g);
+        let refcount = state.refcounts.get(&self.file, header)?;
+        let (run, list) = (Run::one(header), &mut state.refcounts.changes);
+        list.push(Change::Refcount { run, refcount });
+        if self.record(state, MayBlock::Yes) {
+            return Ok(());
+        }
+        // The flush gives it a generation that the journal, which cannot be written, does not have.
+        self.changes.add();
+        drop(guard);
+        self.flush()
     }
 
     /// Called when a flush of all changes so far begins. Records the changes that are not recorded yet. If that
