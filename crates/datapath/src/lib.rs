@@ -26,7 +26,7 @@ mod wake;
 
 pub use command::QueueId;
 pub use control::cut::{CutDisk, Held, cut, end_cut};
-pub use control::hold::hold;
+pub use control::hold::{HeldDisks, HoldError, hold};
 pub use control::replace::Replacement;
 pub use disk::fleece::{FLEECE_MEMORY_MIN, Fleece, FleeceError, FleeceLimits, FleeceUse, GRANULE};
 pub use disk::source::Storage;

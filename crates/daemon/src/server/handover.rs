@@ -14,6 +14,7 @@ use std::sync::{
 use std::thread;
 use std::time::{Duration, Instant};
 
+use datapath::{Disk, IoThread};
 use image::Format;
 use rustix::event::{EventfdFlags, eventfd};
 use thiserror::Error;
@@ -233,6 +234,10 @@ impl Server {
                     "disk {name}: {storage} does not answer in time; this process continues to serve; upgrade again \
                      when it answers"
                 ),
+                ServerError::Sync(name, e) => format!(
+                    "disk {name}: what {storage} must have before another process serves the disk cannot be written: {}",
+                    block::explain(&e, "upgrade again when it can")
+                ),
                 e => e.to_string(),
             })
         };
@@ -245,6 +250,15 @@ impl Server {
         let mut exports = state.exports.values();
         let stalled = exports.find(|export| export.disk.stalled() > 0);
         stalled.map(|export| export.id.clone())
+    }
+
+    /// All disks that are served, each with its threads.
+    pub fn disks_with_threads(&self) -> Vec<(Arc<Disk>, Vec<Arc<IoThread>>)> {
+        let state = self.state();
+        let exports = state.exports.values();
+        exports
+            .map(|export| (export.disk.clone(), export.device.io_threads()))
+            .collect()
     }
 
     /// Asks all exports to pause.

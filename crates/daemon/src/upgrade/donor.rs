@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
+use datapath::{HeldDisks, HoldError};
 use guest::SavedSession;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::socket_peercred;
@@ -170,10 +171,15 @@ fn hand_over(
     nbd.disconnect(Instant::now() + PAUSE)
         .map_err(UpgradeError::Stuck)?;
     let begin = Instant::now();
-    // Without a record of requests in flight, a queue that stops would report them as failed.
     check_none_waits(server)?;
     // Dropping a paused export resumes it, unless it was told to leave.
-    let paused = pause(server, begin + PAUSE)?;
+    let paused = {
+        // A queue whose front-end keeps no record of requests in flight would report those as failed for which storage has
+        // no space when it stops. None is in flight when it stops.
+        let disks = server.disks_with_threads();
+        let _held = HeldDisks::hold(&disks, Some(begin + PAUSE)).map_err(cannot_hold)?;
+        pause(server, begin + PAUSE)?
+    };
     check_not_stopping(server)?;
     outcome.disks = paused.len();
     outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
@@ -261,6 +267,13 @@ fn check_none_waits(server: &Server) -> Result<(), UpgradeError> {
     match server.stalled_disk() {
         Some(id) => Err(UpgradeError::Stalled(id)),
         None => Ok(()),
+    }
+}
+
+fn cannot_hold(HoldError { disk, error }: HoldError) -> UpgradeError {
+    match error.kind() {
+        io::ErrorKind::TimedOut => UpgradeError::Stuck(disk),
+        _ => UpgradeError::Stalled(disk),
     }
 }
 

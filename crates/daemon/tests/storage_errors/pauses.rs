@@ -2,6 +2,7 @@
 
 use testkit::driver::RegionEntries;
 
+use super::hung::upgrade;
 use super::*;
 
 /// With the messages of QEMU 7.2 and of later versions, with both kinds of rings, and with a region that is too small.
@@ -76,5 +77,46 @@ fn device_reset_drops_waiting_requests() {
         assert_eq!(read, vec![0; LEN as usize]);
         let log = server.log();
         assert!(!log.contains("requests in flight had"), "{log}");
+    }
+}
+
+/// A write finds no space while an upgrade waits for it, and its front-end keeps no record of requests in flight: the
+/// upgrade is refused, the guest is told of no error, and the write is done when there is space.
+#[test]
+fn write_that_finds_no_space_during_an_upgrade_is_not_reported() {
+    for format in ["raw", "qcow2"] {
+        let Some(setup) = Setup::new(format, 33) else {
+            return;
+        };
+        let mut server = setup.serve("cache=none,werror=enospc", &[]);
+        let config = DeviceConfig {
+            inflight: false,
+            ..config()
+        };
+        let mut device = Device::connect(setup.socket(), &config).unwrap();
+        submit(&mut device, Op::Write);
+        assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+        setup.storage.change(|s| s.hangs = true);
+        submit(&mut device, Op::Write);
+        wait_until("writes wait", || setup.storage.control().held > 0);
+        let (pid, text) = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| upgrade(&setup));
+            server.wait_for_log(&["upgrade: handing over to process"]);
+            // It waits for the writes by now. If not, it sees that they wait for space.
+            std::thread::sleep(Duration::from_secs(1));
+            setup.storage.change(|s| (s.hangs, s.full) = (false, true));
+            asked.join().unwrap()
+        });
+        // Tables of an image are written first, which need space as well.
+        let says_so = text.contains("it may be full") || text.contains("No space left");
+        assert!(pid.is_none() && says_so, "{text}");
+        assert_eq!(stats(&setup.control())["storage"], "fails", "{format}");
+        setup.storage.change(|s| s.full = false);
+        assert_eq!(
+            finish(&mut device),
+            vec![OK; usize::from(DEPTH)],
+            "{format}"
+        );
+        assert!(server.terminate().unwrap().success());
     }
 }

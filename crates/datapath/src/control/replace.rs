@@ -17,8 +17,9 @@
 
 use std::borrow::Borrow;
 use std::io;
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, MutexGuard};
+use std::time::Instant;
 
 use block::{DiskFacts, Engine};
 use image::Image;
@@ -152,7 +153,7 @@ pub(super) fn ask_all(
     command: impl Fn(Sender<io::Result<()>>) -> Command,
 ) -> io::Result<()> {
     // All at once: each waits for its own requests.
-    answers(&ask(threads, command))
+    answers(&ask(threads, command), None)
 }
 
 /// Sends a command to every thread.
@@ -168,9 +169,22 @@ pub(super) fn ask(
     threads.iter().map(Borrow::borrow).map(ask).collect()
 }
 
-/// Waits until all threads have answered. Returns the first error.
-pub(super) fn answers(results: &[Receiver<io::Result<()>>]) -> io::Result<()> {
-    let wait = |result: &Receiver<io::Result<()>>| answer(result)?;
+/// Waits until all threads have answered, or until the deadline. Returns the first error.
+pub(super) fn answers(
+    results: &[Receiver<io::Result<()>>],
+    deadline: Option<Instant>,
+) -> io::Result<()> {
+    let wait = |result: &Receiver<io::Result<()>>| {
+        let Some(deadline) = deadline else {
+            return answer(result)?;
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        match result.recv_timeout(left) {
+            Err(RecvTimeoutError::Timeout) => Err(io::ErrorKind::TimedOut.into()),
+            Err(RecvTimeoutError::Disconnected) => answer(result)?,
+            Ok(answered) => answered,
+        }
+    };
     let results: Vec<_> = results.iter().map(wait).collect();
     results.into_iter().collect()
 }
