@@ -15,6 +15,7 @@ pub mod nbd;
 pub mod reload;
 
 mod absent;
+mod attach;
 mod deadline;
 mod hangs;
 mod numa;
@@ -31,7 +32,6 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -46,7 +46,7 @@ use crate::config::conflicts::ConflictError;
 use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::context::OpenContext;
-use crate::node::{DiskParameters, FileUse, Node, NodeError};
+use crate::node::{DiskParameters, FileUse, Node};
 use crate::sandbox::Sandbox;
 use crate::server::connection_info::ConnectionInfo;
 use crate::server::error::ExportError;
@@ -111,6 +111,8 @@ struct ServerState {
     absent: BTreeMap<String, AbsentDisk>,
     /// A thread tries them again.
     is_retrying: bool,
+    /// Disks for which a command has something done that may wait for storage, and since when.
+    under_way: Vec<(String, Instant)>,
     /// Detached disks whose storage had not answered, with their files.
     still_open: Vec<(String, Vec<Identity>)>,
     /// What guests depend on, by export, served or not.
@@ -164,21 +166,6 @@ impl Server {
             me: me.clone(),
             state: Mutex::default(),
         })
-    }
-
-    /// Opens a disk and serves it under its name.
-    ///
-    /// # Errors
-    /// It is not served, and closed again.
-    pub fn attach(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
-        let name = spec.name.clone();
-        let export = ExportSpec::from(&spec);
-        self.add_node(spec)?;
-        let served = self.add_export(&name, &export).inspect_err(|_| {
-            let _ = self.remove_node(&name);
-        })?;
-        self.came_back(&name);
-        Ok(served)
     }
 
     /// Stops serving a disk and closes it.
@@ -238,78 +225,6 @@ impl Server {
             }
             result => result,
         }
-    }
-
-    /// Like [`attach`](Self::attach), with the disk's name in errors.
-    pub fn attach_at_start(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
-        let name = spec.name.clone();
-        self.attach(spec).map_err(|e| e.of_disk(&name))
-    }
-
-    /// Opens a disk without serving it.
-    pub fn add_node(&self, spec: DiskSpec) -> Result<(), ServerError> {
-        self.add_opened(self.open_new(spec)?)
-    }
-
-    fn open_new(&self, spec: DiskSpec) -> Result<Node, ServerError> {
-        let spec = self.context.inherited.on_its_file(spec);
-        let rights = &self.context.rights;
-        let there = rights.with_file(&spec.file, !spec.read_only, || {
-            self.sandbox.check_disk(&spec)?;
-            Ok::<_, ServerError>(identity(&spec.file))
-        })?;
-        {
-            let state = self.state();
-            state.check_new_node(&spec)?;
-            state.check_file(&spec, there)?;
-        }
-        // Without the lock: waiting for a file lock takes seconds.
-        self.open(spec, &[])
-    }
-
-    /// Opens and locks the file of a disk; see [`Node::open`]. If a disk of this process has the lock, the error names
-    /// it.
-    fn open(&self, spec: DiskSpec, ours: &[Identity]) -> Result<Node, ServerError> {
-        Node::open(spec, &self.context, ours).map_err(|e| self.whose(e))
-    }
-
-    fn whose(&self, error: NodeError) -> ServerError {
-        let Some(path) = error.locked().map(PathBuf::from) else {
-            return error.into();
-        };
-        let Ok(there) = fs::metadata(&path).map(|file| Identity::of(&file)) else {
-            return error.into();
-        };
-        let state = self.state();
-        let mut nodes = state.nodes.values().map(|entry| &entry.node);
-        if let Some(node) = nodes.find(|node| node.uses(there).is_some()) {
-            return ServerError::FileInUse(path, node.name().into());
-        }
-        let mut ended = state.still_open.iter();
-        match ended.find(|(_, files)| files.contains(&there)) {
-            Some((name, _)) => ServerError::StillOpen(path, name.clone()),
-            None => error.into(),
-        }
-    }
-
-    fn add_opened(&self, node: Node) -> Result<(), ServerError> {
-        let (name, limits) = (node.name().to_owned(), node.spec.limits);
-        let group = node.spec.throttle_group.clone();
-        self.watch_damage(&node);
-        node.add_temporary_bitmaps(self.context.inherited.bitmaps(&name));
-        let mut state = self.state();
-        state.check_new_node(&node.spec)?;
-        if let Some(file) = node.file_identity() {
-            state.still_open.retain(|(_, files)| !files.contains(&file));
-        }
-        let entry = NodeEntry {
-            node: Arc::new(node),
-            limits,
-            group,
-            child: None,
-        };
-        state.nodes.insert(name, entry);
-        Ok(())
     }
 
     /// Logs and reports corruption of the node's image, once it is found.

@@ -97,9 +97,16 @@ pub struct OpenContext {
     pub rights: Arc<Rights>,
     /// Files that no image of another disk may name.
     pub own_files: OwnFiles,
+    /// Disks whose storage did not answer before the sandbox was entered.
+    pub hanging: Vec<String>,
 }
 
 impl OpenContext {
+    /// Whether the storage of a disk did not answer before the sandbox was entered.
+    pub fn hangs(&self, disk: &str) -> bool {
+        self.hanging.iter().any(|name| name == disk)
+    }
+
     /// Opens the file that the operator has named for a disk, and locks it if `locking` says so. Returns how it is
     /// locked: an inherited file is locked already.
     ///

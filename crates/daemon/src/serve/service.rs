@@ -57,7 +57,13 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     };
     let specs = [&command_line[..], &config.disks].concat();
     check_conflicts(&specs)?;
-    let specs = without_hanging(&command_line, &config.disks);
+    let hanging = report_hanging(&specs);
+    // Their paths would make the sandbox wait. Those of the command line are waited for.
+    let answering = config
+        .disks
+        .iter()
+        .filter(|disk| !hanging.contains(&disk.name));
+    let specs: Vec<_> = command_line.iter().chain(answering).cloned().collect();
     let settings = Settings::new(args, &config)?;
     let journals = Journals::new(settings.user.as_ref());
     let persistent = persistent_directories(&settings, &journals)?;
@@ -94,6 +100,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         inherited: inherited.clone(),
         rights: rights.clone(),
         own_files: OwnFiles::default(),
+        hanging,
     };
     let server = Server::new(threads, context, sandbox.clone());
     server.watch_hangs();
@@ -148,17 +155,16 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     service.stop(control, &reloads)
 }
 
-/// Reports disks whose storage does not answer. Returns all disks without such configured ones, whose paths the sandbox then
-/// leaves out; those of the command line are waited for.
-fn without_hanging(command_line: &[DiskSpec], configured: &[DiskSpec]) -> Vec<DiskSpec> {
+/// Reports disks whose storage does not answer, and returns their names.
+fn report_hanging(disks: &[DiskSpec]) -> Vec<String> {
     let path = |disk: &DiskSpec| match &disk.file {
         FileSpec::Path(path) => Some(path.clone()),
         FileSpec::Rbd(_) | FileSpec::Null(_) => None,
     };
-    let all = command_line.iter().chain(configured);
-    let hanging = probe::hanging(all.clone().filter_map(path).collect());
+    let hanging = probe::hanging(disks.iter().filter_map(path).collect());
     let is_hanging = |disk: &&DiskSpec| path(disk).is_some_and(|path| hanging.contains(&path));
-    for DiskSpec { name, file, .. } in all.filter(is_hanging) {
+    let hanging = disks.iter().filter(is_hanging);
+    for DiskSpec { name, file, .. } in hanging.clone() {
         // The log is not written before the sandbox is entered, which waits for the paths of the command line.
         let level = if log::is_journal() { "<3>" } else { "" };
         let _ = writeln!(
@@ -166,8 +172,7 @@ fn without_hanging(command_line: &[DiskSpec], configured: &[DiskSpec]) -> Vec<Di
             "{level}ringdisk: disk {name}: {file}: its storage does not answer"
         );
     }
-    let configured = configured.iter().filter(|disk| !is_hanging(disk));
-    command_line.iter().chain(configured).cloned().collect()
+    hanging.map(|disk| disk.name.clone()).collect()
 }
 
 /// Also returns a flag that SIGTERM and SIGINT set: disks that are being opened look at it.
@@ -401,6 +406,10 @@ impl Service {
             upgrade_socket.own();
             let served = upgrade_socket.serve(&self.server);
             served.unwrap_or_else(|e| warn!("live upgrade disabled: {e}"));
+        }
+        if self.take_over {
+            // Commands find them. Guests are served meanwhile.
+            self.server.start_new();
         }
         let control = socket.map(|socket| self.serve_control(socket)).transpose();
         let control = match control {

@@ -48,6 +48,8 @@ pub struct AbsentDisk {
     file: Option<FileState>,
     /// Another process has its file. When that lets go of it, it may be about to continue: only the operator knows.
     is_locked: bool,
+    /// The operator wants it: it was configured before an upgrade, during which nobody had time for it.
+    is_new: bool,
 }
 
 /// What changes while a file is being written: device, inode, length, and time of the last change.
@@ -103,9 +105,18 @@ impl Server {
     ) -> Result<Option<ConnectionInfo>, ServerError> {
         let name = spec.name.clone();
         if self.context.inherited.is_uncommitted() {
-            // Guests wait, so a disk that the old process could not serve is tried when they have gone on.
-            if self.context.inherited.is_absent(&name) {
+            // Guests wait, so a disk that the old process did not serve is tried when they have gone on.
+            let inherited = &self.context.inherited;
+            let is_absent = inherited.is_absent(&name);
+            let is_new = !inherited.has_disk(&name) && !is_required;
+            // Root's files are opened before this process becomes another user, except on storage that was seen to hang.
+            let is_new =
+                is_new && (!self.context.rights.will_change() || self.context.hangs(&name));
+            if is_absent || is_new {
                 self.add_absent(spec, "it is tried in a moment", true);
+                if let Some(absent) = self.state().absent.get_mut(&name) {
+                    absent.is_new = !is_absent;
+                }
                 return Ok(None);
             }
             return self.attach_at_start(spec).map(Some);
@@ -114,6 +125,39 @@ impl Server {
         let Some(opened) = self.open_absent(&name, Attempt::Asked) else {
             return Ok(None);
         };
+        self.await_opened(&name, &opened, is_required, patience)
+    }
+
+    /// Serves the disks that were configured before an upgrade, which has just succeeded. Storage that does not answer is
+    /// not waited for long.
+    pub fn start_new(&self) {
+        let new: Vec<_> = {
+            let mut state = self.state();
+            let absent = state.absent.values_mut();
+            let new =
+                absent.filter_map(|a| std::mem::take(&mut a.is_new).then(|| a.spec.name.clone()));
+            new.collect()
+        };
+        let opened = new.into_iter().filter_map(|name| {
+            let opened = self.open_absent(&name, Attempt::Asked)?;
+            Some((name, opened))
+        });
+        let opened: Vec<_> = opened.collect();
+        let patience = StartPatience::new();
+        for (name, opened) in opened {
+            // If the process is told to stop, it does so in a moment.
+            let _ = self.await_opened(&name, &opened, false, &patience);
+        }
+    }
+
+    /// Waits for a disk that is being opened. `None` if it cannot be served, or not yet.
+    fn await_opened(
+        &self,
+        name: &str,
+        opened: &Receiver<Result<ConnectionInfo, ServerError>>,
+        is_required: bool,
+        patience: &StartPatience,
+    ) -> Result<Option<ConnectionInfo>, ServerError> {
         let deadline = patience.deadline();
         let mut has_told = false;
         loop {
@@ -121,18 +165,18 @@ impl Server {
                 Ok(Ok(ready)) => return Ok(Some(ready)),
                 // A mistake in the configuration concerns more than this disk.
                 Ok(Err(e)) if is_required || matches!(e, ServerError::IoThread(_)) => {
-                    self.forget_absent(&name);
-                    return Err(e.of_disk(&name));
+                    self.forget_absent(name);
+                    return Err(e.of_disk(name));
                 }
                 Ok(Err(_)) => {
-                    self.report_absent(&name);
+                    self.report_absent(name);
                     return Ok(None);
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if self.context.stop.load(Ordering::SeqCst) {
-                return Err(ServerError::Stopped(name));
+                return Err(ServerError::Stopped(name.into()));
             }
             if Instant::now() < deadline || has_told {
                 continue;
@@ -140,12 +184,12 @@ impl Server {
             has_told = true;
             let reason = "it cannot be opened yet: its storage does not answer, or its image takes long to repair";
             // The thread stays, and nobody else tries meanwhile.
-            self.set_reason(&name, reason.into(), true);
+            self.set_reason(name, reason.into(), true);
             // Before this process becomes another user, none of its threads may wait for storage.
             if is_required || self.context.rights.will_change() {
                 error!("disk {name}: {reason}; ringdisk waits for it");
             } else {
-                self.report_absent(&name);
+                self.report_absent(name);
                 return Ok(None);
             }
         }
@@ -161,6 +205,7 @@ impl Server {
             is_denied: false,
             file: None,
             is_locked: false,
+            is_new: false,
             spec,
         };
         self.state().absent.insert(disk.spec.name.clone(), disk);

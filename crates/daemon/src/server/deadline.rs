@@ -1,17 +1,22 @@
 //! Runs work that waits for storage in threads of its own, so that storage that does not answer holds up nothing else; waits
 //! for other commands.
 
-use std::sync::mpsc;
+use std::sync::mpsc::{self, SendError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::ServerError;
+use tracing::warn;
+
+use super::{Server, ServerError};
 
 /// How long stopping one disk or all may take, including making writes durable. systemd kills after 90 s.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long storage may take to answer a query.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a command waits for what it has done with the storage of a disk.
+pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a command waits for another one that changes the same disk.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -49,6 +54,62 @@ pub(super) fn with_deadline<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ServerError> + Send + 'static,
 ) -> Result<T, ServerError> {
     end(name, deadline, &begin(name, work)?)
+}
+
+impl Server {
+    /// Has something done for a command that may wait for the storage of a disk, and waits for it, but not longer than
+    /// [`COMMAND_TIMEOUT`]. After that, the thread goes on; `late` gets what it returns when the storage answers. Meanwhile
+    /// other commands that wait for the same disk fail at once.
+    ///
+    /// # Errors
+    /// [`ServerError::NotResponding`] if the storage has not answered; otherwise that of the work.
+    pub(super) fn in_time<T: Send + 'static>(
+        &self,
+        name: &str,
+        work: impl FnOnce(&Self) -> Result<T, ServerError> + Send + 'static,
+        late: impl FnOnce(&Self, T) + Send + 'static,
+    ) -> Result<T, ServerError> {
+        let Some(me) = self.me.upgrade() else {
+            return work(self);
+        };
+        let began = Instant::now();
+        {
+            let mut state = self.state();
+            let hangs = |(other, since): &(String, Instant)| {
+                other == name && since.elapsed() >= COMMAND_TIMEOUT
+            };
+            if state.under_way.iter().any(hangs) {
+                return Err(ServerError::NotResponding(name.into()));
+            }
+            state.under_way.push((name.into(), began));
+        }
+        // Either the command receives the result, or the thread keeps it.
+        let (done, result) = mpsc::sync_channel(0);
+        let its_name = name.to_owned();
+        let run = move || {
+            let result = work(&me);
+            me.end_work(&its_name, began);
+            match done.send(result).err() {
+                Some(SendError(Ok(value))) => late(&me, value),
+                Some(SendError(Err(e))) => warn!("disk {its_name}: {e}"),
+                None => {}
+            }
+        };
+        let thread = thread::Builder::new().name("command".into()).spawn(run);
+        if let Err(e) = thread {
+            self.end_work(name, began);
+            return Err(ServerError::Thread(name.into(), e));
+        }
+        result
+            .recv_timeout(COMMAND_TIMEOUT)
+            .unwrap_or_else(|_| Err(ServerError::NotResponding(name.into())))
+    }
+
+    fn end_work(&self, name: &str, began: Instant) {
+        let mut state = self.state();
+        let ended = (state.under_way.iter()).position(|(n, since)| n == name && *since == began);
+        ended.map(|ended| state.under_way.swap_remove(ended));
+    }
 }
 
 /// Tries again for a moment while another command changes a disk: most such changes take milliseconds.

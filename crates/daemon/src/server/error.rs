@@ -131,6 +131,10 @@ pub enum ServerError {
          file stays locked until the kernel ends the requests"
     )]
     NotResponding(String),
+    #[error("disk {0}: {1}")]
+    Silent(String, String),
+    #[error("disk {0}: no thread can be started: {cause}", cause = block::explain_thread(.1))]
+    Thread(String, io::Error),
     #[error(
         "disk {0}: its cluster does not answer, or another client has the image's lock ('rbd status', 'rbd lock ls'); \
          requests of its VM are unfinished, and data in the cache of cache=writeback may be lost"

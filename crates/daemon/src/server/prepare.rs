@@ -50,6 +50,9 @@ impl Server {
     pub fn check_target_state(&self, end: &TargetState<'_>) -> Result<(), ServerError> {
         let fail = |disk: &str, e: ServerError| e.of_disk(disk);
         let new = end.starts.iter().chain(&end.moves);
+        for disk in new.clone() {
+            self.check_answers(disk)?;
+        }
         // Without the lock, since this waits for storage.
         let new = new.map(|&disk| (disk, identity(&disk.file)));
         let new: Vec<_> = new.collect();
@@ -101,6 +104,19 @@ impl Server {
         Ok(())
     }
 
+    /// Checks that storage says whether the file of a disk is there.
+    fn check_answers(&self, disk: &DiskSpec) -> Result<(), ServerError> {
+        let file = disk.file.clone();
+        let look = move |_: &Self| Ok(identity(&file));
+        match self.in_time(&disk.name, look, |_, _| {}) {
+            Err(ServerError::NotResponding(name)) => {
+                let problem = format!("{}: its storage does not answer", disk.file);
+                Err(ServerError::Silent(name, problem))
+            }
+            looked => looked.map(drop),
+        }
+    }
+
     /// Opens what a new disk needs, without disturbing others. A file that a disk still uses which `leaves` it is only
     /// checked.
     ///
@@ -142,7 +158,7 @@ impl Server {
                 user.check_lock(&spec)?;
                 None
             }
-            None => Some(self.open(spec.clone(), &[])?),
+            None => Some(self.open_in_time(spec.clone(), |server, spec| server.open(spec, &[]))?),
         };
         match self.make_socket(&export) {
             Ok(socket) => Ok(PreparedDisk { spec, node, socket }),

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::deadline::{ANSWER_TIMEOUT, patiently, with_deadline};
 use super::{Server, ServerError};
@@ -12,7 +12,38 @@ use crate::node::Node;
 
 impl Server {
     /// Grows a disk to `size`, or to its file if no size is given, and notifies its guest. Returns its size in bytes.
+    ///
+    /// # Errors
+    /// It has not grown; or its storage has not answered in time, and it grows when it does.
     pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, ServerError> {
+        let disk = name.to_owned();
+        let resize = move |server: &Self| {
+            // As long as it may change the file, no other process takes that over.
+            let _inhibitor = server.handover.wait_and_inhibit();
+            if _inhibitor.is_err() {
+                return Err(ServerError::ChangedMeanwhile(disk));
+            }
+            server.resize_now(&disk, size)
+        };
+        let disk = name.to_owned();
+        let late = move |_: &Self, size| {
+            let size = block::format_size(size);
+            info!("disk {disk}: its storage answers again, and it has {size} now");
+        };
+        self.in_time(name, resize, late).map_err(|e| match e {
+            ServerError::NotResponding(name) => {
+                let file = self.spec_of(&name);
+                let file = file.map_or_else(String::new, |disk| format!("{}: ", disk.file));
+                ServerError::Silent(name, format!(
+                    "{file}its storage does not answer; the disk is resized when it does, and the log says so. Nothing is lost. \
+                     Until then, it can be neither resized again nor handed over to a new process"
+                ))
+            }
+            e => e,
+        })
+    }
+
+    fn resize_now(&self, name: &str, size: Option<u64>) -> Result<u64, ServerError> {
         let node = patiently(|| {
             let state = self.state();
             let node = &state.top(name)?.node;

@@ -133,29 +133,35 @@ fn write_that_waits_for_old_data_of_a_backup_hangs() {
 /// disk does not hang.
 #[test]
 fn writes_that_wait_for_a_stalled_one_do_not_hang() {
-    let Some(setup) = Setup::new("qcow2", 6) else {
+    let (Some(setup), Some(other)) = (Setup::new("qcow2", 6), Setup::new("raw", 7)) else {
         return;
     };
-    let other = setup.dir.path().join("o.sock");
-    let beside = format!("null:1M,name=other,socket={}", other.display());
+    let (file, socket) = (other.storage.file(), other.socket());
+    let beside = format!(
+        "file={},name=other,socket={},format=raw",
+        file.display(),
+        socket.display()
+    );
     let server = setup.serve("cache=writeback,werror=retry", &[beside]);
-    let (mut device, mut beside) = (setup.connect(), connect(&other));
-    setup.storage.change(|s| s.outage = Some(EIO));
+    let (mut device, mut beside) = (setup.connect(), connect(&socket));
     let queue = &mut device.queues[0];
+    assert_eq!(queue.write(0, &[0; LEN as usize]), OK);
+    setup.storage.change(|s| s.outage = Some(EIO));
     for slot in 0..3 {
-        queue.prepare(slot, Op::Write, 8 * u64::from(slot), LEN);
+        queue.prepare(slot, Op::Write, 640 + 8 * u64::from(slot), LEN);
     }
     queue.submit(&[0, 1, 2]);
     server.wait_for_log(&["ringdisk tries it again until it succeeds"]);
-    // Longer than storage may take. A thread that serves requests is asked for their ages.
-    let began = Instant::now();
-    while began.elapsed() < Duration::from_secs(6) {
-        assert_eq!(beside.queues[0].write(0, &[0; LEN as usize]), OK);
-        assert_eq!(stats(&setup.control())["storage"], "fails");
-    }
+    // Later, another disk of the thread hangs: when that is noticed, the writes have been waiting for longer.
+    let _thaw = UnhangOnDrop(&other.storage);
+    other.storage.change(|s| s.hangs = true);
+    submit(&mut beside, Op::Read);
+    server.wait_for_log(&["disk other: its storage hangs"]);
+    assert_eq!(stats(&setup.control())["storage"], "fails");
+    other.storage.change(|s| s.hangs = false);
     setup.storage.change(|s| s.outage = None);
     assert_eq!(device.queues[0].finish(3).len(), 3);
-    assert!(!server.log().contains("hangs"), "{}", server.log());
+    assert!(!server.log().contains("disk disk: its storage hangs"));
 }
 
 /// One command detaches a disk even if its storage does not answer; its output says so, and nothing is left to detach.
@@ -227,7 +233,7 @@ fn upgrade_is_refused_while_requests_hang() {
 }
 
 /// Runs an upgrade: the new process's id if it succeeded, and the output.
-fn upgrade(setup: &Setup) -> (Option<rustix::process::Pid>, String) {
+pub fn upgrade(setup: &Setup) -> (Option<rustix::process::Pid>, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
     let output = command
         .args(["upgrade", "--json", "--control"])
@@ -512,7 +518,7 @@ fn hung_release_delays_neither_upgrade_nor_commands() {
 }
 
 /// Lets the storage answer again even after a failed assertion: it would keep processes that cannot be killed.
-struct UnhangOnDrop<'a>(&'a Storage);
+pub struct UnhangOnDrop<'a>(pub &'a Storage);
 
 impl Drop for UnhangOnDrop<'_> {
     fn drop(&mut self) {

@@ -3,6 +3,7 @@
 
 mod full_device;
 mod hung;
+mod hung_commands;
 mod pauses;
 mod random_faults;
 

@@ -1,0 +1,139 @@
+//! Opens disks and serves them, at run time.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use engine::Identity;
+use tracing::info;
+
+use super::replace::close;
+use super::{NodeEntry, Server, ServerError, identity};
+use crate::config::export::ExportSpec;
+use crate::config::spec::{DiskSpec, FileSpec};
+use crate::node::{Node, NodeError};
+use crate::server::connection_info::ConnectionInfo;
+
+impl Server {
+    /// Opens a disk and serves it under its name.
+    ///
+    /// # Errors
+    /// It is not served, and closed again.
+    pub fn attach(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
+        let name = spec.name.clone();
+        let export = ExportSpec::from(&spec);
+        self.add_node(spec)?;
+        let served = self.add_export(&name, &export).inspect_err(|_| {
+            let _ = self.remove_node(&name);
+        })?;
+        self.came_back(&name);
+        Ok(served)
+    }
+
+    /// Like [`attach`](Self::attach), with the disk's name in errors.
+    pub fn attach_at_start(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
+        let name = spec.name.clone();
+        self.attach(spec).map_err(|e| e.of_disk(&name))
+    }
+
+    /// Opens a disk without serving it.
+    pub fn add_node(&self, spec: DiskSpec) -> Result<(), ServerError> {
+        self.add_opened(self.open_in_time(spec, Self::open_new)?)
+    }
+
+    /// Opens a disk. If its storage does not answer in time, it is not opened: when the storage answers, the file is closed
+    /// again.
+    pub(super) fn open_in_time(
+        &self,
+        spec: DiskSpec,
+        open: impl FnOnce(&Self, DiskSpec) -> Result<Node, ServerError> + Send + 'static,
+    ) -> Result<Node, ServerError> {
+        let must_wait =
+            self.context.inherited.is_uncommitted() || self.context.rights.will_change();
+        if must_wait || !matches!(spec.file, FileSpec::Path(_)) {
+            return open(self, spec);
+        }
+        let (name, file) = (spec.name.clone(), spec.file.to_string());
+        let open = move |server: &Self| open(server, spec);
+        let close_late = |server: &Self, node: Node| {
+            // After a handover, only the new process closes files.
+            if server.handover.wait_and_inhibit().is_err() {
+                return;
+            }
+            let name = node.name().to_owned();
+            info!(
+                "disk {name}: its file is open now, and is closed again, since no command waits for it any more; try again"
+            );
+            close(node.into(), "which was to be served");
+        };
+        self.in_time(&name, open, close_late)
+            .map_err(|e| match e {
+                ServerError::NotResponding(name) => ServerError::Silent(name, format!(
+                    "{file}: its storage does not answer, or its image takes long to repair; the disk is not served. When \
+                     that has ended, the log says so; then try again"
+                )),
+                e => e,
+            })
+    }
+
+    pub(super) fn open_new(&self, spec: DiskSpec) -> Result<Node, ServerError> {
+        let spec = self.context.inherited.on_its_file(spec);
+        let rights = &self.context.rights;
+        let there = rights.with_file(&spec.file, !spec.read_only, || {
+            self.sandbox.check_disk(&spec)?;
+            Ok::<_, ServerError>(identity(&spec.file))
+        })?;
+        {
+            let state = self.state();
+            state.check_new_node(&spec)?;
+            state.check_file(&spec, there)?;
+        }
+        // Without the lock: waiting for a file lock takes seconds.
+        self.open(spec, &[])
+    }
+
+    /// Opens and locks the file of a disk; see [`Node::open`]. If a disk of this process has the lock, the error names
+    /// it.
+    pub(super) fn open(&self, spec: DiskSpec, ours: &[Identity]) -> Result<Node, ServerError> {
+        Node::open(spec, &self.context, ours).map_err(|e| self.whose(e))
+    }
+
+    fn whose(&self, error: NodeError) -> ServerError {
+        let Some(path) = error.locked().map(PathBuf::from) else {
+            return error.into();
+        };
+        let Ok(there) = fs::metadata(&path).map(|file| Identity::of(&file)) else {
+            return error.into();
+        };
+        let state = self.state();
+        let mut nodes = state.nodes.values().map(|entry| &entry.node);
+        if let Some(node) = nodes.find(|node| node.uses(there).is_some()) {
+            return ServerError::FileInUse(path, node.name().into());
+        }
+        let mut ended = state.still_open.iter();
+        match ended.find(|(_, files)| files.contains(&there)) {
+            Some((name, _)) => ServerError::StillOpen(path, name.clone()),
+            None => error.into(),
+        }
+    }
+
+    pub(super) fn add_opened(&self, node: Node) -> Result<(), ServerError> {
+        let (name, limits) = (node.name().to_owned(), node.spec.limits);
+        let group = node.spec.throttle_group.clone();
+        self.watch_damage(&node);
+        node.add_temporary_bitmaps(self.context.inherited.bitmaps(&name));
+        let mut state = self.state();
+        state.check_new_node(&node.spec)?;
+        if let Some(file) = node.file_identity() {
+            state.still_open.retain(|(_, files)| !files.contains(&file));
+        }
+        let entry = NodeEntry {
+            node: Arc::new(node),
+            limits,
+            group,
+            child: None,
+        };
+        state.nodes.insert(name, entry);
+        Ok(())
+    }
+}
