@@ -194,6 +194,68 @@ fn images_without_a_journal_lose_nothing() {
     }
 }
 
+/// A guest discards all and flushes, and ringdisk is killed, again and again: the space is free each time, on a file that may
+/// grow and on a device without any space to spare.
+#[test]
+fn kills_leak_no_flushed_discards() {
+    const BYTES: usize = 8 << 20;
+    let test = "kills_leak_no_flushed_discards";
+    let Some(mut image) = Image::new(test, "") else {
+        return;
+    };
+    image.qemu_img(&format!("create -q -f qcow2 {} {BYTES}", image.name));
+    let full = qemu_img::fully_allocated_size("cluster_size=64k", BYTES as u64);
+    for on_device in [false, true] {
+        let file = image.directory().join(&image.name);
+        let device = on_device.then(|| {
+            let file = fs::File::options().write(true).open(&file).unwrap();
+            file.set_len(full.next_multiple_of(4096)).unwrap();
+            LoopDevice::new(&image.directory().join(&image.name))
+        });
+        match device.as_ref() {
+            Some(None) => return println!("skipped: {test}: no loop device"),
+            // An absolute path takes the place of the directory.
+            Some(Some(device)) => image.name.clone_from(&device.0),
+            None => {}
+        }
+        for round in 1..4 {
+            let server = image.serve(",format=qcow2,discard=unmap");
+            let mut guest = connect(&server);
+            let queue = &mut guest.queues[0];
+            for at in (0..BYTES).step_by(1 << 20) {
+                let written = queue.write(at as u64 / 512, &content(round, 1 << 20));
+                assert_eq!(written, 0, "{on_device}, round {round}, {at}");
+            }
+            assert_eq!(queue.run(Op::Discard, 0, BYTES as u32), 0);
+            assert_eq!(queue.run(Op::Flush, 0, 0), 0);
+            kill(server);
+            image.qemu_img_after_kill("check -q");
+            assert!(fs::metadata(&file).unwrap().len() <= full + (16 << 20));
+        }
+    }
+}
+
+/// A block device over a file.
+struct LoopDevice(String);
+
+impl LoopDevice {
+    fn new(file: &Path) -> Option<Self> {
+        let output = Command::new("losetup")
+            .args(["-f", "--show"])
+            .arg(file)
+            .output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        let name = String::from_utf8_lossy(&output.stdout);
+        Some(Self(name.trim().to_owned()))
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["-d", &self.0]).output();
+    }
+}
+
 /// A start is interrupted during a long replay: it stops, and the next start completes the replay.
 #[test]
 fn replay_can_be_interrupted() -> io::Result<()> {

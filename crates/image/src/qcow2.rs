@@ -5,7 +5,8 @@
 //! - [`map`] looks up a range in memory, without locks, or reports that a table must be loaded.
 //! - [`write`] allocates clusters for a write and, once the data is written, links them into the tables;
 //!   [`zero`] unlinks them. Both change the tables in memory through [`change`].
-//! - [`flush`] writes the changed tables; its comment explains the order. [`reclaim`] makes freed clusters usable again.
+//! - [`flush`] writes the changed tables; its comment explains the order. [`reclaim`] makes freed clusters usable again,
+//!   and [`leaks`] those that crashes have leaked.
 //! - [`journal`] records acknowledged changes so that they survive a kill of the process; [`replay`] applies them.
 //! - [`open`], [`begin`], [`grow`] and [`close`] are the events in an image's life.
 //! - [`bitmaps`] continues the dirty bitmaps that are stored in an image.
@@ -29,6 +30,7 @@ mod grow;
 pub(crate) mod header;
 mod journal;
 mod l1;
+mod leaks;
 mod load;
 mod map;
 mod metadata;
@@ -149,8 +151,8 @@ struct ImageState {
     writing_l2: HashSet<Frame>,
     /// Pieces of the L1 table with changes.
     dirty_l1: BTreeSet<PieceIndex>,
-    /// Ranges of clusters with an allocation in progress: first cluster to last cluster and the write.
-    pending: BTreeMap<GuestCluster, (GuestCluster, PendingWrite)>,
+    /// Ranges of clusters with an allocation in progress, by their first cluster.
+    pending: BTreeMap<GuestCluster, write::Pending>,
     /// Allocations begun so far.
     allocations: u64,
     /// Wakers of those that wait for a write to end.
@@ -166,7 +168,7 @@ impl ImageState {
     /// No table in memory refers to these clusters any more.
     fn unlink(&mut self, run: Run) {
         self.unlinked_clusters += run.clusters;
-        self.refcounts.unlinked(run.clusters);
+        self.refcounts.unlinked(run);
         match self.unlinked.last_mut() {
             Some(last) if last.end() == run.first => last.clusters += run.clusters,
             _ => self.unlinked.push(run),

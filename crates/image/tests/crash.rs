@@ -114,6 +114,7 @@ fn full_size() -> u64 {
 struct Story {
     variant: &'static str,
     seed: u64,
+    trouble: Trouble,
     /// It has a raw data file.
     is_raw: bool,
     /// The image, and its data file if it has one.
@@ -242,6 +243,7 @@ fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: 
     Story {
         variant: name,
         seed,
+        trouble,
         is_raw: variants::ALL
             .iter()
             .any(|v| v.name == name && v.has_raw_data_file()),
@@ -345,6 +347,7 @@ impl Story {
                 ));
             }
         }
+        self.fill(&memory, directory).unwrap_or_else(|e| fail(e));
         if random.one_in(SAMPLE) {
             let file = directory.join("cut.qcow2");
             std::fs::write(&file, bytes).unwrap();
@@ -356,6 +359,34 @@ impl Story {
                 ));
             }
         }
+    }
+}
+
+impl Story {
+    /// Whatever a cut has leaked, the disk still fits on its volume.
+    fn fill(&self, files: &[Memory], directory: &Path) -> Result<(), String> {
+        match self.trouble {
+            Trouble::ExactDevice => files[0].be_device(full_size()),
+            Trouble::ExactSpace => {
+                let used = files[0].bytes().len() as u64 / 4096;
+                // Blocks that an image has twice, as in the story.
+                files[0].limit_space((full_size() / 4096 + 60).saturating_sub(used));
+            }
+            Trouble::None | Trouble::Fails | Trouble::Forgets => return Ok(()),
+        }
+        let disk = open(files, directory, WRITE);
+        for number in [3, 4] {
+            let bytes = pattern(number, disk.chain.size());
+            disk.write(0, &bytes).map_err(|e| e.to_string())?;
+            disk.zero(0, disk.chain.size(), ZeroMode::Discard)
+                .map_err(|e| e.to_string())?;
+        }
+        disk.chain.close().map_err(|e| e.to_string())?;
+        let report = check(&files[0]).unwrap();
+        if report.errors > 0 {
+            return Err(format!("when it was filled again: {report:?}"));
+        }
+        Ok(())
     }
 }
 

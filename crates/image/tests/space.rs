@@ -3,9 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use block::FileOffset;
+
 use crate::support::memory::Memory;
 use crate::support::{Disk, READ, WRITE};
-use image::{AllowedDirectories, ImageError, LayerFormat, ZeroMode, check};
+use image::{AllowedDirectories, ImageError, LayerFormat, Storage, ZeroMode, check};
+use testkit::images as variants;
 use testkit::qemu_img as qemu;
 use testkit::random::{Random, seeds};
 
@@ -283,4 +286,177 @@ fn a_file_grows_to_its_full_size_and_a_step() {
     drop(disk);
     assert!(Disk::open(&path, READ).is_ok());
     qemu::check(directory.path(), "disk.qcow2", false);
+}
+
+/// What a flush has freed is free for the next process, whether this one is killed or closes the image. So an image does not
+/// grow with each kill, and a volume without spare space can be filled again.
+#[test]
+fn kills_leak_nothing_that_was_flushed() {
+    if !qemu::is_there("kills_leak_nothing_that_was_flushed") {
+        return;
+    }
+    let disk_bytes = 1 << 20;
+    for options in OPTIONS {
+        let bytes = qemu::fully_allocated_size(options, disk_bytes);
+        let memory = device(options, disk_bytes, bytes);
+        for round in 1..=3 {
+            let disk = open(&memory);
+            disk.write(0, &vec![round; disk_bytes as usize]).unwrap();
+            disk.zero(0, disk_bytes, ZeroMode::Discard).unwrap();
+            disk.flush().unwrap();
+            // The guest's next flush has no tables to write.
+            assert!(!disk.chain.needs_flush(), "{options}");
+            drop(disk);
+            let report = check(&memory).unwrap();
+            assert_eq!((report.errors, report.leaks), (0, 0), "{options}, {round}");
+        }
+    }
+}
+
+/// Has the L2 tables of an image refer to nothing, so that all data is leaked.
+fn leak_all(memory: &Memory) {
+    let bytes = memory.bytes();
+    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let half = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
+    let (l1_at, l1_entries, cluster_bits) = (word(40) as usize, half(36), half(20));
+    for entry in 0..l1_entries {
+        let table = word(l1_at + 8 * entry) & 0x00ff_ffff_ffff_fe00;
+        if table != 0 {
+            let zeroes = vec![0; 1 << cluster_bits];
+            memory.write_at(FileOffset(table), &zeroes).unwrap();
+        }
+    }
+}
+
+/// Clusters that crashes have leaked are used before a write finds no space, also by threads that change the tables while
+/// they are searched for.
+#[test]
+fn leaked_clusters_are_used_before_space_is_missed() {
+    if !qemu::is_there("leaked_clusters_are_used_before_space_is_missed") {
+        return;
+    }
+    const THREADS: u64 = 4;
+    let disk_bytes = 1 << 20;
+    for options in OPTIONS {
+        let bytes = qemu::fully_allocated_size(options, disk_bytes);
+        let memory = device(options, disk_bytes, bytes);
+        let disk = open(&memory);
+        disk.write(0, &vec![9; disk_bytes as usize]).unwrap();
+        disk.chain.close().unwrap();
+        leak_all(&memory);
+        let disk = open(&memory);
+        let clusters = disk_bytes / disk.chain.image().unwrap().cluster_bytes();
+        assert_eq!(check(&memory).unwrap().leaks, clusters, "{options}");
+        let part = disk_bytes / THREADS;
+        let parts: Vec<Vec<u8>> = std::thread::scope(|scope| {
+            let disk = &disk;
+            let threads = (0..THREADS).map(|thread| {
+                scope.spawn(move || {
+                    let mut model = vec![0; part as usize];
+                    change(disk, thread * part, &mut model, &mut Random(thread), 200);
+                    model.fill(thread as u8);
+                    disk.write(thread * part, &model).unwrap();
+                    model
+                })
+            });
+            let threads: Vec<_> = threads.collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert!(disk.content().unwrap() == parts.concat(), "{options}");
+        disk.chain.close().unwrap();
+        let report = check(&memory).unwrap();
+        assert_eq!((report.errors, report.leaks), (0, 0), "{options}");
+    }
+}
+
+/// Counts every free cluster that the first refcount block counts, and that is in the file, as if it were in use.
+fn leak_free_clusters(memory: &Memory) {
+    let bytes = memory.bytes();
+    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let half = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap());
+    let (block, cluster_bits) = (word(word(48) as usize) as usize, half(20));
+    let order = if half(4) == 2 { 4 } else { half(96) };
+    let clusters = bytes.len() >> cluster_bits;
+    let entries = block..block + (1 << cluster_bits).min((clusters << order) / 8);
+    let mut counts = bytes[entries].to_vec();
+    match order {
+        0..3 => {
+            for byte in &mut counts {
+                let width = 1 << order;
+                for at in (0..8).step_by(width) {
+                    let mask = (1_u8 << width) - 1;
+                    if *byte >> at & mask == 0 {
+                        *byte |= 1 << at;
+                    }
+                }
+            }
+        }
+        order => {
+            for count in counts.chunks_exact_mut(1 << (order - 3)) {
+                if count.iter().all(|&byte| byte == 0) {
+                    *count.last_mut().unwrap() = 1;
+                }
+            }
+        }
+    }
+    memory.write_at(FileOffset(block as u64), &counts).unwrap();
+}
+
+/// Images of every kind without a free cluster: what is leaked is used, and nothing that anything refers to: snapshots,
+/// bitmaps, compressed data.
+#[test]
+fn only_leaked_clusters_are_freed() {
+    if !qemu::is_there("only_leaked_clusters_are_freed") {
+        return;
+    }
+    let mut searched = 0;
+    for variant in variants::ALL.iter().filter(|variant| variant.is_small()) {
+        let directory = tempfile::tempdir().unwrap();
+        let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+        variant.make_sized(directory, 11, 192 << 10);
+        let snapshots = || {
+            let names = ["one", "two", "three"]
+                .iter()
+                .filter(|_| variant.has_snapshots());
+            let contents = names.map(|name| {
+                let convert = format!("convert -l snapshot.name={name} -O raw disk.qcow2 s.raw");
+                qemu::img(directory, &convert);
+                std::fs::read(directory.join("s.raw")).unwrap()
+            });
+            contents.collect::<Vec<_>>()
+        };
+        let before = snapshots();
+        // Space for some clusters, all of them leaked.
+        let mut bytes = std::fs::read(&file).unwrap();
+        bytes.resize((bytes.len() + (96 << 10)).next_multiple_of(64 << 10), 0);
+        let memory = Memory::new(bytes);
+        leak_free_clusters(&memory);
+        let leaks = check(&memory).unwrap().leaks;
+        memory.be_device(memory.bytes().len() as u64);
+        let allowed = AllowedDirectories::of_image(&file).unwrap();
+        let storage = Arc::new(memory.clone());
+        let disk = Disk::with(storage, &file, LayerFormat::Qcow2, &allowed, WRITE).unwrap();
+        let cluster = disk.chain.image().unwrap().cluster_bytes();
+        let (mut random, mut model) = (Random(12), disk.content().unwrap());
+        for number in 0..200 {
+            let (at, len) = random.range(model.len() as u64, cluster);
+            let bytes = vec![number; len as usize];
+            match disk.write(at, &bytes) {
+                Ok(()) => model[at as usize..(at + len) as usize].copy_from_slice(&bytes),
+                Err(error) => {
+                    assert!(error.is_no_space(), "{}: {error}", variant.name);
+                    let here = &mut model[at as usize..(at + len) as usize];
+                    disk.read(at, here).unwrap();
+                }
+            }
+        }
+        assert!(disk.content().unwrap() == model, "{}", variant.name);
+        disk.chain.close().unwrap();
+        let report = check(&memory).unwrap();
+        assert_eq!(report.errors, 0, "{}: {report:?}", variant.name);
+        searched += u32::from(leaks > 0 && report.leaks == 0);
+        std::fs::write(&file, memory.bytes()).unwrap();
+        assert!(snapshots() == before, "{}", variant.name);
+    }
+    assert!(searched > 5, "{searched}");
 }

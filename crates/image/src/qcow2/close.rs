@@ -17,7 +17,7 @@ impl Qcow2 {
             return Ok(());
         }
         self.store_bitmaps()?;
-        // Writes the refcounts of what the first flush has freed.
+        // What storing them has freed.
         self.flush()?;
         let mut state = self.lock();
         if let Some(end) = state.refcounts.used_end(&self.file)? {
@@ -35,7 +35,7 @@ impl Qcow2 {
         if self.read_only || self.damage.get().is_some() {
             return Ok(());
         }
-        // Each flush frees clusters whose refcounts the next one writes.
+        // Requests that use freed clusters may end meanwhile.
         for _ in 0..3 {
             let flushing = self.flushing.lock();
             let flushing = flushing.unwrap_or_else(PoisonError::into_inner);

@@ -10,14 +10,16 @@
 //! 3. L2 entries and L1 entries, in any order. An L1 entry refers to a table whose first content is
 //!    durable and equivalent to what it replaces; an L2 entry refers to durable data in clusters whose
 //!    refcounts are durable. fdatasync.
-//! 4. Clusters that no durable table refers to any more are freed once no request that looked them up
-//!    is left: their refcounts are decremented in memory, and a later flush writes that. Only after that
-//!    decrement can they be allocated again.
+//! 4. Clusters that no durable table refers to any more are freed, if no request that looked them up is left: their
+//!    refcounts are decremented, and these refcount blocks are written. Only after that decrement can they be allocated
+//!    again. No fdatasync: the next one, at the latest that of step 2, makes it durable before a table refers to them
+//!    again. Clusters that requests still use are freed by a later flush.
 //!
 //! A crash before the end of 2 leaves {the old state}, with leaks: clusters that are counted but not
 //! referenced. A crash before the end of 3 leaves {old} or {new} for each entry independently; both refer to
-//! counted clusters. A crash after that leaves {the new state}, with the clusters that 4 frees still
-//! counted. The file never refers to a cluster that is not counted, nor to one that has been reused for
+//! counted clusters. A crash after that leaves {the new state}, with {any part} of the clusters that 4 frees still
+//! counted. A kill of this process leaves only those counted that requests were using. What leaks accumulates over many
+//! crashes, and is [searched for](super::leaks) before space is missed. The file never refers to a cluster that is not counted, nor to one that has been reused for
 //! another part of the disk.
 //!
 //! A flush that fails leaves everything that it took marked as changed, and the next flush starts over. Any
@@ -43,6 +45,7 @@ use super::entry::table_at;
 use super::error::ImageError;
 use super::file::{FileEnd, Piece};
 use super::journal::Rotated;
+use super::pins::Mark;
 use super::refcount::Dirty;
 use super::types::{Frame, HostCluster, L1Index, PieceIndex, Run};
 use super::{ImageState, Qcow2};
@@ -64,6 +67,8 @@ struct Batch {
     l2: BTreeMap<Frame, u32>,
     l1: BTreeSet<PieceIndex>,
     entries: Vec<Piece>,
+    /// When `unlinked` were unlinked, at the latest.
+    mark: Mark,
     unlinked: Vec<Run>,
     unlinked_clusters: u64,
     /// The count of unrecorded changes, which only this flush makes survive a kill.
@@ -134,9 +139,7 @@ impl Qcow2 {
             state.writing_l2.remove(frame);
         }
         if !batch.unlinked.is_empty() {
-            state
-                .deferred_frees
-                .push((self.pins.mark(), batch.unlinked));
+            state.deferred_frees.push((batch.mark, batch.unlinked));
         }
         self.durable.store(batch.changes, SeqCst);
         let all = state.unrecorded == batch.unrecorded;
@@ -183,7 +186,11 @@ impl Qcow2 {
             entries.extend(header);
             rotated
         });
+        let mark = self.pins.mark();
+        // Requests that use these clusters may end while the tables are written; those that begin now delay nothing.
+        self.pins.passed(mark);
         Ok(Batch {
+            mark,
             unrecorded: state.unrecorded,
             journal,
             changes,
@@ -299,9 +306,10 @@ impl Qcow2 {
         }
         drop(state);
         if last_users.is_empty() {
+            self.write_freed();
             return Ok(());
         }
-        self.punch(&last_users);
+        self.punch(last_users.iter().copied());
         let mut state = self.lock();
         while let Some(cluster) = last_users.pop_first() {
             if let Err(error) = state.refcounts.reclaim(&self.file, cluster) {
@@ -310,7 +318,33 @@ impl Qcow2 {
             }
             state.metadata.remove_table(cluster);
         }
+        drop(state);
+        self.write_freed();
         Ok(())
+    }
+
+    /// Writes refcounts that have only been decremented since the last flush, so that a kill does not leak these clusters. The
+    /// caller holds the flush lock. If that fails, the next flush writes them.
+    pub(super) fn write_freed(&self) {
+        let mut state = self.lock();
+        let (dirty, blocks) = state.refcounts.take_freed();
+        if blocks.is_empty() {
+            return;
+        }
+        let (changes, is_clean) = (self.changes.get(), state.is_clean());
+        drop(state);
+        let written = self.file.write("writing refcounts", &blocks);
+        let mut state = self.lock();
+        match written {
+            Ok(()) => {
+                state.refcounts.written(&dirty);
+                // The next fdatasync of the file is enough for them.
+                if is_clean && state.unlinked.is_empty() && self.data.is_none() {
+                    self.durable.store(changes, SeqCst);
+                }
+            }
+            Err(_) => state.refcounts.not_written(dirty),
+        }
     }
 
     /// Leaves clusters that could not be freed to the next flush.
@@ -321,9 +355,9 @@ impl Qcow2 {
             .push((self.pins.mark(), runs.collect()));
     }
 
-    /// Returns space to the file system. Nothing depends on it: the clusters are free either way.
-    fn punch(&self, clusters: &BTreeSet<HostCluster>) {
-        let mut clusters = clusters.iter().copied().peekable();
+    /// Returns space to the file system. Nothing depends on it: the clusters, in ascending order, are free either way.
+    pub(super) fn punch(&self, clusters: impl Iterator<Item = HostCluster>) {
+        let mut clusters = clusters.peekable();
         while self.punch.load(SeqCst)
             && let Some(first) = clusters.next()
         {

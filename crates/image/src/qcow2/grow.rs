@@ -101,6 +101,10 @@ impl Qcow2 {
         }
         self.grow_bitmaps(growth.new.end.0);
         self.size.store(growth.new.end.0, SeqCst);
+        if state.refcounts.may_search() {
+            let full = self.full_size();
+            state.refcounts.search_before_growth_beyond(full);
+        }
         Ok(())
     }
 

@@ -189,6 +189,8 @@ impl Qcow2 {
         }
         if !options.read_only {
             image.load_bitmaps();
+            let full = image.full_size();
+            image.lock().refcounts.search_before_growth_beyond(full);
         }
         Ok(image)
     }

@@ -11,13 +11,15 @@
 //! Requests that need space wait for others that still use freed clusters, but hold no pin themselves meanwhile: two that
 //! wait for each other would wait forever.
 //!
+//! If there are none, clusters that earlier crashes have leaked are [searched for](super::leaks).
+//!
 //! The flush itself needs no new space: L2 tables and refcount blocks are written when they are made.
 
 use std::sync::PoisonError;
 
 use super::Qcow2;
 use super::error::ImageError;
-use super::types::HostCluster;
+use super::types::{HostCluster, HostOffset};
 
 /// What was reclaimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,25 +48,37 @@ impl Qcow2 {
             self.write_back()?;
         }
         self.free_unused()?;
-        let state = self.lock();
-        Ok(if state.refcounts.reclaimed() != since {
-            Reclaimed::Some
-        } else if state.deferred_frees.is_empty() && state.unlinked.is_empty() {
+        if has_more() {
+            return Ok(Reclaimed::Some);
+        }
+        {
+            let state = self.lock();
+            if !state.deferred_frees.is_empty() || !state.unlinked.is_empty() {
+                return Ok(Reclaimed::InUse);
+            }
             debug_assert_eq!(state.refcounts.reclaimable(), 0);
-            Reclaimed::None
+        }
+        self.free_leaked()?;
+        Ok(if has_more() {
+            Reclaimed::Some
         } else {
-            Reclaimed::InUse
+            Reclaimed::None
         })
     }
 
-    /// Whether the file has space for all of the disk: its data, its L2 tables, and what counts them.
+    /// Whether the file has space for all of the disk.
     pub(super) fn has_full_size(&self) -> bool {
+        self.file.get() >= self.full_size()
+    }
+
+    /// The length of a file with all of the disk: its data, its L2 tables, and what counts them.
+    pub(super) fn full_size(&self) -> HostOffset {
         let g = &self.g;
         let tables = g.l1_entries(self.size());
         let used = 1 + g.clusters(self.size()) + tables + g.clusters(tables * 8);
         let blocks = used.div_ceil(g.block_entries()) + 1;
         let counted = used + blocks + g.clusters(blocks * 8);
-        self.file.get() >= HostCluster::new(counted).start(g)
+        HostCluster::new(counted).start(g)
     }
 
     /// A number that changes whenever clusters are reclaimed.

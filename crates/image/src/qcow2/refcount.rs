@@ -1,14 +1,16 @@
 //! Refcounts, and the allocation of free clusters (docs/interop/qcow2 "Host cluster management"). The
 //! caller holds the state lock.
 
+mod dirty;
 mod larger;
+mod leaked;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
 use super::ChangeCount;
 use super::error::ImageError;
-use super::file::{FileEnd, Piece};
+use super::file::FileEnd;
 use super::geometry::Geometry;
 use super::journal::{Change, Changes};
 use super::metadata::Metadata;
@@ -16,7 +18,9 @@ use super::retry::{MayBlock, Retry};
 use super::types::{
     BlockIndex, HOST_BITS, HostCluster, HostOffset, PieceIndex, RefcountIndex, Run,
 };
-use crate::bytes::{be64, put64};
+use crate::bytes::be64;
+pub(crate) use dirty::Dirty;
+use leaked::LeakSearch;
 
 /// Refcount blocks kept in memory, in bytes, in addition to those with changes: 32 MiB count 1 TiB of
 /// 64 KiB clusters with 16 bits each.
@@ -42,6 +46,8 @@ pub(crate) struct Refcounts {
     dirty_table: BTreeSet<PieceIndex>,
     /// Blocks that a flush is writing: the file still has old ones.
     writing: HashSet<BlockIndex>,
+    /// The dirty pieces that have no changes but freed clusters. A flush that has failed cannot lose more of them than space.
+    only_freed: BTreeSet<(BlockIndex, PieceIndex)>,
     /// No cluster before this one is free.
     cursor: HostCluster,
     /// From this cluster on, no cluster was ever used: the file was extended for them, and they read as zeroes.
@@ -53,6 +59,8 @@ pub(crate) struct Refcounts {
     reclaimed: u64,
     /// The file may grow next, although not all clusters could be reclaimed.
     may_grow: bool,
+    /// What a search for leaked clusters must leave alone.
+    search: LeakSearch,
     /// Changes not recorded in the journal yet.
     pub changes: Changes,
     count: ChangeCount,
@@ -84,12 +92,14 @@ impl Refcounts {
             dirty_blocks: BTreeSet::new(),
             dirty_table: BTreeSet::new(),
             writing: HashSet::new(),
+            only_freed: BTreeSet::new(),
             cursor: HostCluster::default(),
             fresh: HostCluster::new(g.clusters(end.get().bytes())),
             clock: 0,
             reclaimable: 0,
             reclaimed: 0,
             may_grow: false,
+            search: LeakSearch::default(),
             changes: Changes::default(),
         }
     }
@@ -140,8 +150,15 @@ impl Refcounts {
         self.count.add();
         put(&mut self.load(end, block)?.bytes, order, entry, refcount);
         let byte = (entry.number() << order) / 8;
-        let piece = PieceIndex::of(byte, &self.g);
-        self.dirty_blocks.insert((block, piece));
+        let piece = (block, PieceIndex::of(byte, &self.g));
+        self.dirty_blocks.insert(piece);
+        self.only_freed.remove(&piece);
+        if let Some(touched) = &mut self.search.touched {
+            touched.insert(cluster);
+        }
+        if refcount == 0 {
+            self.search.held.remove(&cluster);
+        }
         self.changes.push(Change::Refcount {
             run: Run::one(cluster),
             refcount,
@@ -205,16 +222,41 @@ impl Refcounts {
     }
 
     /// A table in memory does not refer to these clusters any more.
-    pub fn unlinked(&mut self, clusters: u64) {
-        self.reclaimable += clusters;
+    pub fn unlinked(&mut self, run: Run) {
+        self.reclaimable += run.clusters;
+        if let Some(touched) = &mut self.search.touched {
+            touched.extend(run.each());
+        }
     }
 
     /// One of the clusters that were [`unlinked`](Self::unlinked) is released.
     pub fn reclaim(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<(), ImageError> {
-        self.release(end, cluster)?;
+        self.free_with(cluster, |refcounts| refcounts.release(end, cluster))?;
         self.reclaimable = self.reclaimable.saturating_sub(1);
+        Ok(())
+    }
+
+    /// Decrements a refcount. If its piece has no other changes, [`take_freed`](Self::take_freed) returns it.
+    fn free_with(
+        &mut self,
+        cluster: HostCluster,
+        free: impl FnOnce(&mut Self) -> Result<(), ImageError>,
+    ) -> Result<(), ImageError> {
+        let piece = self.piece_of(cluster);
+        let only_freed = !self.dirty_blocks.contains(&piece) || self.only_freed.contains(&piece);
+        free(self)?;
+        if only_freed {
+            self.only_freed.insert(piece);
+        }
         self.reclaimed += 1;
         Ok(())
+    }
+
+    /// The piece of a block that has the refcount of a cluster.
+    fn piece_of(&self, cluster: HostCluster) -> (BlockIndex, PieceIndex) {
+        let (block, entry) = cluster.refcount_at(&self.g);
+        let byte = (entry.number() << self.g.refcount_order) / 8;
+        (block, PieceIndex::of(byte, &self.g))
     }
 
     /// Unlinked clusters that are not free yet.
@@ -232,9 +274,11 @@ impl Refcounts {
         self.may_grow = true;
     }
 
-    /// Clusters that are to be reclaimed before the file grows.
-    fn to_reclaim_first(&self) -> u64 {
-        if self.may_grow { 0 } else { self.reclaimable }
+    /// Whether clusters are to be reclaimed before the file grows.
+    fn reclaims_first(&self, end: &FileEnd) -> bool {
+        let searches = self.search.before_growth_beyond;
+        let may_leak = || searches.is_some_and(|full| end.get() >= full);
+        !self.may_grow && (self.reclaimable > 0 || may_leak())
     }
 
     /// Extends the file.
@@ -284,7 +328,7 @@ impl Refcounts {
                 if may_block == MayBlock::No {
                     return Err(Retry::WouldBlock);
                 }
-                let first = self.to_reclaim_first();
+                let first = self.reclaims_first(end);
                 may_block.grow_for_new(end, (at + 1).start(&self.g), first)?;
                 self.make_block(end, metadata, block, at)?;
                 at += 1;
@@ -308,8 +352,12 @@ impl Refcounts {
                 left => left.min(run.end - run.start),
             };
             let run = Run { first, clusters };
-            may_block.grow_for_new(end, run.end().start(&self.g), self.to_reclaim_first())?;
+            let first = self.reclaims_first(end);
+            may_block.grow_for_new(end, run.end().start(&self.g), first)?;
             self.take(end, metadata, run)?;
+            if may_block == MayBlock::Grow {
+                self.search.held.extend(run.each());
+            }
             let fresh = self.is_fresh(run.first) && end.grows_with_zeroes();
             self.cursor = run.end();
             self.used_up_to(self.cursor);
@@ -357,6 +405,7 @@ impl Refcounts {
         }
         let run = Run { first, clusters };
         self.take(end, metadata, run)?;
+        self.search.held.extend(run.each());
         self.used_up_to(first + clusters);
         Ok(run)
     }
@@ -491,71 +540,6 @@ impl Refcounts {
         }
     }
 
-    /// Bytes of changes that are only in memory, and that no flush is writing.
-    pub fn dirty_bytes(&self) -> u64 {
-        (self.dirty_blocks.len() + self.dirty_table.len()) as u64 * self.g.piece()
-    }
-
-    /// Takes the changes to be written, with copies of those of blocks. The caller ends this with
-    /// [`written`](Self::written) or [`not_written`](Self::not_written).
-    pub fn take_dirty_blocks(&mut self) -> (Dirty, Vec<Piece>) {
-        let dirty = std::mem::take(&mut self.dirty_blocks);
-        self.writing.extend(dirty.iter().map(|&(block, _)| block));
-        let piece = self.g.piece() as usize;
-        let copies = dirty.iter().map(|&(block, index)| {
-            let start = index.start(&self.g);
-            Piece {
-                at: self.table[block.number() as usize] + start,
-                bytes: self.blocks[&block].bytes[start as usize..][..piece].to_vec(),
-            }
-        });
-        let copies = copies.collect();
-        let table = std::mem::take(&mut self.dirty_table);
-        (
-            Dirty {
-                blocks: dirty,
-                table,
-            },
-            copies,
-        )
-    }
-
-    /// Copies of the changed pieces of the table.
-    pub fn table_pieces(&self, dirty: &Dirty) -> Vec<Piece> {
-        let copies = dirty.table.iter().map(|piece| {
-            let start = piece.start(&self.g);
-            Piece {
-                at: self.table_at + start,
-                bytes: self.table_bytes(BlockIndex::new(start / 8), self.g.piece() / 8),
-            }
-        });
-        copies.collect()
-    }
-
-    /// Entries of the table as written to the file; entries after its end are 0.
-    fn table_bytes(&self, first: BlockIndex, entries: u64) -> Vec<u8> {
-        let mut bytes = vec![0; entries as usize * 8];
-        for (at, entry) in (0..bytes.len()).step_by(8).zip(0..entries) {
-            let block = self.in_table(first + entry).unwrap_or_default();
-            put64(&mut bytes, at, block.bytes());
-        }
-        bytes
-    }
-
-    /// These changes are in the file.
-    pub fn written(&mut self, dirty: &Dirty) {
-        for (block, _) in &dirty.blocks {
-            self.writing.remove(block);
-        }
-    }
-
-    /// These changes may not be in the file: marks them as changed again.
-    pub fn not_written(&mut self, dirty: Dirty) {
-        self.written(&dirty);
-        self.dirty_blocks.extend(dirty.blocks);
-        self.dirty_table.extend(dirty.table);
-    }
-
     /// The cluster after the last one in use; `None` if finding it would take long.
     pub fn used_end(&mut self, end: &FileEnd) -> Result<Option<HostCluster>, ImageError> {
         let per_block = self.g.block_entries();
@@ -574,12 +558,6 @@ impl Refcounts {
         }
         Ok(None)
     }
-}
-
-/// Changes taken to be written: blocks with their pieces, and pieces of the table.
-pub(crate) struct Dirty {
-    blocks: BTreeSet<(BlockIndex, PieceIndex)>,
-    table: BTreeSet<PieceIndex>,
 }
 
 /// The first run of free entries, at most `want`.

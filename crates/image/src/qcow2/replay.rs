@@ -14,7 +14,7 @@
 //! the bits of another journal, or none, only with the first write that follows, after the flush of 3.
 //!
 //! Clusters that the changes unlink stay counted only if an entry changed more than once between two flushes. They are
-//! leaked until the image is checked and repaired.
+//! leaked until they are [searched for](super::leaks).
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;

@@ -49,15 +49,15 @@ impl MayBlock {
         }
     }
 
-    /// The same for new clusters, while there are `reclaimable` ones that could be used instead.
+    /// The same for new clusters, while others are to be reclaimed first.
     pub fn grow_for_new(
         self,
         end: &FileEnd,
         to: HostOffset,
-        reclaimable: u64,
+        reclaims_first: bool,
     ) -> Result<(), Retry> {
         match self {
-            Self::Yes if end.get() < to && reclaimable > 0 => Err(Retry::Reclaim),
+            Self::Yes if end.get() < to && reclaims_first => Err(Retry::Reclaim),
             _ => self.grow(end, to),
         }
     }

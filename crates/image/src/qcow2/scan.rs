@@ -223,6 +223,11 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
+    /// Bytes of all L2 tables.
+    pub fn table_bytes(&self) -> u64 {
+        (self.tables.len() as u64) << self.g.cluster_bits
+    }
+
     /// The number of windows.
     pub fn windows(&self) -> u64 {
         self.clusters.clusters.div_ceil(WINDOW).max(1)

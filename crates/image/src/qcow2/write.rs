@@ -74,6 +74,15 @@ pub enum Awaited {
     FreedClusters,
 }
 
+/// An allocation in progress, for clusters of the disk.
+pub(super) struct Pending {
+    /// The last of these clusters.
+    last: GuestCluster,
+    write: PendingWrite,
+    /// The new clusters of the file, to which no table refers yet.
+    pub hosts: Option<Run>,
+}
+
 /// A write with an allocation in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PendingWrite {
@@ -212,7 +221,11 @@ impl Qcow2 {
                 None => Poll::Ready(()),
             };
         };
-        if state.pending.values().all(|(_, write)| write != waiting) {
+        if state
+            .pending
+            .values()
+            .all(|pending| pending.write != *waiting)
+        {
             return Poll::Ready(());
         }
         let waiters = state.waiters.entry(*waiting).or_default();
@@ -249,10 +262,10 @@ impl Qcow2 {
         last: GuestCluster,
     ) -> Option<(GuestCluster, PendingWrite)> {
         let before = state.pending.range(..=first).next_back();
-        let over = before.filter(|(_, (end, _))| *end >= first);
+        let over = before.filter(|(_, pending)| pending.last >= first);
         let next = || state.pending.range(first..=last).next();
-        let (&at, &(_, write)) = over.or_else(next)?;
-        Some((at.max(first), write))
+        let (&at, pending) = over.or_else(next)?;
+        Some((at.max(first), pending.write))
     }
 
     fn prepare_in(
@@ -336,7 +349,11 @@ impl Qcow2 {
         let write = PendingWrite {
             number: state.allocations,
         };
-        state.pending.insert(first, (last, write));
+        let hosts = new.then(|| Run {
+            first: host.cluster(g),
+            clusters,
+        });
+        state.pending.insert(first, Pending { last, write, hosts });
         Ok(Prepared::Allocated(Allocation {
             at,
             len: end - at,
@@ -569,7 +586,7 @@ fn is_copied_whole(entry: &Entry) -> bool {
 /// Whether an allocation was neither committed nor aborted yet.
 fn is_pending(state: &ImageState, allocation: &Allocation) -> bool {
     let pending = state.pending.get(&allocation.first);
-    pending.is_some_and(|&(_, write)| write == allocation.write)
+    pending.is_some_and(|pending| pending.write == allocation.write)
 }
 
 /// Ends an allocation, and wakes those that wait for it.

@@ -88,6 +88,7 @@ impl Refcounts {
         self.changes.forget_blocks(end, end.first(&self.g));
         self.blocks.retain(|&block, _| block < end);
         self.dirty_blocks.retain(|&(block, _)| block < end);
+        self.only_freed.retain(|&(block, _)| block < end);
         self.writing.retain(|&block| block < end);
         let bytes = len as u64 * 8;
         self.dirty_table

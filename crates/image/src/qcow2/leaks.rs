@@ -1,0 +1,116 @@
+//! Searching for leaked clusters, which are counted although nothing refers to them.
+//!
+//! A crash leaks the clusters that were allocated and not linked, or unlinked and not freed, in the last [flush](super::flush)
+//! or since. That is harmless until space is missing: a disk whose volume has just its size, and of which all was trimmed
+//! before a crash, would have no space for anything. So before a request fails because there is no space, and before the
+//! file grows beyond the size of the fully allocated disk, the leaked clusters are freed. Searching when an image is
+//! opened would delay the start of each large disk after a crash, most often for space that nobody misses.
+//!
+//! A leaked cluster stays leaked: it is counted, so nothing allocates it, and nothing refers to it, so nothing frees it.
+//! So the search need not stop the guest. It frees what is counted, unless
+//!
+//! - a table in the file refers to it. The search holds the flush lock, so no table in the file changes while they are read;
+//! - it was unlinked but not freed yet, or is of an allocation in progress, when the search began;
+//! - its refcount has changed since the search began, or a table in memory has dropped it. A table in memory can begin to
+//!   refer only to a cluster of these or of the previous kind; the flush at the beginning of the search has written all
+//!   earlier changes;
+//! - it is of a bitmap or table that this process is making, to which the file may refer much later.
+//!
+//! An image in which anything is not understood keeps its leaks. So does one whose tables would take too long to read; a
+//! flush waits meanwhile. There is one search for each time that an image is opened: this process leaks nothing itself.
+
+use std::ops::ControlFlow;
+
+use super::Qcow2;
+use super::error::ImageError;
+use super::header::AUTOCLEAR_BITMAPS;
+use super::scan::{Scan, ScanError};
+use super::types::{BlockIndex, Run};
+
+/// Bytes of L2 tables that are read at most, which takes seconds: those of 5 TiB at 64 KiB a cluster, which are read
+/// once for each TiB of the file.
+const READ_MAX: u64 = 4 << 30;
+
+/// Leaked runs that are freed in one search at most. The journal records them with 25 bytes each.
+const RUNS_MAX: usize = 1 << 16;
+
+impl Qcow2 {
+    /// Frees leaked clusters, unless they were searched for before. The caller holds the flush lock. Blocks.
+    pub(super) fn free_leaked(&self) -> Result<(), ImageError> {
+        if !self.begin_leak_search() {
+            return Ok(());
+        }
+        let result = self.write_back().and_then(|()| {
+            // Damage is reported when it is in the way of a request.
+            let leaked = self.find_leaked().unwrap_or_default();
+            self.punch(leaked.iter().copied().flat_map(Run::each));
+            for run in &leaked {
+                let mut state = self.lock();
+                for cluster in run.each() {
+                    state.refcounts.free_leaked(&self.file, cluster)?;
+                }
+            }
+            Ok(leaked.len())
+        });
+        let mut state = self.lock();
+        state.refcounts.end_search();
+        if result.as_ref().is_ok_and(|&runs| runs >= RUNS_MAX) {
+            // There are more.
+            let full = self.full_size();
+            state.refcounts.search_before_growth_beyond(full);
+        }
+        drop(state);
+        self.write_freed();
+        result.map(|_| ())
+    }
+
+    /// Returns false if there was a search before.
+    fn begin_leak_search(&self) -> bool {
+        let mut state = self.lock();
+        let state = &mut *state;
+        if !state.refcounts.may_search() {
+            return false;
+        }
+        state.refcounts.begin_search();
+        let deferred = state.deferred_frees.iter().flat_map(|(_, runs)| runs);
+        let pending = state.pending.values().filter_map(|p| p.hosts.as_ref());
+        for &run in deferred.chain(&state.unlinked).chain(pending) {
+            state.refcounts.leave_alone(run);
+        }
+        true
+    }
+
+    /// Finds leaked runs, in ascending order.
+    fn find_leaked(&self) -> Result<Vec<Run>, ScanError> {
+        let header = self.lock().header.clone();
+        if header.bitmaps.is_some() && header.autoclear & AUTOCLEAR_BITMAPS == 0 {
+            // Nobody knows whether anything is still in their clusters.
+            return Ok(Vec::new());
+        }
+        let mut leaked: Vec<Run> = Vec::new();
+        let mut scan = Scan::new(self.file.storage(), &header, true)?;
+        if scan.windows() * scan.table_bytes() > READ_MAX {
+            return Err(ScanError::TooMuch);
+        }
+        for window in 0..scan.windows() {
+            let (range, counts) = scan.count(window, &mut |_| ControlFlow::Continue(()))?;
+            if !scan.findings.is_empty() {
+                return Ok(Vec::new());
+            }
+            let unused = |cluster| range.position(cluster).is_some_and(|at| counts[at] == 0);
+            let first = range.first.refcount_at(&self.g).0.number();
+            let blocks = range.end().number().div_ceil(self.g.block_entries());
+            for block in (first..blocks).map(BlockIndex::new) {
+                let mut state = self.lock();
+                let state = &mut *state;
+                let (refcounts, metadata) = (&mut state.refcounts, &state.metadata);
+                leaked.extend(refcounts.leaked_in(&self.file, metadata, block, range, unused)?);
+                if leaked.len() >= RUNS_MAX {
+                    leaked.truncate(RUNS_MAX);
+                    return Ok(leaked);
+                }
+            }
+        }
+        Ok(leaked)
+    }
+}
