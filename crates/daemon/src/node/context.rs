@@ -3,8 +3,8 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
 use block::{Backing, CacheMode};
 use engine::{DiskFile, Identity, Locking, OpenError};
@@ -15,7 +15,6 @@ use crate::config::spec::{DiskSpec, FileSpec};
 use crate::inherited::Inherited;
 use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
-use crate::node::recorded_bitmaps::OldRecords;
 use crate::node::storage::FileStorage;
 use crate::rights::Rights;
 
@@ -79,6 +78,18 @@ impl AllowBacking {
         }
     }
 }
+
+/// A record in the state directory whose name does not say which storage it is about, and what it says of that.
+pub struct OldRecord {
+    pub file: PathBuf,
+    /// As [`Identity`] has it.
+    pub inode: u64,
+    /// That of a device, if no other device has it.
+    pub id: Option<String>,
+}
+
+/// They are read once: this version gives no such names to records of files and devices.
+pub type OldRecords = OnceLock<Vec<OldRecord>>;
 
 /// What opening a disk depends on in addition to its description.
 #[derive(Clone)]

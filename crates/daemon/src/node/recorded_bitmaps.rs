@@ -60,7 +60,6 @@ use intent::{Checkpoints, Notes, Tag};
 use place::{Inner, Intent, Place, Usable, is_bits};
 use record::{BitmapRecord, IntentRecord, Record, State};
 
-pub use find::OldRecords;
 pub use medium::Medium;
 pub use place::Prepared;
 

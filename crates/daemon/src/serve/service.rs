@@ -107,12 +107,8 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     if let Some(fleece) = &settings.fleece {
         server.backups.set_directory(fleece);
     }
-    let store = match &settings.state {
-        Some(directory) => {
-            Some(rights.as_operator(|| StateStore::open(directory, inherited.lock()))?)
-        }
-        None => None,
-    };
+    let open = |directory| rights.as_operator(|| StateStore::open(directory, inherited.lock()));
+    let store = settings.state.as_deref().map(open).transpose()?;
     // If the configuration has changed since, a reload applies that once guests are served.
     let reload = inherited.keep_files(&mut config);
     let configured = Configured::new(&command_line, &config);

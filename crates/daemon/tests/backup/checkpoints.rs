@@ -228,7 +228,9 @@ fn a_disk_that_was_exchanged_with_another_of_its_backup_is_copied_in_full() {
         );
     }
     let disks = [("c", images[0]), ("d", images[1])];
-    disks.map(|(name, file)| attach(name, file));
+    let attach_all = || disks.iter().for_each(|(name, file)| attach(name, file));
+    let detach_all = || disks.iter().for_each(|(name, _)| detach(name));
+    attach_all();
     write(&mut served.connect("c"), 0, 1, 1);
     write(&mut served.connect("d"), 0, 2, 2);
     served.done(&["backup", "begin", "c", "d", "--bitmap=n"]);
@@ -253,15 +255,15 @@ fn a_disk_that_was_exchanged_with_another_of_its_backup_is_copied_in_full() {
     let said = String::from_utf8_lossy(&said.stdout).into_owned();
     assert!(said.contains("another disk of the backup"), "{said}");
     served.done(&["backup", "end", "--failed"]);
-    disks.map(|(name, _)| detach(name));
+    detach_all();
     // A copy of the other one's image, which has its bitmap.
     fs::copy(served.path(images[1]), served.path(images[0])).unwrap();
-    disks.map(|(name, file)| attach(name, file));
+    attach_all();
     assert_eq!(full_of("c", &last), "other-disk");
     assert_eq!(full_of("d", &last), Value::Null);
     // The checkpoint of a backup of one disk names its content, whatever the name of the disk is.
     let (last, _) = backup(&served, "d", Some(&last));
-    disks.map(|(name, _)| detach(name));
+    detach_all();
     attach("renamed", images[1]);
     assert_eq!(full_of("renamed", &last), Value::Null);
 }

@@ -11,17 +11,16 @@
 //! If several records may be meant, [`Seen::is_storage_of`] decides, and then that of the present path is the one. A record with
 //! another STORAGE is not about storage that has a key of its own, whatever its path, inode and times are.
 //!
-//! Records of images in clusters have the name `PATH.bitmaps`, and so do those of [earlier versions](OldRecords), with which the
+//! Records of images in clusters have the name `PATH.bitmaps`, and so do those of [earlier versions](OldRecord), with which the
 //! successor in an upgrade continues. Their content says which storage they are about.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 use super::medium::Medium;
-use super::record::{self, Record, State};
-use super::seen::Seen;
+use super::record::{self, State};
+use crate::node::context::{OldRecord, OldRecords};
 use crate::token::hash;
 
 /// The records that may be about a disk.
@@ -34,34 +33,26 @@ pub struct Found {
     pub replaced: Option<PathBuf>,
 }
 
-/// Records whose names do not say which storage they are about, and what that looks like. They are read once: this version gives
-/// no new ones to files and devices.
-#[derive(Default)]
-pub struct OldRecords(OnceLock<Vec<(PathBuf, Seen)>>);
-
-impl OldRecords {
-    fn of(&self, state: &Path) -> io::Result<&[(PathBuf, Seen)]> {
-        if let Some(known) = self.0.get() {
-            return Ok(known);
-        }
-        let mut all = Vec::new();
-        for entry in fs::read_dir(state)? {
-            let file = entry?.path();
-            let is_old = file
-                .extension()
-                .is_some_and(|extension| extension == "bitmaps")
-                && named_storage(&file).is_none();
-            if let (true, Ok(Some(record))) = (is_old, record::read(&file)) {
-                all.push((file, seen(record)));
-            }
-        }
-        Ok(self.0.get_or_init(|| all))
+/// The records that this version has not named.
+fn old_records<'a>(state: &Path, known: &'a OldRecords) -> io::Result<&'a [OldRecord]> {
+    if let Some(known) = known.get() {
+        return Ok(known);
     }
-}
-
-fn seen(record: Record) -> Seen {
-    let (State::InUse(seen) | State::Stored(seen)) = record.state;
-    seen
+    let mut all = Vec::new();
+    for entry in fs::read_dir(state)? {
+        let file = entry?.path();
+        let is_record = file.extension().is_some_and(|end| end == "bitmaps");
+        if is_record
+            && named_storage(&file).is_none()
+            && let Ok(Some(record)) = record::read(&file)
+        {
+            let (State::InUse(seen) | State::Stored(seen)) = record.state;
+            let id = seen.unique_id().map(str::to_owned);
+            let inode = seen.inode();
+            all.push(OldRecord { file, inode, id });
+        }
+    }
+    Ok(known.get_or_init(|| all))
 }
 
 /// The hash of the storage in the name of a record, if that has one.
@@ -77,7 +68,7 @@ fn named_storage(record: &Path) -> Option<&str> {
 /// The state directory cannot be read, or the kernel does not say what the storage is.
 pub fn find(
     state: &Path,
-    old_records: &OldRecords,
+    known: &OldRecords,
     path: &Path,
     medium: Option<&Medium>,
     is_image: bool,
@@ -103,10 +94,12 @@ pub fn find(
         replaced: None,
     };
     let now = medium.found()?;
-    let is_old_one = |then: &Seen| then.is_storage_of(&now, false, false);
-    let of_before = old_records.of(state)?.iter();
-    let of_before = of_before.filter(|(file, then)| *file != old && is_old_one(then));
-    let of_before = of_before.map(|(file, _)| file.clone());
+    let id = now.unique_id();
+    let may_be_its =
+        |of: &&OldRecord| of.inode == now.inode() || id.is_some() && of.id.as_deref() == id;
+    let of_before = old_records(state, known)?.iter();
+    let of_before = of_before.filter(|of| of.file != old).filter(may_be_its);
+    let of_before = of_before.map(|of| of.file.clone());
     let candidates = candidates(state, &storage, &by_path, &found.own)?;
     for file in candidates.into_iter().chain(of_before) {
         let read = record::read(&file);

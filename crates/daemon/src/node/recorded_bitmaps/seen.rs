@@ -245,6 +245,19 @@ impl Seen {
         Ok(StorageKey { text, is_unique })
     }
 
+    /// As [`Identity`] has it.
+    pub fn inode(&self) -> u64 {
+        self.inode
+    }
+
+    /// What no other device has, if it is a device that has something like that.
+    pub fn unique_id(&self) -> Option<&str> {
+        match &self.kind {
+            Kind::Device { id, .. } => id.as_deref().filter(|id| is_unique(id)),
+            Kind::File { .. } | Kind::Image { .. } => None,
+        }
+    }
+
     /// Whether it is the file or device that is there `now`, whatever has happened to it since. `has_same_key`: both have a key
     /// that no other storage has. `is_same_path`: both are at one path.
     pub fn is_storage_of(&self, now: &Self, has_same_key: bool, is_same_path: bool) -> bool {
@@ -434,8 +447,9 @@ mod tests {
             seen(boot, device, inode, Kind::File { modified, changed })
         };
         let is_same = |then: Seen, now: Seen| {
-            [(false, false), (true, false), (false, true)]
-                .map(|(is_unique, is_same_path)| then.is_storage_of(&now, is_unique, is_same_path))
+            [(false, false), (true, false), (false, true)].map(|(has_same_key, is_same_path)| {
+                then.is_storage_of(&now, has_same_key, is_same_path)
+            })
         };
         assert_eq!(is_same(file("a", 1, 7), file("a", 1, 7)), [true; 3]);
         // Another file system, or the same after a restart.
@@ -455,7 +469,8 @@ mod tests {
         };
         let (x, y) = (Some("LVM-x"), Some("LVM-y"));
         assert_eq!(is_same(device("a", 7, x), device("a", 7, x)), [true; 3]);
-        assert_eq!(is_same(device("a", 7, x), device("b", 8, x)), unknown);
+        // Its identity is in records of all versions.
+        assert_eq!(is_same(device("a", 7, x), device("b", 8, x)), [true; 3]);
         assert_eq!(is_same(device("a", 7, x), device("b", 7, y)), [false; 3]);
         let of_path = [false, false, true];
         assert_eq!(is_same(device("a", 7, None), device("b", 7, None)), of_path);

@@ -94,19 +94,10 @@ pub(super) fn prepared(
         Some(found) => why_not(found, continued.as_ref(), since.as_ref(), served),
     };
     let checkpoint = continued.map(|continued| continued.checkpoint);
-    match (why_full, since) {
-        (Some(WhyFull::NoCheckpoint | WhyFull::OtherCheckpoint), Some(since)) => {
-            let has = checkpoint.as_ref().map_or("none", Checkpoint::as_str);
-            warn!(
-                "backup '{id}': disk {disk} is copied in full: the last backup that the client has is {since}, and the checkpoint \
-                 of bitmap '{name}' is {has}; the disk or the bitmap may be an older one that was put back"
-            );
-        }
-        (Some(WhyFull::OtherDisk), Some(since)) => warn!(
-            "backup '{id}': disk {disk} is copied in full: bitmap '{name}' is that of another disk of backup {since}; that disk's \
-             image or file is in the place of this one's, or disk {served} had another name then"
-        ),
-        _ => {}
+    if let (Some(why), Some(since)) = (why_full, since)
+        && let Some(why) = other_backup(why, name, since, checkpoint.as_ref())
+    {
+        warn!("backup '{id}': disk {served} is copied in full: {why}");
     }
     let is_stored = match found {
         Some(found) => found.is_persistent(),
@@ -172,6 +163,27 @@ pub(super) fn prepared(
         mark,
     };
     Ok((Some(bitmap), Some(wanted)))
+}
+
+/// What an operator learns of a bitmap that does not continue the last backup of the client.
+fn other_backup(
+    why: WhyFull,
+    bitmap: &str,
+    since: &Checkpoint,
+    has: Option<&Checkpoint>,
+) -> Option<String> {
+    match why {
+        WhyFull::NoCheckpoint | WhyFull::OtherCheckpoint => Some(format!(
+            "the last backup that the client has is {since}, and the checkpoint of bitmap '{bitmap}' is {}; the disk or the \
+             bitmap may be an older one that was put back",
+            has.map_or("none", Checkpoint::as_str)
+        )),
+        WhyFull::OtherDisk => Some(format!(
+            "bitmap '{bitmap}' is that of another disk of backup {since}; that disk's image or file is in the place of this \
+             one's, or the disk had another name then"
+        )),
+        WhyFull::Wanted | WhyFull::Missing | WhyFull::Inconsistent | WhyFull::Disabled => None,
+    }
 }
 
 /// Why a bitmap cannot be used, if it cannot.
