@@ -5,6 +5,7 @@
 //! shortened, and reported with its seed. Requests are sent in the order of the list, but the kernel decides which is
 //! executed first.
 
+mod backups;
 mod commands;
 mod config;
 mod copies;

@@ -10,14 +10,14 @@ use super::process::run;
 use super::world::World;
 
 impl World {
-    fn ringdisk(&self, arguments: &[&str]) -> Outcome<(Option<i32>, String)> {
+    pub fn ringdisk(&self, arguments: &[&str]) -> Outcome<(Option<i32>, String)> {
         let mut command = Command::new(&self.binary);
         command.args(arguments).arg("--control").arg(self.control());
         command.env("RUNTIME_DIRECTORY", &self.files.runtime);
         run(&mut command, &self.files.directory)
     }
 
-    fn ringdisk_must(&self, arguments: &[&str]) -> Outcome<String> {
+    pub fn ringdisk_must(&self, arguments: &[&str]) -> Outcome<String> {
         match self.ringdisk(arguments)? {
             (Some(0), said) => Ok(said),
             (code, said) => {
@@ -103,6 +103,21 @@ impl World {
         self.counts.add("snapshots under load", 1);
         self.files.backing = Some((self.files.image.clone(), self.files.format()));
         self.moved_to(above, true);
+        Ok(())
+    }
+
+    /// Tells ringdisk another name of the disk's file.
+    pub fn other_name(&mut self) -> Outcome<()> {
+        if self.files.storage.is_some() || self.files.has_data_file || self.full {
+            return Ok(());
+        }
+        self.drain()?;
+        let other = self.files.fresh();
+        fs::hard_link(&self.files.image, &other)?;
+        let name = other.display().to_string();
+        self.ringdisk_must(&["replace", "disk", &name, "--format", self.files.format()])?;
+        self.counts.add("other names under load", 1);
+        self.files.image = other;
         Ok(())
     }
 

@@ -51,6 +51,10 @@ pub struct Image {
     pub compressed: bool,
     pub snapshots: u32,
     pub bitmaps: bool,
+    /// A client makes incremental backups.
+    pub backups: bool,
+    /// ringdisk has a state directory.
+    pub state: bool,
     /// Options for a second image, which the same process serves as another disk.
     pub neighbour: Option<String>,
     pub place: Place,
@@ -152,6 +156,8 @@ impl Image {
             compressed: false,
             snapshots: 0,
             bitmaps: false,
+            backups: false,
+            state: false,
             neighbour: None,
             place,
             journal: match random.below(8) {
@@ -162,7 +168,9 @@ impl Image {
             },
             seed: random.any(),
         };
-        match random.below(16) {
+        image.backups = random.one_in(2);
+        image.state = image.backups && !random.one_in(4);
+        match random.below(if image.backups { 8 } else { 16 }) {
             0 => image.make_raw(random),
             1 | 2 => image.make_version_2(random),
             _ => image.make_version_3(random),
@@ -295,8 +303,8 @@ impl Image {
             Some(_) => "qcow2",
         };
         format!(
-            "{} {} data={}{} backing={backing} place={:?} sparse={} snapshots={} bitmaps={} compressed={} \
-             neighbour={}",
+            "{} {} data={}{} backing={backing} place={:?} sparse={} snapshots={} bitmaps={} backups={} state={} \
+             compressed={} neighbour={}",
             if self.qcow2 { "qcow2" } else { "raw" },
             self.options,
             u8::from(self.data_file),
@@ -305,6 +313,8 @@ impl Image {
             self.windows.len() > 1,
             self.snapshots > 0,
             self.bitmaps,
+            self.backups,
+            self.state,
             self.compressed,
             self.neighbour.is_some(),
         )

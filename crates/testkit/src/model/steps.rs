@@ -114,6 +114,16 @@ pub enum Step {
         options: &'static str,
         drain: bool,
     },
+    /// Tell ringdisk another name of the disk's file.
+    OtherName,
+    /// A client copies what has changed since its last backup, and names that, or not.
+    CopyChanges {
+        names_checkpoint: bool,
+    },
+    /// Kill ringdisk while a client does that.
+    CopyChangesKilled {
+        after_us: u64,
+    },
     /// Move the disk to a copy.
     Replace {
         qcow2: bool,
@@ -175,6 +185,7 @@ struct Draw {
     random: Random,
     marks: u64,
     cluster: u64,
+    backups: bool,
     /// The number of sectors to draw from. It is larger than the disk, so that some requests are in the part that a
     /// resize has added, and otherwise wrap around.
     sectors: u64,
@@ -188,6 +199,7 @@ impl Case {
             random,
             marks: 0,
             cluster: image.cluster,
+            backups: image.backups,
             sectors: image.windows.iter().map(|w| w.1 as u64).sum::<u64>() * 9 / 8,
         };
         let mut steps = Vec::new();
@@ -236,6 +248,9 @@ impl Draw {
         if self.random.one_in(3) {
             steps.push(Step::Verify);
         }
+        if self.backups && self.random.one_in(2) {
+            steps.push(self.copy_changes());
+        }
         for number in 0..1 + self.random.below(4) {
             if number == 1 && journal_full {
                 let leave_kib = 4 * self.random.below(5);
@@ -282,6 +297,10 @@ impl Draw {
             _ => Some(self.random.below(count) as u32),
         };
         steps.push(Step::Requests { list, until });
+        if self.backups && self.random.one_in(3) {
+            steps.push(self.copy_changes());
+            return;
+        }
         let options = pick(
             &mut self.random,
             &[
@@ -291,7 +310,7 @@ impl Draw {
                 "extended_l2=on,cluster_size=32k",
             ],
         );
-        steps.push(match self.random.below(28) {
+        steps.push(match self.random.below(29) {
             0 | 1 => Step::Resize(1 + self.random.below(1000)),
             2 => Step::Snapshot {
                 options,
@@ -313,8 +332,15 @@ impl Draw {
             26 | 27 => Step::WriteCache {
                 on: self.random.one_in(2),
             },
+            28 => Step::OtherName,
             _ => return,
         });
+    }
+
+    fn copy_changes(&mut self) -> Step {
+        Step::CopyChanges {
+            names_checkpoint: !self.random.one_in(4),
+        }
     }
 
     fn moment(&mut self, us: u64, lines: u64) -> Moment {
@@ -339,6 +365,12 @@ impl Draw {
                 list: list.into_iter().map(to_flush).collect(),
                 until: Some(0),
             });
+        }
+        if self.backups && self.random.one_in(8) {
+            steps.push(Step::CopyChangesKilled {
+                after_us: self.random.below(60_000),
+            });
+            return;
         }
         let seed = self.random.any();
         let end = self.random.below(20);

@@ -7,6 +7,7 @@ use std::process::{Command, ExitStatus};
 use std::thread;
 use std::time::Duration;
 
+use super::backups::BackupClient;
 use super::config::Serve;
 use super::failure::{Failure, Outcome, RUINED};
 use super::files::{Files, windows};
@@ -47,6 +48,9 @@ pub struct World {
     pub process: Option<Process>,
     pub guest: Option<Guest>,
     neighbour: Option<Neighbour>,
+    pub client: BackupClient,
+    /// Backups are made, and whether ringdisk has a state directory.
+    backup_options: Option<bool>,
     /// The image has had no space since ringdisk was started.
     pub full: bool,
     marks: u64,
@@ -80,6 +84,8 @@ pub fn run_case(binary: &Path, directory: &Path, case: &Case) -> (Counts, Outcom
         process: None,
         guest: None,
         neighbour,
+        client: BackupClient::default(),
+        backup_options: case.image.backups.then_some(case.image.state),
         full: false,
         marks: 1 << 32,
     };
@@ -147,6 +153,9 @@ impl World {
         if !served && !starts {
             self.files.wait_until_free()?;
         }
+        if !served {
+            self.note_foreign(step);
+        }
         match step {
             Step::Start(serve) if !served => self.start(serve),
             Step::StartKilled { serve, when } if !served => self.start_killed(serve, *when),
@@ -195,6 +204,9 @@ impl World {
             Step::Verify => self.verify(),
             Step::Flush => self.flush(),
             Step::WriteCache { on } => self.switch_write_cache(*on),
+            Step::CopyChanges { names_checkpoint } => self.copy_changes(*names_checkpoint),
+            Step::CopyChangesKilled { after_us } => self.copy_changes_killed(*after_us),
+            Step::OtherName => self.other_name(),
             Step::Resize(sectors) => self.resize(*sectors),
             Step::Snapshot { options, drain } => self.snapshot(options, *drain),
             Step::Replace { qcow2 } => self.replace(*qcow2),
@@ -216,6 +228,14 @@ impl World {
 
     fn socket(&self) -> PathBuf {
         self.files.directory.join("disk.sock")
+    }
+
+    fn state_directory(&self) -> PathBuf {
+        self.files.directory.join("state")
+    }
+
+    pub fn has_backups(&self) -> bool {
+        self.backup_options.is_some()
     }
 
     pub fn control(&self) -> PathBuf {
@@ -258,12 +278,21 @@ impl World {
             self.files.directory.display()
         ));
         command.arg(format!("--allow-dir={}", self.files.directory.display()));
+        if let Some(has_state) = self.backup_options {
+            let nbd = self.files.directory.join("nbd.sock");
+            command.arg("--nbd").arg(nbd);
+            if has_state {
+                command.arg("--state").arg(self.state_directory());
+            }
+        }
         command.env("RUNTIME_DIRECTORY", &self.files.runtime);
         command
     }
 
     fn spawn(&mut self, serve: &Serve) -> Outcome<Process> {
         let _ = fs::remove_file(self.socket());
+        // The image is at the place that the command line names.
+        let _ = fs::remove_file(self.state_directory().join("state.json"));
         self.counts.add("starts", 1);
         let configuration = format!(
             "served {} {} {} {} l2={:?} queues={} packed={}",
@@ -367,7 +396,7 @@ impl World {
         }
     }
 
-    fn kill(&mut self) -> Outcome<()> {
+    pub fn kill(&mut self) -> Outcome<()> {
         let mut process = self.process.take().expect("it is served");
         process.kill()?;
         self.counts.add("kills", 1);
