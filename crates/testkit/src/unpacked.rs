@@ -18,6 +18,12 @@ pub const LIBNBD: &str = "libnbd";
 /// The releases whose NBD clients must work.
 pub const LIBNBD_RELEASES: [&str; 2] = ["debian-12", "debian-13"];
 
+/// QEMU's own test program for devices, `qos-test`, and a QEMU that it can drive. Both are built from Debian's source package.
+pub const QTEST: &str = "qtest";
+
+/// The release whose sources [`QTEST`] is built from.
+pub const QTEST_RELEASE: &str = "debian-12";
+
 /// An unpacked product of a release.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unpacked {

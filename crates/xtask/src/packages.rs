@@ -12,6 +12,7 @@ pub mod libnbd;
 pub mod libvirt;
 pub mod python;
 pub mod qemu;
+pub mod qtest;
 pub mod tcmalloc;
 mod unpacked;
 
@@ -59,7 +60,7 @@ const QEMU_MAJOR_MIN: u32 = 8;
 type Ensure = fn() -> Result<()>;
 
 /// Everything that the tests need, and the consequence if it is missing.
-pub const ALL: [(Ensure, &str); 13] = [
+pub const ALL: [(Ensure, &str); 14] = [
     (ensure, "tests that need a guest are skipped"),
     (
         python::ensure_qmp,
@@ -80,6 +81,10 @@ pub const ALL: [(Ensure, &str); 13] = [
         "the test of the service in a real systemd is skipped",
     ),
     (qemu::ensure, "the matrix of tests lacks"),
+    (
+        qtest::ensure,
+        "QEMU's own test of vhost-user-blk servers is skipped",
+    ),
     (
         libvirt::ensure,
         "the tests with libvirt's own domains are skipped",

@@ -41,23 +41,7 @@ fn fetch(name: &str, package: &str, suites: &[String]) -> Result<()> {
     let cache = folder.parent().context("the cache has no parent folder")?;
     fs::create_dir_all(cache).with_context(|| format!("making {}", cache.display()))?;
     let temporary = tempfile::tempdir_in(cache).context("making a folder for libvirt")?;
-    // apt checks the archive's signature, and with it the file.
-    let mut source = apt.command("apt-get", &sources);
-    source.args([
-        "--quiet=2",
-        "source",
-        "--download-only",
-        "--tar-only",
-        package,
-    ]);
-    run(source.current_dir(temporary.path()))?;
-    let files = fs::read_dir(temporary.path())?
-        .flatten()
-        .map(|file| file.path());
-    let archive = files
-        .filter(|path| path.to_string_lossy().contains(".orig.tar."))
-        .find(|path| path.extension().is_some_and(|suffix| suffix != "asc"));
-    let archive = archive.context("the source package has no archive")?;
+    let archive = apt.source_archive(&sources, package, temporary.path())?;
     let unpacked = temporary.path().join("unpacked");
     fs::create_dir(&unpacked)?;
     // A release has one of the two folders, and tar fails because the other is missing. So check the result instead.

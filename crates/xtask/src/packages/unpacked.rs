@@ -287,6 +287,20 @@ impl Apt {
         Ok(path)
     }
 
+    /// Fetches the upstream archive of a source package into a folder, and returns its path. apt checks the archive's
+    /// signature, and with it the file.
+    pub fn source_archive(&self, sources: &Path, package: &str, folder: &Path) -> Result<PathBuf> {
+        let mut source = self.command("apt-get", sources);
+        source.args(["--quiet=2", "source", "--download-only", "--tar-only"]);
+        run(source.arg(package).current_dir(folder))?;
+        let mut files = fs::read_dir(folder)?.flatten().map(|file| file.path());
+        let archive = files.find(|path| {
+            path.to_string_lossy().contains(".orig.tar.")
+                && path.extension().is_some_and(|suffix| suffix != "asc")
+        });
+        archive.with_context(|| format!("the source package {package} has no archive"))
+    }
+
     pub fn command(&self, program: &str, sources: &Path) -> Command {
         let mut command = Command::new(program);
         let configuration = self.folder.join("configuration");
