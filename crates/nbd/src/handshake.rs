@@ -27,6 +27,9 @@ pub const OPTIONS_MAX: usize = 3 * EXPORTS_MAX + 256;
 /// Limit of the bytes of all options in one handshake: a name, and some queries, in each of them. 55 MB.
 const BYTES_MAX: u64 = (OPTIONS_MAX * (NAME_BYTES_MAX + 256)) as u64;
 
+/// A part of the list of exports ends with the entry that reaches so many bytes: all of it could take 33 MiB for each client.
+const LIST_BYTES: usize = 64 << 10;
+
 /// The same for what comes before TLS, where nothing can be negotiated.
 const OPTIONS_BEFORE_TLS_MAX: usize = 32;
 const BYTES_BEFORE_TLS_MAX: u64 = 64 << 10;
@@ -175,10 +178,22 @@ impl ExportInfo {
 
 /// The exports of a server.
 pub trait Exports {
-    /// Their names and descriptions; these may be empty.
-    fn list(&self) -> Vec<(String, String)>;
+    /// The first export in an order of the server's, or the next one after the export with this key, whether or not that
+    /// still exists.
+    fn next(&self, after: Option<&str>) -> Option<ListedExport>;
     /// The export of this name, which is the default one if the name is empty.
     fn find(&self, name: &str) -> Option<ExportInfo>;
+}
+
+/// An export in the list of all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedExport {
+    /// Its place in the list.
+    pub key: String,
+    /// Its name.
+    pub name: String,
+    /// For people; may be empty.
+    pub description: String,
 }
 
 /// The client is disconnected.
@@ -223,6 +238,8 @@ pub enum Tls {
 pub enum Step {
     /// Send what was appended, and call again with more bytes.
     Continue,
+    /// Send what was appended, and call again with the same bytes: the reply goes on.
+    More,
     /// Send what was appended, begin TLS, and continue with [`Handshake::protected`].
     StartTls,
     /// Send what was appended. The transmission phase begins.
@@ -255,6 +272,8 @@ pub struct Handshake {
     skip: usize,
     mode: Mode,
     tls: Tls,
+    /// The list of exports is being sent, up to the export with this key.
+    listed: Option<Option<String>>,
     /// Contexts that were chosen, and the name of their export.
     chosen: Option<(String, Vec<Context>)>,
 }
@@ -308,6 +327,10 @@ impl Handshake {
             self.skip -= skipped;
             return Ok((skipped, Step::Continue));
         }
+        if let Some(listed) = self.listed.take() {
+            self.list(listed, exports, out);
+            return Ok((0, Step::More));
+        }
         let mut fields = Fields::new(input);
         if !self.has_client_flags {
             let Some(flags) = fields.u32() else {
@@ -353,7 +376,7 @@ impl Handshake {
             fields.bytes(len as usize)?;
             Some(option)
         };
-        let is_option = self.has_client_flags && self.skip == 0;
+        let is_option = self.has_client_flags && self.skip == 0 && self.listed.is_none();
         is_option && matches!(next(), Some(OPT_EXPORT_NAME | OPT_GO))
     }
 
@@ -406,7 +429,11 @@ impl Handshake {
             }
             OPT_STARTTLS => self.start_tls(data),
             _ if self.tls == Tls::Required => Err(OptionError::TLS_REQUIRED),
-            OPT_LIST => list(data, exports, out),
+            OPT_LIST if data.is_empty() => {
+                self.listed = Some(None);
+                return Ok(Step::More);
+            }
+            OPT_LIST => Err(OptionError::invalid("this option has no data")),
             OPT_INFO | OPT_GO => self.info(option, data, exports, out),
             OPT_STRUCTURED_REPLY => self.set_mode(data, Mode::Structured),
             OPT_EXTENDED_HEADERS => self.set_mode(data, Mode::Extended),
@@ -425,6 +452,26 @@ impl Handshake {
                 Ok(Step::Continue)
             }
         }
+    }
+
+    /// Appends a part of the list of exports: those after the one with this key.
+    fn list(&mut self, mut after: Option<String>, exports: &dyn Exports, out: &mut Vec<u8>) {
+        let end = out.len() + LIST_BYTES;
+        while out.len() < end {
+            let Some(export) = exports.next(after.as_deref()) else {
+                return reply(OPT_LIST, REP_ACK, &[], out);
+            };
+            let ListedExport {
+                key,
+                name,
+                description,
+            } = export;
+            let len = (name.len() as u32).to_be_bytes();
+            let data = [&len, name.as_bytes(), description.as_bytes()].concat();
+            reply(OPT_LIST, REP_SERVER, &data, out);
+            after = Some(key);
+        }
+        self.listed = Some(after);
     }
 
     fn start_tls(&self, data: &[u8]) -> Result<Step, OptionError> {
@@ -585,18 +632,6 @@ impl Handshake {
         }
         Ok(Step::Continue)
     }
-}
-
-fn list(data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Result<Step, OptionError> {
-    if !data.is_empty() {
-        return Err(OptionError::invalid("this option has no data"));
-    }
-    for (name, description) in exports.list() {
-        let len = (name.len() as u32).to_be_bytes();
-        let data = [&len, name.as_bytes(), description.as_bytes()].concat();
-        reply(OPT_LIST, REP_SERVER, &data, out);
-    }
-    Ok(Step::Continue)
 }
 
 /// A length and so many bytes of text.

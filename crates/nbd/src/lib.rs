@@ -13,8 +13,8 @@ mod request;
 
 pub use handshake::{
     BASE_ALLOCATION, BlockSizes, Context, DEPTH, EXPORTS_MAX, ExportInfo, Exports, GREETING,
-    Handshake, HandshakeError, NAME_BYTES_MAX, Negotiated, OPTION_BYTES_MAX, OPTIONS_MAX,
-    QUERIES_MAX, Step, Tls, flags,
+    Handshake, HandshakeError, ListedExport, NAME_BYTES_MAX, Negotiated, OPTION_BYTES_MAX,
+    OPTIONS_MAX, QUERIES_MAX, Step, Tls, flags,
 };
 pub use reply::{BlockStatus, EXTENTS_MAX, Replies, STATE_HOLE, STATE_ZERO};
 pub use request::{Command, ErrorCode, PAYLOAD_BYTES_MAX, ProtocolError, Refusal, RequestHeader};

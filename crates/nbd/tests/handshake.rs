@@ -1,8 +1,8 @@
 //! The handshake: what is negotiated, and how what is not is refused.
 
 use nbd::{
-    BASE_ALLOCATION, Context, DEPTH, Exports, GREETING, Handshake, HandshakeError, Mode,
-    Negotiated, OPTIONS_MAX, Step, Tls,
+    BASE_ALLOCATION, Context, DEPTH, ExportInfo, Exports, GREETING, Handshake, HandshakeError,
+    ListedExport, Mode, NAME_BYTES_MAX, Negotiated, OPTIONS_MAX, Step, Tls,
 };
 
 use crate::checks::Two;
@@ -49,7 +49,7 @@ fn run(client: &[u8]) -> (Vec<u32>, Option<Box<Negotiated>>) {
             Step::Ready(negotiated) => return (types(&out), Some(negotiated)),
             Step::End => return (types(&out), None),
             Step::Continue if used == 0 => return (types(&out), None),
-            Step::Continue => {}
+            Step::Continue | Step::More => {}
             Step::StartTls => unreachable!("this server has no TLS"),
         }
     }
@@ -240,10 +240,15 @@ fn endless_negotiation_ends() {
     let mut out = Vec::new();
     handshake.advance(&FLAGS, &Two, &mut out).unwrap();
     let list = option(3, &[]);
+    let list_all = |handshake: &mut Handshake, out: &mut Vec<u8>| {
+        let (used, step) = handshake.advance(&list, &Two, out)?;
+        assert_eq!((used, step), (list.len(), Step::More));
+        handshake.advance(&[], &Two, out)
+    };
     for _ in 0..OPTIONS_MAX {
-        handshake.advance(&list, &Two, &mut out).unwrap();
+        list_all(&mut handshake, &mut out).unwrap();
     }
-    let end = handshake.advance(&list, &Two, &mut out);
+    let end = list_all(&mut handshake, &mut out);
     assert_eq!(end, Err(HandshakeError::TooMany(OPTIONS_MAX)));
     // Few options with much data, which is skipped. Before TLS, much less is enough.
     for (tls, most) in [(Tls::Off, 64 << 20), (Tls::Required, 64 << 10)] {
@@ -343,8 +348,10 @@ fn exports_are_listed_with_their_descriptions() {
     let client = [&FLAGS[..], &option(3, &[])].concat();
     let mut handshake = Handshake::default();
     let mut rest = &client[..];
-    while !rest.is_empty() {
-        let (used, _) = handshake.advance(rest, &Two, &mut out).unwrap();
+    let mut step = Step::Continue;
+    while !rest.is_empty() || step == Step::More {
+        let used;
+        (used, step) = handshake.advance(rest, &Two, &mut out).unwrap();
         rest = &rest[used..];
     }
     for name in ["disk", "image"] {
@@ -357,4 +364,70 @@ fn exports_are_listed_with_their_descriptions() {
         let reply = [header, listed].concat();
         assert!(out.windows(reply.len()).any(|part| part == reply), "{name}");
     }
+}
+
+/// Many exports with long names, some of which come and go while they are listed.
+struct Many(std::cell::RefCell<std::collections::BTreeMap<String, String>>);
+
+impl Exports for Many {
+    fn next(&self, after: Option<&str>) -> Option<ListedExport> {
+        let all = self.0.borrow();
+        let mut later = all
+            .iter()
+            .filter(|(key, _)| after.is_none_or(|after| key.as_str() > after));
+        let (key, name) = later.next()?;
+        Some(ListedExport {
+            key: key.clone(),
+            name: name.clone(),
+            description: String::new(),
+        })
+    }
+
+    fn find(&self, _: &str) -> Option<ExportInfo> {
+        None
+    }
+}
+
+/// However many exports there are, a part of the list is small, and all parts together have each export that was there all
+/// the time once. The next option is answered after the list.
+#[test]
+fn long_lists_are_sent_in_parts() {
+    let name = |i: usize| format!("{i:04}{}", "x".repeat(NAME_BYTES_MAX - 4));
+    let all = (0..1000).map(|i| (format!("{i:04}"), name(i)));
+    let exports = Many(std::cell::RefCell::new(all.collect()));
+    let client = [&FLAGS[..], &option(3, &[]), &option(2, &[])].concat();
+    let mut handshake = Handshake::default();
+    let (mut rest, mut names, mut parts) = (&client[..], Vec::new(), 0);
+    loop {
+        let mut out = Vec::new();
+        assert!(!handshake.asks_to_begin(rest));
+        let (used, step) = handshake.advance(rest, &exports, &mut out).unwrap();
+        rest = &rest[used..];
+        assert!(out.len() <= 80 << 10, "{}", out.len());
+        let mut replies = &out[..];
+        while let Some((header, after)) = replies.split_at_checked(20) {
+            let word = |at: usize| u32::from_be_bytes(header[at..at + 4].try_into().unwrap());
+            let (data, others) = after.split_at(word(16) as usize);
+            replies = others;
+            match (word(8), word(12)) {
+                (3, SERVER) => names.push(String::from_utf8(data[4..].to_vec()).unwrap()),
+                (3, 1) => assert_eq!(rest, option(2, &[])),
+                (2, 1) => assert!(rest.is_empty()),
+                other => panic!("{other:?}"),
+            }
+        }
+        parts += usize::from(!out.is_empty());
+        // The last one that was listed, and one that is still to come.
+        if parts == 2 {
+            let last = names.last().unwrap()[..4].to_owned();
+            exports.0.borrow_mut().remove(&last);
+            exports.0.borrow_mut().remove("0998");
+        }
+        if step == Step::End {
+            break;
+        }
+    }
+    let expected = (0..1000).filter(|&i| i != 998).map(name);
+    assert!(names.iter().eq(&expected.collect::<Vec<_>>()));
+    assert!(parts > 50, "{parts}");
 }

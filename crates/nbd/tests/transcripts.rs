@@ -13,6 +13,7 @@ fn run(mut bytes: &[u8]) -> (Option<Negotiated>, Vec<Command>) {
         match step {
             Step::Ready(negotiated) => break *negotiated,
             Step::Continue if used > 0 => {}
+            Step::More => {}
             _ => return (None, Vec::new()),
         }
     };

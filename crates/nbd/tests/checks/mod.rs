@@ -1,8 +1,8 @@
 //! What must be true of any bytes that a client sends. Shared by the fuzz target and the property tests.
 
 use nbd::{
-    BlockSizes, Command, ExportInfo, Exports, GREETING, Handshake, Mode, OPTION_BYTES_MAX,
-    PAYLOAD_BYTES_MAX, RequestHeader, Step, Tls, flags,
+    BlockSizes, Command, ExportInfo, Exports, GREETING, Handshake, ListedExport, Mode,
+    OPTION_BYTES_MAX, PAYLOAD_BYTES_MAX, RequestHeader, Step, Tls, flags,
 };
 
 /// Two exports, one of which is read-only.
@@ -31,10 +31,14 @@ pub fn export(name: &str) -> ExportInfo {
 }
 
 impl Exports for Two {
-    fn list(&self) -> Vec<(String, String)> {
-        ["disk", "image"]
-            .map(|name| (name.into(), export(name).description))
-            .into()
+    fn next(&self, after: Option<&str>) -> Option<ListedExport> {
+        let mut names = ["disk", "image"].into_iter();
+        let name = names.find(|name| after.is_none_or(|after| *name > after))?;
+        Some(ListedExport {
+            key: name.into(),
+            name: name.into(),
+            description: export(name).description,
+        })
     }
 
     fn find(&self, name: &str) -> Option<ExportInfo> {
@@ -77,7 +81,7 @@ pub fn session(bytes: &[u8]) {
                 }
                 end = bytes.len().min(end + chunk);
             }
-            Step::Continue => {}
+            Step::Continue | Step::More => {}
             Step::End => return,
             Step::StartTls => {
                 assert_eq!(tls, Tls::Required);

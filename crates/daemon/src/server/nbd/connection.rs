@@ -1,6 +1,7 @@
 //! A client's connection: the handshake, and then its requests.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::ops::Bound;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -8,7 +9,8 @@ use std::time::{Duration, Instant};
 use datapath::LogLimiter;
 use guest::LocalQueue;
 use nbd::{
-    ExportInfo, GREETING, Handshake, HandshakeError, Negotiated, OPTION_BYTES_MAX, Step, Tls, flags,
+    ExportInfo, GREETING, Handshake, HandshakeError, ListedExport, Negotiated, OPTION_BYTES_MAX,
+    Step, Tls, flags,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -93,8 +95,7 @@ pub fn serve(
         peer,
         place,
         stop,
-        deadline: Instant::now() + HANDSHAKE,
-        end: Instant::now() + WHOLE_HANDSHAKE,
+        deadlines: Deadlines::new(Instant::now()),
         input: Vec::new(),
     };
     let agreed = greeted.negotiate()?;
@@ -162,10 +163,18 @@ struct Named<'a> {
 }
 
 impl nbd::Exports for Named<'_> {
-    fn list(&self) -> Vec<(String, String)> {
+    fn next(&self, after: Option<&str>) -> Option<ListedExport> {
         let exports = locked(self.exports);
-        let listed = |e: &Arc<NbdExport>| (e.name.clone(), e.description.clone());
-        exports.by_id.values().map(listed).collect()
+        let after = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let (id, export) = exports
+            .by_id
+            .range::<str, _>((after, Bound::Unbounded))
+            .next()?;
+        Some(ListedExport {
+            key: id.clone(),
+            name: export.name.clone(),
+            description: export.description.clone(),
+        })
     }
 
     fn find(&self, name: &str) -> Option<ExportInfo> {
@@ -185,6 +194,43 @@ struct Agreed {
     reply: Vec<u8>,
 }
 
+/// Until when a handshake must have advanced, and ended.
+struct Deadlines {
+    step: Instant,
+    whole: Instant,
+}
+
+impl Deadlines {
+    fn new(now: Instant) -> Self {
+        Self {
+            step: now + HANDSHAKE,
+            whole: now + WHOLE_HANDSHAKE,
+        }
+    }
+
+    /// The client has sent an option.
+    fn advanced(&mut self, now: Instant) {
+        self.step = now + HANDSHAKE;
+    }
+
+    /// The client has waited for others, which is not its fault.
+    fn waited_for_place(&mut self, since: Instant, now: Instant) {
+        self.whole += now.saturating_duration_since(since);
+        self.advanced(now);
+    }
+
+    /// How long the client may still take for its next step.
+    fn left(&self, now: Instant) -> Result<Duration, ConnectionError> {
+        if now >= self.whole {
+            return Err(ConnectionError::TooLong);
+        }
+        match self.step.min(self.whole).saturating_duration_since(now) {
+            Duration::ZERO => Err(ConnectionError::TooSlow),
+            left => Ok(left),
+        }
+    }
+}
+
 /// A connection before requests are served. The socket does not block.
 struct Greeted<'a> {
     stream: Stream<'a>,
@@ -192,9 +238,7 @@ struct Greeted<'a> {
     peer: &'a str,
     place: HandshakePlace,
     stop: &'a OwnedFd,
-    deadline: Instant,
-    /// The deadline of the whole handshake.
-    end: Instant,
+    deadlines: Deadlines,
     /// Bytes that have arrived and were not used yet.
     input: Vec<u8>,
 }
@@ -222,9 +266,10 @@ impl Greeted<'_> {
                 allows_more: self.place.allows_more(client_place.as_ref()),
             };
             let (used, step) = handshake.advance(&self.input, &exports, &mut out)?;
+            let waits = used == 0 && step == Step::Continue;
             self.input.drain(..used);
             if used > 0 && is_protected {
-                self.deadline = Instant::now() + HANDSHAKE;
+                self.deadlines.advanced(Instant::now());
             }
             match (step, client_place) {
                 (Step::Ready(negotiated), Some(place)) => {
@@ -257,11 +302,11 @@ impl Greeted<'_> {
                     handshake = handshake.protected();
                     is_protected = true;
                 }
-                (Step::Continue, _) => {}
+                (Step::Continue | Step::More, _) => {}
             }
             self.send(&out)?;
             out.clear();
-            if used == 0 && !self.receive()? {
+            if waits && !self.receive()? {
                 return Ok(None);
             }
         }
@@ -314,8 +359,7 @@ impl Greeted<'_> {
                 return Err(self.refuse(ConnectionError::InVain));
             }
         }
-        self.deadline = Instant::now() + HANDSHAKE;
-        self.end += began.elapsed();
+        self.deadlines.waited_for_place(began, Instant::now());
         Ok(Some(place))
     }
 
@@ -329,7 +373,7 @@ impl Greeted<'_> {
             reply.extend(REP_ERR_SHUTDOWN.to_be_bytes());
             reply.extend((text.len() as u32).to_be_bytes());
             reply.extend(text.as_bytes());
-            self.deadline = Instant::now() + HANDSHAKE;
+            self.deadlines.advanced(Instant::now());
             if self.send(&reply).is_ok() {
                 self.stream.close();
             }
@@ -384,15 +428,7 @@ impl Greeted<'_> {
 
     /// Returns false if this process ends the connection.
     fn wait(&mut self, what: PollFlags) -> Result<bool, ConnectionError> {
-        let now = Instant::now();
-        if now >= self.end {
-            return Err(ConnectionError::TooLong);
-        }
-        let left = self.deadline.min(self.end).saturating_duration_since(now);
-        if left.is_zero() {
-            return Err(ConnectionError::TooSlow);
-        }
-        let left = Timespec::try_from(left).ok();
+        let left = Timespec::try_from(self.deadlines.left(Instant::now())?).ok();
         // The server's part of the TLS handshake.
         let unsent = if self.stream.flush()? {
             PollFlags::empty()
@@ -406,6 +442,38 @@ impl Greeted<'_> {
         match poll(&mut ready, left.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(ready[0].revents().is_empty()),
             Err(e) => Err(io::Error::from(e).into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A client that sends an option now and then is not cut off for its pauses, but for the time of all of them. What it
+    /// waits for others does not count.
+    #[test]
+    fn handshake_ends_at_its_deadlines() {
+        let began = Instant::now();
+        let at = |s| began + Duration::from_secs(s);
+        let silent = Deadlines::new(began);
+        assert_eq!(
+            silent.left(at(4)).unwrap(),
+            HANDSHAKE - Duration::from_secs(4)
+        );
+        assert!(matches!(silent.left(at(10)), Err(ConnectionError::TooSlow)));
+        for (waits, end) in [(0, 600), (1000, 1600)] {
+            let mut deadlines = Deadlines::new(began);
+            deadlines.waited_for_place(began, at(waits));
+            let mut now = waits;
+            while let Ok(left) = deadlines.left(at(now)) {
+                assert!(now < end && left <= HANDSHAKE && at(now) + left <= at(end));
+                now += 9;
+                deadlines.advanced(at(now));
+            }
+            assert!(now >= end && now < end + 9, "{now}");
+            let ended = deadlines.left(at(now));
+            assert!(matches!(ended, Err(ConnectionError::TooLong)));
         }
     }
 }
