@@ -5,7 +5,7 @@ mod bitmap;
 mod export;
 mod guest_agent;
 mod interrupt;
-mod nbd_client;
+pub mod nbd_client;
 mod rates;
 mod stats;
 mod top;
@@ -192,6 +192,8 @@ pub enum CommandLineError {
     Value(String, String),
     #[error("there is no disk '{0}'; served are: {1}")]
     NoDisk(String, String),
+    #[error("disk '{0}' is not served at present: {1}; ringdisk tries again")]
+    Absent(String, String),
     #[error("the terminal: {0}; 'ringdisk stats' works without one")]
     Terminal(io::Error),
     #[error("{0}: {1}")]

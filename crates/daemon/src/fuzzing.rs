@@ -1,5 +1,6 @@
 //! Parsers of hostile input, for the fuzz targets. They panic if what they accept does not read back as it is written.
 
+use crate::client::nbd_client;
 use crate::config::Config;
 use crate::config::spec::DiskSpec;
 use crate::node;
@@ -38,4 +39,9 @@ pub fn bitmap_record(bytes: &[u8]) {
 pub fn handover(bytes: &[u8]) {
     protocol::check(bytes);
     LaunchRecord::check(bytes);
+}
+
+/// What an NBD server sends to a copy of a backup.
+pub fn nbd_client(bytes: &[u8]) {
+    nbd_client::check::check(bytes);
 }

@@ -1,6 +1,12 @@
 //! A client of NBD servers, for copies: one request at a time, and structured replies. The server may be another program, and
 //! nothing that it sends is trusted.
 
+#[cfg(any(fuzzing, test))]
+pub mod check;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
@@ -144,6 +150,44 @@ pub struct NbdClient {
 /// Bytes, and the flags of a context there.
 pub type Extent = (u64, u32);
 
+/// The ranges of a read that have arrived.
+#[derive(Default)]
+struct Received(BTreeMap<u64, u64>);
+
+impl Received {
+    /// Most ranges with gaps between them. A server may send a read in any order, but none sends it in crumbs.
+    const MAX: usize = 4096;
+
+    /// # Errors
+    /// A part of it has arrived before, which would hide that another part is missing; or the ranges are too many.
+    fn add(&mut self, at: u64, bytes: u64) -> io::Result<()> {
+        if bytes == 0 {
+            return Err(broken("a chunk of a read is empty"));
+        }
+        let (mut from, mut end) = (at, at + bytes);
+        if let Some((&before, &its_end)) = self.0.range(..end).next_back() {
+            if its_end > at {
+                return Err(broken("data of a read arrives twice"));
+            }
+            if its_end == at {
+                from = before;
+            }
+        }
+        if let Some(its_end) = self.0.remove(&end) {
+            end = its_end;
+        }
+        self.0.insert(from, end);
+        if self.0.len() > Self::MAX {
+            return Err(broken("a read arrives in too many parts"));
+        }
+        Ok(())
+    }
+
+    fn is_all_of(&self, bytes: u64) -> bool {
+        bytes == 0 || self.0.iter().eq([(&0, &bytes)])
+    }
+}
+
 fn broken(what: &str) -> io::Error {
     let text = format!("the server breaks the NBD protocol: {what}");
     io::Error::new(io::ErrorKind::InvalidData, text)
@@ -161,8 +205,13 @@ impl NbdClient {
         contexts: &[String],
         stop: &Stop,
     ) -> io::Result<Self> {
+        Self::over(address.connect(stop)?.into(), export, contexts)
+    }
+
+    /// A client at the other end of whose socket a server has just accepted it.
+    fn over(stream: File, export: &str, contexts: &[String]) -> io::Result<Self> {
         let mut client = Self {
-            stream: address.connect(stop)?.into(),
+            stream,
             size: 0,
             contexts: vec![None; contexts.len()],
             cookie: 0,
@@ -339,7 +388,7 @@ impl NbdClient {
     /// Not all of it was read.
     pub fn read(&mut self, offset: u64, to: &mut [u8]) -> io::Result<()> {
         self.request(CMD_READ, offset, to.len() as u64)?;
-        let mut done = 0;
+        let mut received = Received::default();
         self.reply(|client, kind, length| {
             let at = u64::from_be_bytes(client.bytes()?);
             let bytes = match kind {
@@ -357,10 +406,9 @@ impl NbdClient {
             } else {
                 part.fill(0);
             }
-            done += part.len();
-            Ok(())
+            received.add(at - offset, u64::from(bytes))
         })?;
-        if done == to.len() {
+        if received.is_all_of(to.len() as u64) {
             return Ok(());
         }
         Err(broken("a read has returned less than was asked for"))
@@ -381,6 +429,9 @@ impl NbdClient {
             let id = Some(u32::from_be_bytes(*id));
             let at = client.contexts.iter().position(|of| *of == id);
             let of = &mut all[at.ok_or_else(|| broken("a context was not asked for"))?];
+            if !of.is_empty() {
+                return Err(broken("a status says a context twice"));
+            }
             let word = |bytes: &[u8]| {
                 bytes
                     .first_chunk()
