@@ -522,3 +522,27 @@ fn silent_clients_do_not_block_scrapers() {
         assert!((0..10).any(|_| is_at_once()), "{count}");
     }
 }
+
+/// Clients that have their reply, and keep sending, keep no thread from others: they are disconnected soon.
+#[test]
+fn trickling_clients_do_not_block_scrapers() {
+    let served = Served::new("");
+    std::thread::scope(|scope| {
+        let trickling: Vec<_> = (0..8)
+            .map(|_| {
+                let mut stream = send_request(&served.server, SCRAPE);
+                scope.spawn(move || {
+                    (0..4096).position(|_| {
+                        std::thread::sleep(Duration::from_millis(20));
+                        stream.write_all(b"x").is_err()
+                    })
+                })
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(200));
+        let (head, body) = served.http(SCRAPE);
+        assert!(head.starts_with("HTTP/1.1 200 ") && !body.is_empty());
+        let ended = |client: std::thread::ScopedJoinHandle<'_, _>| client.join().unwrap();
+        assert!(trickling.into_iter().map(ended).all(|at| at.is_some()));
+    });
+}

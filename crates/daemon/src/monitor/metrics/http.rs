@@ -1,12 +1,11 @@
 //! The HTTP server of the metrics.
 //!
-//! One thread reads the requests of all clients, and others answer those that are complete: clients that say nothing delay
-//! nobody.
+//! One thread reads the requests of all clients, and each that is complete is answered by a thread of its own: clients that
+//! say nothing, or read slowly, delay nobody.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::mpsc::{self, Receiver, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,17 +21,17 @@ const HEADERS_MAX: usize = 64;
 /// Limit of clients that have not sent a complete request. The oldest is disconnected for the next one.
 const ASKING_MAX: usize = 64;
 
-/// Limit of concurrent scrapes; others wait. One or two scrapers are common.
-const THREADS: usize = 4;
-
-/// Limit of requests that wait for a thread; the clients of others are disconnected.
-const WAITING_MAX: usize = 64;
+/// Limit of clients that are being answered. The oldest is disconnected for the next one. One or two scrapers are common.
+const ANSWERED_MAX: usize = 64;
 
 /// Bytes in each chunk of a reply.
 const CHUNK: usize = 32 << 10;
 
 /// How long a client may take to send its request, and then to receive the reply.
 const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a client may take to close its connection after the reply.
+const CLOSING: Duration = Duration::from_secs(1);
 
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -44,30 +43,50 @@ pub fn serve(
     listener: TcpListener,
     text: impl Fn(&mut Body<'_>) -> io::Result<()> + Send + Sync + 'static,
 ) -> io::Result<()> {
-    let (requests, waiting) = mpsc::sync_channel(WAITING_MAX);
-    let (text, waiting) = (Arc::new(text), Arc::new(Mutex::new(waiting)));
-    for _ in 0..THREADS {
-        let (text, waiting) = (text.clone(), waiting.clone());
+    let (text, answered) = (Arc::new(text), Arc::new(Answered::default()));
+    let answer = move |stream: TcpStream, parsed: RequestPath| {
+        let stream = answered.add(stream);
+        let (text, its_answered, its_stream) = (text.clone(), answered.clone(), stream.clone());
         let work = move || {
-            while let Some((stream, parsed)) = next(&waiting) {
-                // The client may have gone.
-                let _ = answer(&stream, &parsed, &*text);
-            }
+            // The client may have gone.
+            let _ = answer(&its_stream, &parsed, &*text);
+            its_answered.remove(&its_stream);
         };
-        thread::Builder::new().name("metrics".into()).spawn(work)?;
-    }
+        let thread = thread::Builder::new().name("metrics".into());
+        if thread.spawn(work).is_err() {
+            // It is disconnected, and asks again.
+            answered.remove(&stream);
+        }
+    };
     thread::Builder::new()
         .name("metrics".into())
-        .spawn(move || listen(&listener, &requests))?;
+        .spawn(move || listen(&listener, answer))?;
     Ok(())
 }
 
-/// A client whose request is complete, or refused.
-type Request = (TcpStream, RequestPath);
+/// Clients that are being answered, the oldest first.
+#[derive(Default)]
+struct Answered(Mutex<Vec<Arc<TcpStream>>>);
 
-fn next(waiting: &Mutex<Receiver<Request>>) -> Option<Request> {
-    let waiting = waiting.lock().unwrap_or_else(PoisonError::into_inner);
-    waiting.recv().ok()
+impl Answered {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<TcpStream>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, stream: TcpStream) -> Arc<TcpStream> {
+        let stream = Arc::new(stream);
+        let mut all = self.lock();
+        all.push(stream.clone());
+        if all.len() > ANSWERED_MAX {
+            // This ends its thread.
+            let _ = all.remove(0).shutdown(Shutdown::Both);
+        }
+        stream
+    }
+
+    fn remove(&self, stream: &Arc<TcpStream>) {
+        self.lock().retain(|other| !Arc::ptr_eq(other, stream));
+    }
 }
 
 /// A client whose request is not complete. Its socket does not block.
@@ -77,7 +96,7 @@ struct Asking {
     request: Vec<u8>,
 }
 
-fn listen(listener: &TcpListener, requests: &SyncSender<Request>) {
+fn listen(listener: &TcpListener, answer: impl Fn(TcpStream, RequestPath)) {
     let mut accepting = Backoff::default();
     // In the order in which they came.
     let mut asking: Vec<Asking> = Vec::new();
@@ -112,7 +131,7 @@ fn listen(listener: &TcpListener, requests: &SyncSender<Request>) {
                 Ok(RequestPath::Incomplete) => left.push(client),
                 Ok(parsed) => {
                     if client.stream.set_nonblocking(false).is_ok() {
-                        let _ = requests.try_send((client.stream, parsed));
+                        answer(client.stream, parsed);
                     }
                 }
                 Err(_) => {}
@@ -200,9 +219,18 @@ fn answer(
     body.end()?;
     // Closing with unread data would reset the connection and lose the reply.
     stream.shutdown(Shutdown::Write)?;
-    stream.set_read_timeout(Some(Duration::from_millis(100)))?;
-    let rest = io::copy(&mut stream.take(REQUEST_BYTES_MAX as u64), &mut io::sink());
-    rest.map(drop)
+    let closes = Instant::now() + CLOSING;
+    let (mut stream, mut rest) = (stream, [0; 1024]);
+    loop {
+        let left = closes.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(());
+        }
+        stream.set_read_timeout(Some(left))?;
+        if stream.read(&mut rest)? == 0 {
+            return Ok(());
+        }
+    }
 }
 
 /// The body of a reply, sent in chunks (RFC 9112, 7.1), so that a client detects a truncated reply. With HTTP/1.0, it
