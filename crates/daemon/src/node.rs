@@ -89,6 +89,8 @@ struct NodeState {
     cuts: u64,
     /// Bytes that the file occupies, when last queried.
     allocated: Option<u64>,
+    /// The file had no name, when last looked for.
+    is_deleted: bool,
     depth: usize,
     /// The journal of an image that is writable.
     journal: Option<PathBuf>,
@@ -419,6 +421,21 @@ impl Node {
         {
             self.state().allocated = Some(stat.st_blocks as u64 * 512);
         }
+    }
+
+    /// Finds out whether its file still has a name. Waits for storage.
+    pub fn look_for_name(&self) {
+        if let Some(file) = self.file()
+            && file.backing() == Backing::File
+            && let Ok(stat) = rustix::fs::fstat(&file)
+        {
+            self.state().is_deleted = stat.st_nlink == 0;
+        }
+    }
+
+    /// Whether its file had no name when that was last [looked for](Self::look_for_name): it ends with this process.
+    pub fn is_deleted(&self) -> bool {
+        self.state().is_deleted
     }
 
     /// Grows the file, if it is a regular one, to `size` bytes. Never shrinks it.

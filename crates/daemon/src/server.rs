@@ -17,6 +17,7 @@ pub mod reload;
 mod absent;
 mod attach;
 mod deadline;
+mod deleted;
 mod hangs;
 mod numa;
 mod persist;
@@ -181,6 +182,7 @@ impl Server {
         if removal == Removal::Safe {
             // A backup has temporary bitmaps of its own, which are not to be removed first.
             self.backups.check_none(name)?;
+            self.check_not_deleted(name)?;
             let bitmaps = self.temporary_bitmaps_of(name);
             if !bitmaps.is_empty() {
                 return Err(ServerError::TemporaryBitmaps(

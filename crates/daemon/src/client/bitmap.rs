@@ -3,7 +3,8 @@
 use block::{format_size, parse_size};
 use serde_json::{Value, json};
 
-use super::{CommandLineError, CommandResult, Connection, row, table};
+use super::stats::check_present;
+use super::{CommandLineError, CommandResult, Connection, answer, row, table};
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -140,13 +141,13 @@ impl One {
 }
 
 fn list(names: &[String], connection: &Connection) -> CommandResult {
-    let nodes = connection
-        .open()?
-        .call("query-named-block-nodes", json!({}))?;
+    let mut client = connection.open()?;
+    let nodes = client.call("query-named-block-nodes", json!({}))?;
     let nodes = nodes.as_array().cloned().unwrap_or_default();
     let name_of = |node: &Value| node["node-name"].as_str().unwrap_or_default().to_owned();
     let all: Vec<_> = nodes.iter().map(name_of).collect();
     if let Some(missing) = names.iter().find(|name| !all.contains(name)) {
+        check_present(&answer(&mut client)?, missing)?;
         return Err(CommandLineError::NoDisk(missing.clone(), all.join(", ")));
     }
     let heading = ["DISK", "BITMAP", "DIRTY", "GRANULARITY", "STATE", "KIND"];

@@ -130,6 +130,8 @@ fn list(client: &mut Client, connection: &Connection) -> CommandResult {
     for export in &mut exports {
         let name = export["name"].as_str().unwrap_or_default().to_owned();
         let uri = uri(&server, &name);
+        // Its disk is absent.
+        let waits = export["waiting"] == true;
         let access = match export["writable"].as_bool() {
             Some(true) => "read and write",
             _ => "read",
@@ -137,9 +139,13 @@ fn list(client: &mut Client, connection: &Connection) -> CommandResult {
         rows.push(vec![
             name,
             export["disk"].as_str().unwrap_or_default().to_owned(),
-            format_size(export["size"].as_u64().unwrap_or(0)),
+            (export["size"].as_u64()).map_or_else(|| "-".into(), format_size),
             access.to_owned(),
-            export["clients"].to_string(),
+            if waits {
+                "waits for its disk".into()
+            } else {
+                export["clients"].to_string()
+            },
             uri.clone(),
         ]);
         export["uri"] = uri.into();

@@ -36,6 +36,16 @@ pub struct StatsArgs {
     connection: Connection,
 }
 
+/// Checks that a disk is not one that is to be served and cannot be.
+pub(super) fn check_present(answer: &Value, name: &str) -> CommandResult {
+    let mut disks = answer["disks"].as_array().into_iter().flatten();
+    let absent = disks.find(|disk| disk["name"] == *name && disk["storage"] == "absent");
+    match absent.map(|disk| disk["problem"].as_str().unwrap_or_default()) {
+        Some(problem) => Err(CommandLineError::Absent(name.into(), problem.into())),
+        None => Ok(()),
+    }
+}
+
 pub fn stats(args: &StatsArgs) -> CommandResult {
     let mut client = args.connection.open()?;
     let first = answer(&mut client)?;
@@ -51,6 +61,7 @@ pub fn stats(args: &StatsArgs) -> CommandResult {
             };
             return Err(CommandLineError::NoDisk(name.clone(), there));
         }
+        check_present(&first, name)?;
     }
     let first = Sample::new(&first);
     thread::sleep(Duration::from_secs(args.seconds));

@@ -51,10 +51,11 @@ impl Handler for QmpClient<'_> {
         } else {
             Some(server.handover.inhibit()?)
         };
-        let answer = self.qmp.execute_now(command, self);
+        let mut answer = self.qmp.execute_now(command, self);
         if !asks {
             // Also if it failed: it may have failed half way.
-            server.persist();
+            let saved = server.persist_change();
+            answer = answer.and_then(|reply| Ok(saved.map(|()| reply)?));
         }
         // Users read it, and it may quote names that others have chosen.
         answer.map_err(|e| CommandError::new(e.class, escaped(&e.desc)))

@@ -70,6 +70,8 @@ fn storage_state(node: &Node, device: &ServedDisk) -> &'static str {
         "blocklisted"
     } else if disk.is_abandoned() || device.hangs_for().is_some() {
         "hangs"
+    } else if node.is_deleted() {
+        "deleted"
     } else if disk.is_stopped() {
         "stopped"
     } else if disk.stalled() > 0 {

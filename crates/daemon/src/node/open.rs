@@ -114,6 +114,7 @@ impl Node {
                     size: opened.size,
                     cuts: 0,
                     allocated: None,
+                    is_deleted: false,
                     depth,
                     journal: opened.journal,
                     recorded_bitmaps: opened.recorded_bitmaps,

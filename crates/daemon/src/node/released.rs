@@ -154,6 +154,7 @@ impl Node {
             size: 0,
             cuts: 0,
             allocated: None,
+            is_deleted: false,
             depth: 0,
             journal: None,
             recorded_bitmaps: None,

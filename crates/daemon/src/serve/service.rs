@@ -147,6 +147,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     announce(&ready, metrics, explained, args.json);
     service.server.tell_status();
     service.server.retry_absent();
+    service.server.watch_files();
     let reloads = service.run(signals, reload);
     service.stop(control, &reloads)
 }

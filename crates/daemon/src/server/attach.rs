@@ -98,6 +98,13 @@ impl Server {
         Node::open(spec, &self.context, ours).map_err(|e| self.whose(e))
     }
 
+    /// A detached disk as it was served last, if that was not from the configured file.
+    pub(super) fn detached_from(&self, name: &str) -> Option<DiskSpec> {
+        let state = self.state();
+        let mut detached = state.detached.iter();
+        detached.find(|disk| disk.name == name).cloned()
+    }
+
     fn whose(&self, error: NodeError) -> ServerError {
         let Some(path) = error.locked().map(PathBuf::from) else {
             return error.into();

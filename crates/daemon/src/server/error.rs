@@ -117,6 +117,10 @@ pub enum ServerError {
     Unfit(String, Problem),
     #[error("disk {0}: cannot be resized: {1}")]
     Resize(String, String),
+    #[error(
+        "it is done, but a restart of ringdisk will lose it: {0}; then 'ringdisk reload' saves it"
+    )]
+    Unsaved(io::Error),
     #[error("disk {0}: its new location cannot be persisted: {1}")]
     Persist(String, io::Error),
     #[error("{0} could not be made durable; acknowledged writes may be lost: {1}")]
@@ -133,6 +137,16 @@ pub enum ServerError {
     NotResponding(String),
     #[error("disk {0}: {1}")]
     Silent(String, String),
+    #[error(
+        "disk '{0}': its image keeps its data in {old}, and cannot use {new} instead while it is served; to use a copy of both, \
+         name the copy of the image as well, or detach the disk first", old = .1.display(), new = .2.display()
+    )]
+    OtherDataFile(String, PathBuf, PathBuf),
+    #[error(
+        "disk '{0}': its file {1} has been deleted or replaced, and its data exists only as long as it is served; copy it first \
+         ('ringdisk backup copy {0} --to FILE'), or force the removal, which gives the data up"
+    )]
+    FileDeleted(String, String),
     #[error("disk {0}: no thread can be started: {cause}", cause = block::explain_thread(.1))]
     Thread(String, io::Error),
     #[error(

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use datapath::ThrottleGroup;
 use tracing::error;
 
-use super::{DISKS_MAX, NodeEntry, Server, ServerState};
+use super::{DISKS_MAX, NodeEntry, Server, ServerError, ServerState};
 use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::server::export::Export;
-use crate::state::store::{Configured, Inventory, StateStore};
+use crate::state::store::{Configured, Inventory, StateStore, Unsaved};
 use crate::state::{ExportOverride, NodeOverride, Overrides, Remembered};
 
 /// Time between two writes of what guests have chosen.
@@ -33,11 +33,26 @@ impl Server {
 
     /// Persists the current state. Logs a failure.
     pub fn persist(&self) {
-        if let Some(store) = self.store.get()
-            && let Err(e) = store.save(|| self.inventory())
-        {
-            error!("changes apply, but a restart will lose them: {e}");
-        }
+        let _ = self.persist_change();
+    }
+
+    /// The same, for a command.
+    ///
+    /// # Errors
+    /// The command has changed something, which could not be persisted.
+    pub fn persist_change(&self) -> Result<(), ServerError> {
+        let Some(store) = self.store.get() else {
+            return Ok(());
+        };
+        store
+            .save(|| self.inventory())
+            .or_else(|Unsaved { error, is_new }| {
+                error!("changes apply, but a restart will lose them: {error}");
+                if is_new {
+                    return Err(ServerError::Unsaved(error));
+                }
+                Ok(())
+            })
     }
 
     /// Like [`persist`](Self::persist), for changes that a guest can make at any rate: writes at most once a second for all

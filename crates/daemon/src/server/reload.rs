@@ -12,6 +12,7 @@ use crate::config::file_keys::TOP_KEYS;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, ConfigError, ThreadSpec};
+use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
 use crate::server::{Move, PreparedDisk, Removal, Server, ServerError, TargetState};
 use crate::state::store::Configured;
@@ -84,7 +85,9 @@ impl Reloader {
         info!("{path}: reloaded: {}", change.summary());
         let in_force = failed.in_force(&new);
         let reasons = failed.reasons;
-        let mut left_out: Vec<String> = change.detached.iter().map(|disk| left_out(disk)).collect();
+        let mut left_out: Vec<String> = (change.detached.iter())
+            .map(|disk| left_out(server, disk))
+            .collect();
         left_out.extend(ended);
         left_out.extend(after_restart);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
@@ -480,11 +483,17 @@ impl<'a> Failed<'a> {
     }
 }
 
-fn left_out(disk: &DiskSpec) -> String {
+fn left_out(server: &Server, disk: &DiskSpec) -> String {
+    let name = &disk.name;
+    let last = server.detached_from(name);
+    let (last, where_it_was) = match &last {
+        Some(last) if last.file != disk.file => (last, " Its VM used another file last."),
+        _ => (disk, ""),
+    };
     format!(
-        "disk {}: was detached by command, and stays so; what has changed of it is left out. 'ringdisk attach' serves it again: \
-         from the file that it was on last, which need not be the one that is written down",
-        disk.name
+        "disk {name}: was detached by command, and stays so; what has changed of it is left out.{where_it_was} To serve it again: \
+         ringdisk attach {spec}",
+        spec = quote(&last.to_string())
     )
 }
 

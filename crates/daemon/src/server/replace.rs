@@ -79,7 +79,13 @@ impl To<'_> {
             let (name, file) = (disk.name().into(), disk.filename.clone());
             return Err(ServerError::SameFile(name, file, disk.format));
         }
-        Ok(spec)
+        match (&disk.spec.data_file, &spec.data_file) {
+            (Some(old), Some(new)) if old != new => {
+                let (old, new) = (old.clone(), new.clone());
+                Err(ServerError::OtherDataFile(disk.name().into(), old, new))
+            }
+            _ => Ok(spec),
+        }
     }
 }
 

@@ -89,6 +89,13 @@ impl Server {
         taken
     }
 
+    /// All nodes, which may end meanwhile.
+    pub(super) fn weak_nodes(&self) -> Vec<Weak<Node>> {
+        let state = self.state();
+        let nodes = state.nodes.values();
+        nodes.map(|entry| Arc::downgrade(&entry.node)).collect()
+    }
+
     /// Refreshes the sizes of files that queries show, of all or only of nodes without an export (a served disk knows its
     /// size). If storage does not answer, its last answer is shown.
     pub fn refresh_sizes(&self, all: bool) {

@@ -93,7 +93,16 @@ struct Inner {
     moved: Vec<DiskSpec>,
     /// The content of the file, if it is known.
     text: Option<String>,
+    /// What could not be written last.
+    unsaved: Option<String>,
     ended: bool,
+}
+
+/// Why the state could not be saved.
+pub struct Unsaved {
+    pub error: io::Error,
+    /// It has changed since the last attempt.
+    pub is_new: bool,
 }
 
 impl StateStore {
@@ -139,12 +148,22 @@ impl StateStore {
     ///
     /// # Errors
     /// It could not be written; the previous state file is still there.
-    pub fn save(&self, inventory: impl FnOnce() -> Inventory) -> io::Result<()> {
+    pub fn save(&self, inventory: impl FnOnce() -> Inventory) -> Result<(), Unsaved> {
         let mut inner = self.inner();
         if inner.ended {
             return Ok(());
         }
-        self.write(&mut inner, inventory())
+        let text = inner.difference(inventory()).text();
+        match self.write_text(&mut inner, text.clone()) {
+            Ok(()) => {
+                inner.unsaved = None;
+                Ok(())
+            }
+            Err(error) => {
+                let is_new = inner.unsaved.replace(text.clone()) != Some(text);
+                Err(Unsaved { error, is_new })
+            }
+        }
     }
 
     /// Durably saves that a disk is being moved. Until [`finish_move`](Self::finish_move), every save counts it as on its new
@@ -173,6 +192,10 @@ impl StateStore {
 
     fn write(&self, inner: &mut Inner, inventory: Inventory) -> io::Result<()> {
         let text = inner.difference(inventory).text();
+        self.write_text(inner, text)
+    }
+
+    fn write_text(&self, inner: &mut Inner, text: String) -> io::Result<()> {
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }

@@ -73,6 +73,15 @@ fn missing_disk_does_not_stop_the_others_and_is_served_when_it_is_there() {
     assert!(problem(&ringdisk).contains("no such file"));
     let throttled = ringdisk.ringdisk(&["throttle", "bad", "iops=5"]);
     throttled.assert_fails(1, &["'bad' is not served at present", "no such file"]);
+    for command in [&["stats", "bad"][..], &["bitmap", "list", "bad"]] {
+        let refused = ringdisk.ringdisk(command);
+        refused.assert_fails(1, &["'bad' is not served at present", "no such file"]);
+    }
+    // Its export is there, and can be removed.
+    let exports = ringdisk.json(&["export"]);
+    assert_eq!(exports[0]["waiting"], true, "{exports}");
+    let listed = ringdisk.ringdisk(&["export"]);
+    assert!(listed.out.contains("waits for its disk"), "{listed:?}");
 
     fs::write(&bad, content(0, BYTES)).unwrap();
     wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");

@@ -148,3 +148,26 @@ fn image_named_like_a_raw_disk_is_refused_unless_the_format_is_given() {
     let replaced = ringdisk.ringdisk(&["replace", "disk", "odd.img"]);
     replaced.assert_fails(1, &["odd.img", "qcow2 format"]);
 }
+
+/// The same image with another data file would be another disk. The refusal says so, and the disk stays as it is.
+#[test]
+fn data_file_of_a_served_image_is_not_exchanged() {
+    if !qemu::is_there("data_file_of_a_served_image_is_not_exchanged") {
+        return;
+    }
+    let ringdisk = Controlled::start(&[]);
+    make_neighbours(&ringdisk, &["first"]);
+    ringdisk.file("second.raw", MIB);
+    ringdisk.json(&[
+        "attach",
+        "first-data.qcow2,name=image,socket=image.sock,data-file=first.raw",
+    ]);
+    let image = ringdisk.path("first-data.qcow2").display().to_string();
+    let second = ringdisk.path("second.raw").display().to_string();
+    let refused = ringdisk.ringdisk(&["replace", "image", &image, "--data-file", &second]);
+    refused.assert_fails(
+        1,
+        &["disk 'image'", "first.raw", "cannot use", "second.raw"],
+    );
+    assert_eq!(ringdisk.disk("image")["storage"], "works");
+}

@@ -69,6 +69,68 @@ fn config(dir: &dyn std::fmt::Display, more: &str) -> String {
         .concat()
 }
 
+/// The state directory is away: a change is made, and the command says that a restart will lose it. When the directory is
+/// back, a reload saves it.
+#[test]
+fn change_that_cannot_be_persisted_is_an_error() {
+    let kept = Stateful::start();
+    let [state, away] = ["state", "away"].map(|name| kept.ringdisk.path(name));
+    fs::rename(&state, &away).unwrap();
+    let throttled = kept.ringdisk.ringdisk(&["throttle", "a", "iops=77"]);
+    throttled.assert_fails(
+        1,
+        &["it is done", "a restart", "will lose it", "state.json"],
+    );
+    let limits = kept.disk("a")["limits"].clone();
+    assert_ne!(limits, json!({}));
+    // Commands that change nothing succeed.
+    kept.ringdisk.json(&["list"]);
+    fs::rename(&away, &state).unwrap();
+    kept.ringdisk.json(&["reload"]);
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["limits"], limits);
+}
+
+/// The file of a disk is deleted: the list says so, and only a forced detach gives its data up.
+#[test]
+fn disk_whose_file_is_deleted_is_not_detached_unasked() {
+    let kept = Stateful::start();
+    fs::remove_file(kept.ringdisk.path("a.raw")).unwrap();
+    crate::support::wait_until("the disk is listed as deleted", || {
+        kept.disk("a")["storage"] == "deleted"
+    });
+    assert_eq!(kept.disk("b")["storage"], "works");
+    let detached = kept.ringdisk.ringdisk(&["detach", "a"]);
+    detached.assert_fails(1, &["disk 'a'", "a.raw", "deleted", "force"]);
+    assert_eq!(kept.disk("a")["storage"], "deleted");
+    kept.ringdisk.json(&["detach", "a", "--force"]);
+    assert_eq!(kept.disk("a"), serde_json::Value::Null);
+}
+
+/// A disk that was moved and then detached: what a reload says of it is a command that serves it with its data.
+#[test]
+fn reload_says_how_to_attach_a_disk_that_was_moved() {
+    let kept = Stateful::start();
+    fs::write(kept.ringdisk.path("e.raw"), content(7, (4 * MIB) as usize)).unwrap();
+    let moved = kept.ringdisk.path("e.raw");
+    kept.ringdisk
+        .json(&["replace", "a", &moved.display().to_string()]);
+    kept.ringdisk.json(&["detach", "a"]);
+    let text = fs::read_to_string(kept.ringdisk.path("config.toml")).unwrap();
+    fs::write(
+        kept.ringdisk.path("config.toml"),
+        text.replacen("queues = 1", "queues = 1\nserial = \"x\"", 1),
+    )
+    .unwrap();
+    let reloaded = kept.ringdisk.ringdisk(&["reload"]);
+    let (_, command) = reloaded.out.split_once("ringdisk attach ").unwrap();
+    let disk = command.lines().next().unwrap().trim_matches('\'');
+    assert!(disk.contains("e.raw"), "{reloaded:?}");
+    kept.ringdisk.json(&["attach", disk]);
+    let file = kept.disk("a")["file"].clone();
+    assert_eq!(file, moved.display().to_string());
+}
+
 /// A disk moved to an image is on it after a kill, with all acknowledged writes even if they were not flushed. A disk
 /// moved back to a raw file is on that file.
 #[test]

@@ -35,6 +35,18 @@ pub(super) fn exports(server: &Server) -> Vec<BlockExportInfo> {
 }
 
 pub(super) fn nbd(server: &Server) -> Value {
+    let waiting = server.waiting_exports().into_iter();
+    let waiting = waiting.map(|export| {
+        json!({
+            "id": export.id,
+            "disk": export.node,
+            "name": export.name,
+            "description": export.description,
+            "writable": export.writable,
+            "bitmaps": export.bitmaps,
+            "waiting": true,
+        })
+    });
     let exports = server.nbd.exports();
     let exports = exports.iter().map(|export| {
         json!({
@@ -53,7 +65,7 @@ pub(super) fn nbd(server: &Server) -> Value {
         })
     });
     let address = server.nbd.address().map(|address| address.to_string());
-    json!({ "address": address, "tls": server.nbd.has_tls(), "exports": exports.collect::<Vec<_>>() })
+    json!({ "address": address, "tls": server.nbd.has_tls(), "exports": exports.chain(waiting).collect::<Vec<_>>() })
 }
 
 pub(super) fn block_stats(server: &Arc<Server>, nodes: bool) -> Vec<BlockStats> {
