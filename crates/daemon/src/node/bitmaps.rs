@@ -71,9 +71,13 @@ impl Node {
     pub fn use_bitmaps(&self) -> io::Result<()> {
         self.own_image()?;
         let _changes = self.lock_changes();
-        (self.recorded_bitmaps()).inspect(|recorded| recorded.note_again());
+        let recorded = self.recorded_bitmaps();
+        recorded.as_ref().inspect(|recorded| recorded.note_again());
         let used = self.with_image(|image| image.use_bitmaps());
-        used.unwrap_or(Ok(())).map_err(io::Error::other)
+        used.unwrap_or(Ok(())).map_err(io::Error::other)?;
+        // A copy from before does not have what is noted from now on.
+        recorded.inspect(|recorded| recorded.note_again());
+        Ok(())
     }
 
     fn all_bitmaps(&self) -> Option<Arc<DirtyBitmaps>> {

@@ -171,7 +171,7 @@ pub(super) struct Journal {
     sequence: u64,
     /// The generation that the image has.
     generation: u64,
-    /// The random one from which it was incremented.
+    /// The random one from which it was incremented, or a later one that is durable.
     first_generation: u64,
     /// The random one that the image gets next.
     next_generation: u64,
@@ -541,13 +541,23 @@ impl Qcow2 {
         let refcount = state.refcounts.get(&self.file, header)?;
         let (run, list) = (Run::one(header), &mut state.refcounts.changes);
         list.push(Change::Refcount { run, refcount });
-        if self.record(state, MayBlock::Yes) {
-            return Ok(());
+        if !self.record(state, MayBlock::Yes) {
+            // The flush gives it a generation that the journal, which cannot be written, does not have.
+            self.changes.add();
+            drop(guard);
+            return self.flush();
         }
-        // The flush gives it a generation that the journal, which cannot be written, does not have.
-        self.changes.add();
+        let journal = state.journal.as_ref();
+        let renewed = journal.map(|journal| (journal.first_generation, journal.generation));
         drop(guard);
-        self.flush()
+        // No crash of the host brings back an earlier one, so that none counts any more.
+        self.file.flush()?;
+        if let (Some(journal), Some((first, reached))) = (&mut self.lock().journal, renewed)
+            && journal.first_generation == first
+        {
+            journal.first_generation = reached;
+        }
+        Ok(())
     }
 
     /// Called when a flush of all changes so far begins. Records the changes that are not recorded yet. If that
