@@ -23,7 +23,7 @@ pub use edit::edits;
 pub use editor::ParsedCommand;
 pub use options::Pair;
 pub use options_of_disks::{Options, options_in, options_of_disks};
-pub use words::shell;
+pub use words::{shell, variable_program};
 
 use crate::input::{Mistake, Reading, Surroundings};
 use crate::model::{Disk, Table, Thread, Vm};

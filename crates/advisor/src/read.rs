@@ -105,6 +105,16 @@ fn detect(text: &str) -> Result<Kind, Mistake> {
     if ringdisk::looks_like(text) {
         return Ok(Kind::Ringdisk);
     }
+    if let Some((at, variable)) = qemu::variable_program(text) {
+        return Err(Mistake::new(
+            at,
+            format!(
+                "the program of this command is a variable ({}), so that it is not known to be QEMU: write the program's name \
+                 instead, or check the running process with --pid",
+                crate::text::printable(&variable)
+            ),
+        ));
+    }
     Err(Mistake::new(
         text.len() - start.len(),
         "is not a libvirt domain (XML), a QEMU command line, a Proxmox VM configuration or a ringdisk.toml",

@@ -247,6 +247,10 @@ fn summary(report: &Report, notes: bool) -> String {
         [] if report.findings.iter().any(|it| it.rule == "throttled") => {
             "nothing that costs performance, except I/O limits".into()
         }
+        [] if report.disks == 0 && !report.notes.is_empty() => {
+            "nothing was checked that could cost performance; what was skipped may have disks"
+                .into()
+        }
         [] => "nothing that costs performance".into(),
         counts => counts.join(", "),
     });

@@ -34,6 +34,37 @@ fn unreadable_input_is_not_reported_as_ok() {
     assert!(error.contains("cut-off.xml:1:1: is not XML"), "{error}");
 }
 
+/// What is not read is not reported as free of findings, and the reason is the true one.
+#[test]
+fn variable_programs_and_missing_files_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = dir.path().join("vm.sh");
+    for (program, place) in [("$QEMU", "2:6"), ("\"${QEMU:-qemu-kvm}\"", "2:6")] {
+        let text = format!("QEMU=kvm\nsudo {program} -m 1G -drive file=a.raw,if=virtio\n");
+        fs::write(&script, text).unwrap();
+        let (code, out, error) = check(&[script.to_str().unwrap()]);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{error}");
+        for part in [place, "is a variable", "QEMU", "--pid"] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+    }
+    fs::write(
+        &script,
+        "qemu-system-x86_64 -readconfig /nonexistent/vm.conf\n",
+    )
+    .unwrap();
+    let (_, out, _) = check(&[script.to_str().unwrap()]);
+    assert!(!out.contains("nothing that costs performance"), "{out}");
+    assert!(
+        out.contains("skipped: ") && out.contains("/nonexistent/vm.conf"),
+        "{out}"
+    );
+    // Other texts that begin with a variable are something else.
+    fs::write(&script, "$EDITOR notes\n").unwrap();
+    let (_, _, error) = check(&[script.to_str().unwrap()]);
+    assert!(error.contains("is not a libvirt domain"), "{error}");
+}
+
 #[test]
 fn exit_code_tells_findings_from_errors() {
     let slow = [

@@ -119,6 +119,33 @@ pub fn commands(text: &str, source: u16) -> Found {
     found
 }
 
+/// The first command with options of QEMU whose program is a variable: where that is, and how it is written.
+pub fn variable_program(text: &str) -> Option<(usize, String)> {
+    const OPTIONS: &[&str] = &[
+        "drive",
+        "device",
+        "blockdev",
+        "machine",
+        "M",
+        "m",
+        "enable-kvm",
+    ];
+    let is_option = |word: &Word| {
+        let option = word.text.trim_start_matches('-');
+        word.text.starts_with('-') && OPTIONS.contains(&option)
+    };
+    script::split(text, 0).commands.iter().find_map(|simple| {
+        let place = simple
+            .words
+            .iter()
+            .position(|word| word.text.starts_with('$'))?;
+        let (before, rest) = simple.words.split_at(place);
+        let (program, arguments) = rest.split_first()?;
+        let is_program = !before.iter().any(is_option) && arguments.iter().any(is_option);
+        is_program.then(|| (program.outer.start as usize, program.text.clone()))
+    })
+}
+
 /// QEMU's options in another configuration, which uses no shell.
 pub fn arguments(text: &str) -> Option<Command> {
     let mut words = script::arguments(text, 0).words.into_iter();
