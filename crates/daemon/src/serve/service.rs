@@ -59,11 +59,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     check_conflicts(&specs)?;
     let hanging = report_hanging(&specs);
     // Their paths would make the sandbox wait. Those of the command line are waited for.
-    let answering = config
-        .disks
-        .iter()
-        .filter(|disk| !hanging.contains(&disk.name));
-    let specs: Vec<_> = command_line.iter().chain(answering).cloned().collect();
+    let specs = [&command_line[..], &without(&config.disks, &hanging)].concat();
     let settings = Settings::new(args, &config)?;
     let journals = Journals::new(settings.user.as_ref());
     let persistent = persistent_directories(&settings, &journals)?;
@@ -147,9 +143,14 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     announce(&ready, metrics, explained, args.json);
     service.server.tell_status();
     service.server.retry_absent();
-    service.server.watch_files();
     let reloads = service.run(signals, reload);
     service.stop(control, &reloads)
+}
+
+/// The disks without those of these names.
+fn without(disks: &[DiskSpec], names: &[String]) -> Vec<DiskSpec> {
+    let others = disks.iter().filter(|disk| !names.contains(&disk.name));
+    others.cloned().collect()
 }
 
 /// Reports disks whose storage does not answer, and returns their names.
@@ -404,6 +405,7 @@ impl Service {
             let served = upgrade_socket.serve(&self.server);
             served.unwrap_or_else(|e| warn!("live upgrade disabled: {e}"));
         }
+        self.server.watch_files();
         if self.take_over {
             // Commands find them. Guests are served meanwhile.
             self.server.start_new();
