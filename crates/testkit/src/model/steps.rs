@@ -268,6 +268,9 @@ impl Draw {
         if image_full {
             steps.push(Step::FreeImage);
         }
+        if self.backups && self.random.one_in(4) {
+            return self.put_back(steps);
+        }
         let copied = steps[first..]
             .iter()
             .any(|step| matches!(step, Step::CopyServed { .. }));
@@ -285,6 +288,43 @@ impl Draw {
         if journal_full {
             steps.push(Step::FreeJournal);
         }
+    }
+
+    /// Draws a backup that an older state of the image, which is put back after it, does not have.
+    fn put_back(&mut self, steps: &mut Vec<Step>) {
+        let count = 1 + self.random.below(20);
+        let mut list = self.requests(count, false);
+        for request in &mut list {
+            request.kind = Kind::Write;
+            request.sectors = request.sectors.min(256);
+        }
+        let until = None;
+        steps.push(Step::Requests {
+            list: list.clone(),
+            until,
+        });
+        steps.push(self.copy_changes());
+        steps.push(Step::CopyServed {
+            flush: self.random.one_in(2),
+        });
+        // Again, in place.
+        for request in &mut list {
+            self.marks += 1;
+            request.mark = self.marks;
+        }
+        steps.push(Step::Requests { list, until });
+        steps.push(self.copy_changes());
+        steps.push(match self.random.below(3) {
+            0 => Step::Terminate,
+            _ => Step::Kill { after_us: 0 },
+        });
+        steps.push(Step::Restore {
+            number: u64::MAX,
+            in_place: !self.random.one_in(4),
+        });
+        steps.push(Step::Start(Serve::draw(&mut self.random)));
+        steps.push(self.copy_changes());
+        steps.push(Step::Terminate);
     }
 
     /// Draws steps while the image is served.
