@@ -11,23 +11,12 @@ use serde_json::Value;
 
 use super::failure::{Failure, Outcome};
 use super::files::windows;
+use super::image_state::BackupClient;
 use super::oracle::SECTOR;
 use super::steps::{Step, Tool};
 use super::world::World;
 
 const BITMAP: &str = "changes";
-
-/// What the client knows.
-#[derive(Default)]
-pub struct BackupClient {
-    /// The checkpoint of its last backup that has succeeded.
-    checkpoint: Option<String>,
-    /// An older state of the disk may have been put back, or a backup may have succeeded without an answer: only the checkpoint
-    /// shows what a bitmap continues.
-    needs_checkpoint: bool,
-    /// What another program wrote, ringdisk cannot notice, as its documents say.
-    needs_full: bool,
-}
 
 impl World {
     fn saved(&self) -> PathBuf {
@@ -194,12 +183,5 @@ impl World {
         let bytes = windows(&saved, oracle)?;
         let all = 0..bytes.len() / SECTOR;
         oracle.saw(all, &bytes).map_err(wrong)
-    }
-}
-
-impl BackupClient {
-    /// Whether a bitmap continues the client's last backup if it has the name.
-    fn trusts_the_name(&self) -> bool {
-        self.checkpoint.is_some() && !self.needs_checkpoint && !self.needs_full
     }
 }

@@ -1,4 +1,4 @@
-//! What is known of an image and of its copies.
+//! What is known of an image, of its copies and of its backups.
 
 use std::path::PathBuf;
 
@@ -25,4 +25,23 @@ pub struct Backup {
     pub image: PathBuf,
     pub data: Option<PathBuf>,
     pub state: ImageState,
+}
+
+/// What a client that makes backups knows.
+#[derive(Default)]
+pub struct BackupClient {
+    /// The checkpoint of its last backup that has succeeded.
+    pub checkpoint: Option<String>,
+    /// An older state of the disk may have been put back, or a backup may have succeeded without an answer: only the checkpoint
+    /// shows what a bitmap continues.
+    pub needs_checkpoint: bool,
+    /// What another program wrote, ringdisk cannot notice, as its documents say.
+    pub needs_full: bool,
+}
+
+impl BackupClient {
+    /// Whether a bitmap continues the client's last backup if it has the name.
+    pub fn trusts_the_name(&self) -> bool {
+        self.checkpoint.is_some() && !self.needs_checkpoint && !self.needs_full
+    }
 }

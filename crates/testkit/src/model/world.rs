@@ -7,12 +7,11 @@ use std::process::{Command, ExitStatus};
 use std::thread;
 use std::time::Duration;
 
-use super::backups::BackupClient;
 use super::config::Serve;
 use super::failure::{Failure, Outcome, RUINED};
 use super::files::{Files, windows};
 use super::guest::Guest;
-use super::image_state::{Backup, ImageState};
+use super::image_state::{Backup, BackupClient, ImageState};
 use super::neighbour::Neighbour;
 use super::oracle::{Oracle, SECTOR};
 use super::process::{Log, Process};
