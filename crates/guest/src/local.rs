@@ -211,6 +211,16 @@ impl LocalQueue {
         Ok((queue, new))
     }
 
+    /// The longest buffer that it can have.
+    pub fn capacity(&self) -> usize {
+        self.space.bytes
+    }
+
+    /// The length of its memory, which is a file for the kernel.
+    pub fn file_bytes(&self) -> usize {
+        DATA + self.capacity()
+    }
+
     /// A buffer of this length, which must not be 0; `None` if there is no space for it now.
     pub fn alloc(&mut self, len: usize) -> Option<Buffer> {
         let at = self.space.take(len.next_multiple_of(UNIT))?;
@@ -437,6 +447,8 @@ impl LocalQueue {
 
 /// The free parts of a range, in ascending order and with something in use between any two of them.
 struct Space {
+    /// The length of all of it.
+    bytes: usize,
     free: Vec<(usize, usize)>,
     /// Bytes in use.
     used: usize,
@@ -447,6 +459,7 @@ struct Space {
 impl Space {
     fn new(at: usize, len: usize) -> Self {
         Self {
+            bytes: len,
             free: vec![(at, len)],
             used: 0,
             high_water: at,

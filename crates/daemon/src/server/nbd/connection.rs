@@ -18,7 +18,7 @@ use thiserror::Error;
 use tracing::info;
 
 use super::export::{Exports, NbdExport, locked};
-use super::memory::{CONNECTION_MAX, ConnectionMemory, SharedMemory};
+use super::memory::{ConnectionMemory, SharedMemory, connection_max};
 use super::places::{CLIENTS_MAX, ClientPlace, HandshakePlace, Places, STALLED, WAITING_MAX};
 use super::queue::ClientQueue;
 use super::stream::{Received, Stream};
@@ -116,7 +116,7 @@ pub fn serve(
         share: export.share().clone(),
         operations: Vec::new(),
     };
-    let (queue, new) = LocalQueue::new(CONNECTION_MAX).map_err(failed)?;
+    let (queue, new) = LocalQueue::new(connection_max()).map_err(failed)?;
     let client = Client {
         export: export.number,
         stop: stop.clone(),

@@ -7,12 +7,29 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use guest::{Buffer, LOCAL_KEPT_BYTES, LocalQueue};
+use rustix::process::{Resource, getrlimit};
 
 /// What each connection has in bytes. Requests up to this length are never done in pieces.
 pub const RESERVED: usize = LOCAL_KEPT_BYTES;
 
 /// What a connection has at most in bytes: for one of the longest requests, and some others.
-pub const CONNECTION_MAX: usize = 36 << 20;
+const CONNECTION_MAX: usize = 36 << 20;
+
+/// What the memory of a connection has in addition, at most.
+const OVERHEAD: usize = 64 << 10;
+
+/// What a new connection has at most in bytes. To the kernel, its memory is a file, and has no more bytes than the limit of
+/// those (RLIMIT_FSIZE).
+pub fn connection_max() -> usize {
+    below(getrlimit(Resource::Fsize).current)
+}
+
+fn below(file_limit: Option<u64>) -> usize {
+    let limit = file_limit.and_then(|limit| usize::try_from(limit).ok());
+    let most = limit.unwrap_or(usize::MAX).saturating_sub(OVERHEAD);
+    // With less, no request would be possible, and the error names the limit.
+    CONNECTION_MAX.min(most).max(RESERVED)
+}
 
 /// What connections share in bytes.
 const SHARED: usize = 256 << 20;
@@ -43,7 +60,7 @@ impl SharedMemory {
 pub enum NoMemory {
     /// Until other requests of the same connection end.
     ForNow,
-    /// Other connections have it, perhaps for long.
+    /// Other connections have it, perhaps for long, or nobody may have so much.
     Shared,
 }
 
@@ -64,6 +81,10 @@ impl ConnectionMemory {
     /// # Errors
     /// There is no memory.
     pub fn alloc(&mut self, queue: &mut LocalQueue, len: usize) -> Result<Buffer, NoMemory> {
+        if len > queue.capacity() {
+            // Never, because this process may not have it.
+            return Err(NoMemory::Shared);
+        }
         let used = queue.bytes_used_with(len).ok_or(NoMemory::ForNow)?;
         let more = used.saturating_sub(RESERVED + self.taken);
         if !self.shared.take(more) {
@@ -136,5 +157,26 @@ mod tests {
         assert_eq!(memory.taken, 0);
         drop(greedy);
         assert_eq!(shared.left.load(Ordering::Relaxed), SHARED);
+    }
+
+    /// A process with a limit for files serves clients as well: long requests are done piece by piece.
+    #[test]
+    fn limit_of_files_makes_connections_smaller() {
+        assert_eq!(below(None), CONNECTION_MAX);
+        assert_eq!(below(Some(1 << 40)), CONNECTION_MAX);
+        assert_eq!(below(Some(0)), RESERVED);
+        let bytes = below(Some(16 << 20));
+        assert_eq!(bytes, (16 << 20) - OVERHEAD);
+        let (mut queue, _) = LocalQueue::new(bytes).unwrap();
+        assert!(queue.file_bytes() <= 16 << 20);
+        let mut memory = ConnectionMemory::new(Arc::default());
+        let long = memory.alloc(&mut queue, 32 * MIB);
+        assert_eq!(
+            long,
+            Err(NoMemory::Shared),
+            "it would be waited for without end"
+        );
+        assert!(memory.alloc(&mut queue, 8 * MIB).is_ok());
+        assert_eq!(memory.alloc(&mut queue, 15 * MIB), Err(NoMemory::ForNow));
     }
 }
