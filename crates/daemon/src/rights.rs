@@ -3,17 +3,23 @@
 //! The process must not lend root's access to the user that it becomes: what a process of that user has written (the
 //! state file, a handover, the names in an image) may have been written by an attacker. So from [`Rights::assume`] on,
 //! everything is opened with the rights of that user. The exceptions are what the operator has named on the command
-//! line or in the configuration, which this process has read itself: [`Rights::as_operator`].
+//! line or in the configuration, which this process has read itself: [`Rights::as_operator`]. Of these, files that only root
+//! may open are opened before root's rights are given up, for disks that can be served only later.
 
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::process::geteuid;
 use rustix::thread::{Gid as ThreadGroup, set_thread_groups};
-use std::io;
 
 use crate::config::sockets;
-use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
+use crate::config::spec::{DiskSpec, FileSpec, Lock, SocketAccess};
 use crate::credentials::UserAccount;
 
 /// With whose rights files are opened.
@@ -24,6 +30,49 @@ pub struct Rights {
     /// The files that the operator has named, and whether they may be written.
     files: Vec<(FileSpec, bool)>,
     sockets: Vec<(PathBuf, SocketAccess)>,
+    /// Files that only the operator may open, while their disks are not served.
+    ahead: Mutex<Vec<OpenedAhead>>,
+}
+
+/// A file that was opened before this process became another user.
+struct OpenedAhead {
+    named: PathBuf,
+    writable: bool,
+    file: File,
+    /// Where it was then.
+    at: PathBuf,
+}
+
+impl OpenedAhead {
+    /// As the operator, whose file the user may not open. `None` if it cannot be a disk at present.
+    fn open(path: &Path, writable: bool, exclusive: bool) -> Option<Self> {
+        let is_disk = |found: &Metadata| {
+            let kind = found.file_type();
+            kind.is_file() || kind.is_block_device()
+        };
+        // Opening anything else may have side effects.
+        let found = fs::metadata(path).ok().filter(is_disk)?;
+        let mut flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+        if exclusive && found.file_type().is_block_device() {
+            // As for any disk: not while it is mounted.
+            flags |= libc::O_EXCL;
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(writable).custom_flags(flags);
+        let file = options.open(path).ok()?;
+        file.metadata().ok().filter(is_disk)?;
+        Some(Self {
+            named: path.into(),
+            writable,
+            at: place_of(&file)?,
+            file,
+        })
+    }
+}
+
+/// Where the kernel finds an open file. Looking there takes no rights.
+fn place_of(file: &File) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
 struct Switch {
@@ -56,7 +105,62 @@ impl Rights {
                 .chain(named.iter().filter_map(data_file))
                 .collect(),
             sockets: named.iter().map(socket).collect(),
+            ahead: Mutex::default(),
         })
+    }
+
+    /// Opens, as the operator, the files of the disks `named` that the user may not open. A disk that cannot be served now,
+    /// because another process has locked it for example, can be served later. The storage of these files must answer.
+    pub fn open_ahead(&self, named: &[DiskSpec]) {
+        if !self.will_change() {
+            return;
+        }
+        let files = named.iter().flat_map(|disk| {
+            let file = match &disk.file {
+                FileSpec::Path(path) => Some(path),
+                FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+            };
+            file.into_iter()
+                .chain(&disk.data_file)
+                .map(move |path| (path, disk))
+        });
+        for (path, disk) in files {
+            let writable = !disk.read_only;
+            let mut access = Access::READ_OK;
+            access.set(Access::WRITE_OK, writable);
+            // With the rights of the user, which this thread has.
+            if accessat(CWD, path, access, AtFlags::EACCESS).is_ok() {
+                continue;
+            }
+            let exclusive = writable && disk.lock == Lock::Always;
+            let opened = self.as_operator(|| OpenedAhead::open(path, writable, exclusive));
+            self.ahead().extend(opened);
+        }
+    }
+
+    /// The file at a path that the operator has named, as it was opened ahead. `None` if another one is there now.
+    pub fn opened_ahead(&self, path: &Path, writable: bool) -> Option<OwnedFd> {
+        let ahead = self.ahead();
+        let mut ahead = ahead.iter();
+        let opened = ahead.find(|it| it.named == path && it.writable == writable)?;
+        let is_there = place_of(&opened.file).is_some_and(|now| now == opened.at);
+        let is_deleted = opened.file.metadata().is_ok_and(|found| found.nlink() == 0);
+        let file = opened.file.try_clone().ok();
+        file.filter(|_| is_there && !is_deleted).map(OwnedFd::from)
+    }
+
+    /// A disk that is on this file is served: its lock must end with the disk.
+    pub fn close_ahead(&self, path: &Path) {
+        self.ahead().retain(|it| it.named != path);
+    }
+
+    /// Whether this process was root, and has become another user.
+    pub fn has_changed(&self) -> bool {
+        self.switch.is_some() && !geteuid().is_root()
+    }
+
+    fn ahead(&self) -> MutexGuard<'_, Vec<OpenedAhead>> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether this process will become another user. That ends only when no thread is in a system call that cannot be
@@ -161,8 +265,7 @@ fn is_root_here() -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
-    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
@@ -220,6 +323,39 @@ mod tests {
         };
         std::thread::scope(|scope| scope.spawn(in_a_thread).join().unwrap());
         assert_eq!(fs::metadata(dir.path()).unwrap().uid(), 0);
+    }
+
+    /// What the user may not open stays open, as long as it is where the operator has named it.
+    #[test]
+    fn files_of_root_are_opened_ahead() {
+        if !geteuid().is_root() {
+            return println!("skipped: files_of_root_are_opened_ahead: needs root");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for (name, mode) in [("roots", 0o600), ("open", 0o666), ("moved", 0o600)] {
+            fs::write(path(name), "").unwrap();
+            fs::set_permissions(path(name), fs::Permissions::from_mode(mode)).unwrap();
+        }
+        let names = ["roots", "open", "moved", "missing"];
+        let named = names.map(|name| DiskSpec::new(name.into(), FileSpec::Path(path(name))));
+        let in_a_thread = || {
+            let user = UserAccount::find("nobody").unwrap();
+            let rights = Rights::assume(Some(&user), &named).unwrap();
+            rights.open_ahead(&named);
+            let has = |name: &str| rights.opened_ahead(&path(name), true).is_some();
+            assert_eq!(names.map(has), [true, false, true, false]);
+            assert!(rights.opened_ahead(&path("roots"), false).is_none());
+            rights.as_operator(|| {
+                fs::rename(path("moved"), path("elsewhere")).unwrap();
+                fs::write(path("moved"), "").unwrap();
+            });
+            assert!(has("roots") && !has("moved"), "another file is there");
+            rights.close_ahead(&path("roots"));
+            assert!(!has("roots"));
+        };
+        std::thread::scope(|scope| scope.spawn(in_a_thread).join().unwrap());
     }
 
     #[test]

@@ -14,6 +14,7 @@ use tracing::{info, warn};
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::inherited::Inherited;
 use crate::node::journal::Journals;
+use crate::node::open::data_file_identity;
 use crate::node::own_files::OwnFiles;
 use crate::node::storage::FileStorage;
 use crate::rights::Rights;
@@ -137,12 +138,16 @@ impl OpenContext {
                     let held = Locking::Held;
                     (DiskFile::adopt(file, path, cache, read_only, held), held)
                 }
-                None => (
-                    DiskFile::open_with(path, cache, read_only, locking),
-                    locking,
-                ),
+                None => {
+                    let opened = match self.rights.opened_ahead(path, !read_only) {
+                        Some(file) => DiskFile::adopt(file, path, cache, read_only, locking),
+                        None => DiskFile::open_with(path, cache, read_only, locking),
+                    };
+                    (opened, locking)
+                }
             };
             opened.map(|file| {
+                self.rights.close_ahead(path);
                 if locking == Locking::Held {
                     warn_if_renamed(disk, path, &file);
                 }
@@ -287,9 +292,7 @@ impl OpenFiles for Opener<'_> {
             return Err(not_shareable());
         }
         self.has_data_file = true;
-        let there = std::fs::metadata(path)
-            .map(|there| Identity::of(&there))
-            .ok();
+        let there = data_file_identity(spec, &context.rights);
         let mut held = self.held.iter().filter(|_| write);
         let held = held.find(|held| Some(held.identity()) == there).cloned();
         let file = match held {

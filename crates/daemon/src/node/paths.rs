@@ -166,7 +166,7 @@ fn files_named_by(
         .allow_backing
         .allowed_directories(path, &context.rights)
         .map_err(allow)?;
-    let data_file = data_file_identity(spec).map(|file| (file.device, file.inode));
+    let data_file = data_file_identity(spec, &context.rights).map(|file| (file.device, file.inode));
     let named = Chain::referenced_files(top, data_file, &directories)?.into_iter();
     let named = named.map(|(device, inode)| Identity { device, inode });
     Ok(named.collect())

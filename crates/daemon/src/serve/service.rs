@@ -69,6 +69,8 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     // Until here, a signal ends the process at once, also while it waits for storage.
     let (signals, stop) = handle_signals()?;
     let rights = Arc::new(sandbox.assume_rights(&specs)?);
+    // Before guests wait for a process that takes over.
+    rights.open_ahead(&specs);
     log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
     let threads = IoThreads::new(settings.iothreads, &settings.cpus, settings.polling);
     // A process that takes over does what takes time before guests begin to wait.

@@ -121,6 +121,13 @@ impl Server {
             }
             return self.attach_at_start(spec).map(Some);
         }
+        let hangs = self.context.hangs(&name) && !is_required;
+        if hangs && self.context.rights.will_change() {
+            // No thread may wait for storage when this process becomes another user. After that, it is tried.
+            self.add_absent(spec, "its storage does not answer", false);
+            self.report_absent(&name);
+            return Ok(None);
+        }
         self.add_absent(spec, "it is being opened", false);
         let Some(opened) = self.open_absent(&name, Attempt::Asked) else {
             return Ok(None);
@@ -429,9 +436,13 @@ impl Server {
                     absent.file = FileState::of(&spec.file);
                 }
                 let reason = if is_denied {
+                    let before = match self.context.rights.has_changed() {
+                        true => "became another user",
+                        false => "entered its sandbox",
+                    };
                     format!(
-                        "{}: was not there when ringdisk entered its sandbox; 'ringdisk reload --upgrade' ('systemctl reload \
-                         ringdisk') has it served, and VMs stay connected",
+                        "{}: was not there when ringdisk {before}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') \
+                         has it served, and VMs stay connected",
                         spec.file
                     )
                 } else if is_locked {
@@ -445,12 +456,14 @@ impl Server {
         Some(served)
     }
 
-    /// Whether a configured disk, whose failure was reported before, is there now and only the sandbox is in the way. The
-    /// sandbox does not keep this process from asking what its user may do.
+    /// Whether a new process could serve a configured disk, whose failure was reported before: only the sandbox is in the way,
+    /// which does not keep this process from asking what its user may do; or the disk is root's, and this process has
+    /// become another user.
     fn is_denied(&self, spec: &DiskSpec) -> bool {
         let FileSpec::Path(path) = &spec.file else {
             return false;
         };
+        let was_root = self.context.rights.has_changed();
         let is_candidate = {
             let state = self.state();
             let absent = state.absent.get(&spec.name);
@@ -464,10 +477,10 @@ impl Server {
             options.read(true).custom_flags(libc::O_NONBLOCK);
             options.open(path)
         };
+        let is_refused = || opened().is_err_and(|e| e.kind() == ErrorKind::PermissionDenied);
         is_candidate
-            && is_there(path, spec.read_only)
-            && (self.sandbox.check_file(&spec.file).is_err()
-                || opened().is_err_and(|e| e.kind() == ErrorKind::PermissionDenied))
+            && (was_root || is_there(path, spec.read_only))
+            && (self.sandbox.check_file(&spec.file).is_err() || is_refused())
     }
 
     /// A disk is served, which may have been absent.

@@ -77,8 +77,13 @@ impl Server {
     }
 
     pub(super) fn open_new(&self, spec: DiskSpec) -> Result<Node, ServerError> {
-        let spec = self.context.inherited.on_its_file(spec);
         let rights = &self.context.rights;
+        // The identity of the data file that the configuration names counts.
+        let named = spec.data_file.clone().map(FileSpec::Path);
+        let named = named.unwrap_or_else(|| spec.file.clone());
+        let spec = rights.with_file(&named, !spec.read_only, || {
+            self.context.inherited.on_its_file(spec)
+        });
         let there = rights.with_file(&spec.file, !spec.read_only, || {
             self.sandbox.check_disk(&spec)?;
             Ok::<_, ServerError>(identity(&spec.file))

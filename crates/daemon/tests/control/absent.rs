@@ -1,6 +1,7 @@
 //! Disks of the configuration that cannot be served: the others are, and these are tried again.
 
 use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -319,38 +320,98 @@ fn absent_disk_of_a_command_can_be_configured() {
     assert_works(&ringdisk, "late");
 }
 
-/// With `--user`, the process becomes another user when no thread waits for storage any more, and lives on.
+/// With `--user`, no thread may wait for storage when root's rights are given up. The others are served before that storage
+/// answers, and what comes back then is opened by the process that root starts to take over.
 #[test]
-fn slow_disk_delays_the_change_of_user() {
+fn hanging_disk_does_not_delay_the_change_of_user() {
     if !rustix::process::geteuid().is_root() {
-        return println!("skipped: slow_disk_delays_the_change_of_user: needs root");
+        return println!("skipped: hanging_disk_does_not_delay_the_change_of_user: needs root");
     }
     let dir = directory();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let mount = dir.path().join("mnt");
     fs::create_dir(&mount).unwrap();
     let Ok(storage) = Storage::mount(&mount, content(0, BYTES), 0) else {
         return println!("skipped: no FUSE file system to break");
     };
     storage.change(|s| (s.hangs, s.silent) = (true, true));
-    let good = dir.path().join("good.raw");
-    fs::write(&good, content(0, BYTES)).unwrap();
-    let text = disk(dir.path(), "bad", &storage.file()) + &disk(dir.path(), "good", &good);
-    fs::write(dir.path().join("r.toml"), text).unwrap();
-    let config = dir.path().join("r.toml").display().to_string();
-    let control = dir.path().join("c.qmp").display().to_string();
-    let arguments = ["--config", &config, "--control", &control, "--user=nobody"];
-    let ends = std::thread::spawn({
-        move || {
-            std::thread::sleep(std::time::Duration::from_secs(6));
-            storage.change(|s| (s.hangs, s.silent) = (false, false));
-            storage
-        }
+    let ringdisk = start(dir, &storage.file(), &["--user=nobody".into()]);
+    assert_works(&ringdisk, "good");
+    problem(&ringdisk);
+    storage.change(|s| (s.hangs, s.silent) = (false, false));
+    // Only root may use the file system.
+    wait_until("the reason", || {
+        ringdisk.disk("bad")["storage"] == "works"
+            || problem(&ringdisk).contains("reload --upgrade")
     });
-    let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
-    let _storage = ends.join().unwrap();
-    let config = DeviceConfig::default();
-    let mut device = Device::connect(dir.path().join("good.sock"), &config).unwrap();
-    assert_eq!(device.queues[0].read(8, 512).unwrap(), content(8, 512));
-    drop(device);
-    assert!(server.terminate().unwrap().success());
+    upgrade_serves_bad(&ringdisk);
+}
+
+/// A disk that only root may open, and that another process had locked at the start.
+#[test]
+fn locked_disk_of_root_is_served_later() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: locked_disk_of_root_is_served_later: needs root");
+    }
+    let dir = directory();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let bad = dir.path().join("bad.raw");
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    fs::set_permissions(&bad, fs::Permissions::from_mode(0o600)).unwrap();
+    let other = format!(
+        "{},socket={}",
+        bad.display(),
+        dir.path().join("other.sock").display()
+    );
+    let other = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[&other]).unwrap();
+    let ringdisk = start(dir, &bad, &["--user=nobody".into()]);
+    problem(&ringdisk);
+    drop(other);
+    ringdisk.json(&["reload"]);
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(&ringdisk, "bad");
+    // Its lock ends with it.
+    ringdisk.json(&["export", "bad", "--remove"]);
+    ringdisk.json(&["detach", "bad"]);
+    let again = format!(
+        "{},socket={}",
+        bad.display(),
+        ringdisk.path("other.sock").display()
+    );
+    drop(Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[&again]).unwrap());
+}
+
+/// A disk that only root may open, and that was not there at the start.
+#[test]
+fn missing_disk_of_root_is_served_by_an_upgrade() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: missing_disk_of_root_is_served_by_an_upgrade: needs root");
+    }
+    let dir = directory();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let bad = dir.path().join("bad.raw");
+    let ringdisk = start(dir, &bad, &["--user=nobody".into()]);
+    assert!(problem(&ringdisk).contains("no such file"));
+    let (new, wanted) = (ringdisk.path("new"), content(0, BYTES));
+    fs::write(&new, wanted).unwrap();
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::rename(&new, &bad).unwrap();
+    wait_until("the reason", || {
+        problem(&ringdisk).contains("reload --upgrade")
+    });
+    upgrade_serves_bad(&ringdisk);
+}
+
+/// The disk `bad` is served after `ringdisk reload --upgrade`, and the guest of the other one goes on.
+fn upgrade_serves_bad(ringdisk: &Controlled) {
+    let good = ringdisk.path("good.sock");
+    let mut guest = Device::connect(good, &DeviceConfig::default()).unwrap();
+    let upgraded = ringdisk.json(&["reload", "--upgrade"]);
+    let now = upgraded["pid"].as_u64().unwrap() as i32;
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    assert_works(ringdisk, "bad");
+    assert_eq!(guest.queues[0].read(8, 512).unwrap(), content(8, 512));
+    let user = fs::metadata(format!("/proc/{now}/status")).unwrap().uid();
+    assert_ne!(user, 0, "it has become the user again");
+    kill_process(Pid::from_raw(now).unwrap(), Signal::TERM).unwrap();
 }
