@@ -38,7 +38,7 @@ use self::cpus::Cpus;
 use self::disk_keys::QUEUES_MAX;
 use self::file_keys::{EXPORT_KEYS, GROUP_NAME, MAPPING, NewThread, THREAD_KEYS, TOP_KEYS, named};
 use self::keys::Form;
-use self::nbd::{NbdAddress, NbdExportSpec};
+use self::nbd::{NbdAddress, NbdConfig, NbdExportSpec};
 use self::spec::DiskSpec;
 use self::values::{Entry, Mistake, Table, entries};
 
@@ -111,6 +111,33 @@ impl Config {
         Polling {
             max: self.poll_max.unwrap_or(default.max),
             cpu: self.poll_cpu.unwrap_or(default.cpu),
+        }
+    }
+
+    /// What it says about NBD.
+    pub fn nbd_config(&self) -> NbdConfig {
+        NbdConfig {
+            address: self.nbd.clone(),
+            tls: self.nbd_tls.clone(),
+            tls_any_peer: self.nbd_tls_any_peer,
+            exports: self.exports.clone(),
+        }
+    }
+
+    /// This configuration with what another one says about NBD.
+    pub fn with_nbd(self, nbd: NbdConfig) -> Self {
+        let NbdConfig {
+            address,
+            tls,
+            tls_any_peer,
+            exports,
+        } = nbd;
+        Self {
+            nbd: address,
+            nbd_tls: tls,
+            nbd_tls_any_peer: tls_any_peer,
+            exports,
+            ..self
         }
     }
 

@@ -1,6 +1,8 @@
 //! What a process inherits from the one that served before it: open files, sockets and sessions. Without such a process,
 //! it inherits nothing.
 
+mod carry;
+
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
@@ -18,8 +20,7 @@ use rustix::fs::{OFlags, fcntl_getfl};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::config::Config;
-use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
+use crate::config::nbd::{NbdAddress, NbdConfig, NbdExportSpec, TlsSpec};
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::state::Overrides;
 
@@ -56,6 +57,10 @@ pub struct InheritedParts {
     pub disks: BTreeMap<String, InheritedDisk>,
     /// How what the old process serves differs from the configuration.
     pub overrides: Option<Overrides>,
+    /// The old process has passed on which numbers of queues are defaults. Older versions do not.
+    pub knows_default_queues: bool,
+    /// What the configuration says about NBD that is in force in the old process. Older versions do not pass it on.
+    pub nbd_config: Option<NbdConfig>,
     /// Disks that the old process was to serve and could not.
     pub absent: Vec<String>,
     /// Disks that other hosts may have locked.
@@ -229,22 +234,6 @@ impl Inherited {
         Some(parts.files.swap_remove(place))
     }
 
-    /// Keeps the files of inherited disks if their configuration has changed since: guests continue on the files that
-    /// they have. Returns whether there is such a disk, so that a reload has to move it.
-    pub fn keep_files(&self, config: &mut Config) -> bool {
-        let parts = self.parts();
-        let mut other = false;
-        for disk in &mut config.disks {
-            let inherited = parts.disks.get(&disk.name);
-            if let Some(before) = inherited.and_then(|inherited| inherited.configured.as_ref()) {
-                let kept = parts.with_file_of(disk, before);
-                other |= !kept.has_file_of(disk);
-                *disk = kept;
-            }
-        }
-        other
-    }
-
     /// A configured disk, on the file that it has now.
     pub fn on_its_file(&self, disk: DiskSpec) -> DiskSpec {
         let parts = self.parts();
@@ -265,6 +254,11 @@ impl Inherited {
     /// Whether the old process has a disk of this name.
     pub fn has_disk(&self, name: &str) -> bool {
         self.parts().disks.contains_key(name)
+    }
+
+    /// Whether the old process serves a disk at this socket, which has not been taken yet.
+    pub fn has_export_at(&self, socket: &Path) -> bool {
+        self.parts().exports.iter().any(|(path, _)| path == socket)
     }
 
     /// How what the old process serves differs from the configuration, if it is known.
@@ -382,89 +376,4 @@ impl Inherited {
 fn is_at(listener: &UnixListener, path: &Path) -> bool {
     let at = listener.local_addr();
     at.is_ok_and(|at| at.as_pathname() == Some(path))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use image::Format;
-
-    /// The older version has passed on a disk without `data-file`, and the data file that its image names.
-    #[test]
-    fn data_file_that_an_older_version_has_open_may_be_named_now() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = |name: &str| dir.path().join(name);
-        let files = ["i.qcow2", "d1.raw"].map(|name| File::create(path(name)).unwrap().into());
-        File::create(path("d2.raw")).unwrap();
-        let disk = |file: &str, data_file: Option<&str>| DiskSpec {
-            format: Some(Format::Qcow2),
-            data_file: data_file.map(path),
-            ..DiskSpec::new("i".into(), FileSpec::Path(path(file)))
-        };
-        let before = disk("i.qcow2", None);
-        let inherited = Inherited::new(InheritedParts {
-            files: files.into(),
-            disks: BTreeMap::from([(
-                "i".to_owned(),
-                InheritedDisk {
-                    spec: before.clone(),
-                    configured: Some(before.clone()),
-                    file: None,
-                },
-            )]),
-            ..InheritedParts::default()
-        });
-        for (file, data_file, same) in [
-            ("i.qcow2", "d1.raw", true),
-            ("i.qcow2", "d2.raw", false),
-            ("i.qcow2", "d3.raw", false),
-            ("other.qcow2", "d1.raw", false),
-        ] {
-            let named = disk(file, Some(data_file));
-            let expected = if same { &named } else { &before }.clone();
-            let mut config = Config {
-                disks: vec![named.clone()],
-                ..Config::default()
-            };
-            let moves = inherited.keep_files(&mut config);
-            assert_eq!((moves, &config.disks[0]), (!same, &expected));
-            assert_eq!(inherited.on_its_file(named), expected);
-        }
-    }
-
-    /// Every key of a disk's files that has changed in the configuration waits for a reload.
-    #[test]
-    fn changed_files_are_kept_and_reported() {
-        let path = |name: &str| FileSpec::Path(name.into());
-        let before = DiskSpec {
-            format: Some(Format::Qcow2),
-            data_file: Some("d1.raw".into()),
-            ..DiskSpec::new("i".into(), path("i.qcow2"))
-        };
-        let inherited = Inherited::new(InheritedParts {
-            disks: BTreeMap::from([(
-                "i".to_owned(),
-                InheritedDisk {
-                    spec: before.clone(),
-                    configured: Some(before.clone()),
-                    file: None,
-                },
-            )]),
-            ..InheritedParts::default()
-        });
-        let change: [fn(&mut DiskSpec); 4] = [
-            |disk| disk.file = FileSpec::Null(4096),
-            |disk| disk.format = None,
-            |disk| disk.data_file = Some("d2.raw".into()),
-            |disk| disk.data_file = None,
-        ];
-        for change in change {
-            let mut config = Config::default();
-            config.disks.push(before.clone());
-            assert!(!inherited.keep_files(&mut config));
-            change(&mut config.disks[0]);
-            assert!(inherited.keep_files(&mut config));
-            assert_eq!(config.disks, std::slice::from_ref(&before));
-        }
-    }
 }

@@ -6,7 +6,6 @@
 pub mod store;
 
 use std::collections::BTreeMap;
-use std::mem;
 use std::time::Duration;
 
 use block::ThrottleLimits;
@@ -39,8 +38,6 @@ pub struct Overrides {
     pub threads: Vec<(String, ThreadSpec)>,
     /// What guests depend on and no configuration says, by export.
     pub remembered: BTreeMap<String, Remembered>,
-    /// Written by a version that gave every disk a number of queues, and did not say which of them were defaults.
-    pub queues_unmarked: bool,
 }
 
 /// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed
@@ -87,8 +84,9 @@ struct Document {
     throttle_groups: Vec<GroupEntry>,
     iothreads: Vec<ThreadEntry>,
     write_caches: BTreeMap<String, bool>,
-    /// Numbers of queues that are defaults. Older versions do not have it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Numbers of queues that are defaults. One version wrote them here, which earlier ones cannot read: see
+    /// [`Overrides::queues`].
+    #[serde(default, skip_serializing)]
     queues: Option<BTreeMap<String, u16>>,
 }
 
@@ -139,16 +137,12 @@ struct ThreadEntry {
 }
 
 impl Document {
-    fn remembered(&self) -> Result<BTreeMap<String, Remembered>, String> {
+    fn remembered(&self) -> BTreeMap<String, Remembered> {
         let mut all: BTreeMap<String, Remembered> = BTreeMap::new();
         for (id, on) in &self.write_caches {
             all.entry(id.clone()).or_default().write_cache = Some(*on);
         }
-        for (id, queues) in self.queues.iter().flatten() {
-            disk_keys::check("queues", queues).map_err(|e| format!("queues of '{id}': {e}"))?;
-            all.entry(id.clone()).or_default().queues = Some(*queues);
-        }
-        Ok(all)
+        all
     }
 }
 
@@ -170,10 +164,10 @@ impl Overrides {
             ));
         }
         let document: Document = serde_json::from_slice(bytes).map_err(text)?;
-        let remembered = document.remembered()?;
+        let remembered = document.remembered();
         let disk = |text: &str| text.parse::<DiskSpec>().map_err(|e| e.to_string());
         let name = |text: &str| spec::name(text);
-        Ok(Self {
+        let mut overrides = Self {
             disks: each(&document.disks, |entry| {
                 Ok(DiskOverride {
                     disk: disk(&entry.disk)?,
@@ -244,8 +238,29 @@ impl Overrides {
                 Ok((name(&entry.id)?, thread))
             })?,
             remembered,
-            queues_unmarked: document.queues.is_none(),
-        })
+        };
+        if let Some(queues) = document.queues {
+            overrides.add_queues(queues)?;
+        }
+        Ok(overrides)
+    }
+
+    /// Adds numbers of queues that are defaults, by export. They are kept apart from the [text](Self::text), in which the
+    /// previous version accepts nothing that it does not know.
+    ///
+    /// # Errors
+    /// One of them is not a number of queues.
+    pub fn add_queues(&mut self, queues: BTreeMap<String, u16>) -> Result<(), String> {
+        for (id, queues) in queues {
+            disk_keys::check("queues", queues).map_err(|e| format!("queues of '{id}': {e}"))?;
+            self.remembered.entry(id).or_default().queues = Some(queues);
+        }
+        Ok(())
+    }
+
+    /// The numbers of queues that are defaults, by export.
+    pub fn queues(&self) -> BTreeMap<String, u16> {
+        self.remembered_as(|it| it.queues)
     }
 
     /// The file's text.
@@ -281,7 +296,7 @@ impl Overrides {
                 poll_cpu: Some(thread.polling.cpu).filter(|&cpu| cpu != Polling::default().cpu),
             }),
             write_caches: self.remembered_as(|it| it.write_cache),
-            queues: (!self.queues_unmarked).then(|| self.remembered_as(|it| it.queues)),
+            queues: None,
         };
         // Cannot fail: only strings, numbers, and maps with string keys.
         serde_json::to_string_pretty(&document).unwrap_or_default() + "\n"
@@ -293,12 +308,9 @@ impl Overrides {
             .collect()
     }
 
-    /// With numbers of queues told apart, if an older version has not done it: disks that are configured without one had
-    /// the default.
-    pub fn with_marked_queues(mut self, configured: &[DiskSpec]) -> Self {
-        if !mem::take(&mut self.queues_unmarked) {
-            return self;
-        }
+    /// With numbers of queues that are defaults told apart: disks that are configured without one had the default. Versions
+    /// that gave every disk a number did not say which of them were defaults.
+    pub fn with_default_queues(mut self, configured: &[DiskSpec]) -> Self {
         let changed = self.disks.iter_mut();
         let changed = changed.flat_map(|d| [Some(&mut d.disk), d.configured.as_mut()]);
         for disk in self.detached.iter_mut().chain(changed.flatten()) {
@@ -385,7 +397,10 @@ impl Overrides {
                 .chain(&overrides.detached)
                 .for_each(DiskSpec::assert_sound);
             let text = overrides.text();
-            assert_eq!(Self::parse(text.as_bytes()), Ok(overrides), "{text}");
+            let mut read = Self::parse(text.as_bytes()).expect("what was written");
+            read.add_queues(overrides.queues())
+                .expect("numbers of queues");
+            assert_eq!(read, overrides, "{text}");
         }
     }
 }
@@ -443,14 +458,34 @@ mod tests {
                 (id.to_owned(), remembered)
             })
             .into(),
-            queues_unmarked: false,
         }
     }
 
     #[test]
     fn state_file_reads_back_as_written() {
         let text = overrides().text();
-        assert_eq!(Overrides::parse(text.as_bytes()), Ok(overrides()), "{text}");
+        let mut read = Overrides::parse(text.as_bytes()).unwrap();
+        read.add_queues(overrides().queues()).unwrap();
+        assert_eq!(read, overrides(), "{text}");
+    }
+
+    /// The previous version accepts no other keys.
+    #[test]
+    fn state_file_has_only_keys_that_the_previous_version_knows() {
+        let text = overrides().text();
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let keys: Vec<_> = value.as_object().unwrap().keys().collect();
+        let known = [
+            "disks",
+            "exports",
+            "gone",
+            "iothreads",
+            "nodes",
+            "throttle-groups",
+            "version",
+            "write-caches",
+        ];
+        assert_eq!(keys, known);
     }
 
     /// Files of versions that wrote every number of queues: a detached disk whose configuration has none stays detached, and
@@ -461,27 +496,24 @@ mod tests {
             .text()
             .replace("\"/vms/gone.raw\"", "\"file=/vms/gone.raw,name=gone\"");
         let mut old: serde_json::Value = serde_json::from_str(&old).unwrap();
-        old.as_object_mut().unwrap().remove("queues");
         old["gone"][0] = "file=/vms/gone.raw,name=gone,queues=3".into();
         old["disks"][0]["disk"] = "file=/vms/b.raw,name=b,queues=5,iops=7".into();
         old["disks"][0]["instead-of"] = "file=/vms/b.raw,name=b,queues=5".into();
         let old = Overrides::parse(old.to_string().as_bytes()).unwrap();
-        assert!(old.queues_unmarked);
-        assert_eq!(Overrides::parse(old.text().as_bytes()).as_ref(), Ok(&old));
 
         let configured = ["/vms/b.raw", "/vms/gone.raw"].map(disk);
-        let marked = old.clone().with_marked_queues(&configured);
-        let start = marked.apply(&configured);
+        let told_apart = old.clone().with_default_queues(&configured);
+        let start = told_apart.apply(&configured);
         assert_eq!(start.disks, [disk("/vms/b.raw,iops=7")]);
         assert!(start.outdated.is_empty(), "{start:?}");
-        let queues = |id: &str| marked.remembered.get(id).and_then(|it| it.queues);
+        let queues = |id: &str| told_apart.remembered.get(id).and_then(|it| it.queues);
         assert_eq!((queues("b"), queues("gone")), (Some(5), Some(3)));
-        assert_eq!(marked.remembered["b"].write_cache, Some(false));
+        assert_eq!(told_apart.remembered["b"].write_cache, Some(false));
 
         // Where the operator has written a number, it counts.
         let configured = ["/vms/b.raw,queues=5", "/vms/gone.raw,queues=2"].map(disk);
-        let marked = old.with_marked_queues(&configured);
-        let start = marked.apply(&configured);
+        let told_apart = old.with_default_queues(&configured);
+        let start = told_apart.apply(&configured);
         assert_eq!(start.disks[0].queues, Some(5));
         assert_eq!(start.disks[1].name, "gone");
     }

@@ -409,6 +409,13 @@ pub fn check(name: &str, value: impl Display) -> Result<(), String> {
         .set(&mut disk, &value.to_string())
 }
 
+/// The names of the keys that differ, limits aside.
+pub fn changed(before: &DiskSpec, after: &DiskSpec) -> Vec<&'static str> {
+    let keys = DISK_KEYS.iter();
+    let changed = keys.filter(|key| key.show(before) != key.show(after));
+    changed.map(DiskKey::name).collect()
+}
+
 /// The effect of a reload that finds `after` where `before` was; none if it finds the same disk.
 pub fn effect_of_reload(before: &DiskSpec, after: &DiskSpec) -> Option<ReloadEffect> {
     let keys = DISK_KEYS.iter();

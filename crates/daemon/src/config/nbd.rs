@@ -46,6 +46,17 @@ pub struct TlsSpec {
     pub verify_peer: bool,
 }
 
+/// What a configuration says about NBD.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NbdConfig {
+    pub address: Option<NbdAddress>,
+    /// The directory with the certificates.
+    pub tls: Option<PathBuf>,
+    /// Clients need no certificate.
+    pub tls_any_peer: bool,
+    pub exports: Vec<NbdExportSpec>,
+}
+
 /// How a disk is exported.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NbdExportSpec {

@@ -37,7 +37,7 @@ use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
 use crate::server::nbd::ReadyNbd;
 use crate::server::nbd::listener::BoundNbd;
-use crate::server::reload::Reloader;
+use crate::server::reload::{ReloadError, Reloader};
 use crate::server::{Server, ServerError};
 use crate::socket::Socket;
 use crate::state::Overrides;
@@ -51,7 +51,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     warn_of_limits();
     let disks = args.disks.iter().map(|text| text.parse());
     let command_line: Vec<DiskSpec> = disks.collect::<Result<_, _>>()?;
-    let mut config = match &args.config {
+    let config = match &args.config {
         Some(path) => Config::read(path)?,
         None => Config::default(),
     };
@@ -108,7 +108,9 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let open = |directory| rights.as_operator(|| StateStore::open(directory, inherited.lock()));
     let store = settings.state.as_deref().map(open).transpose()?;
     // If the configuration has changed since, a reload applies that once guests are served.
-    let reload = inherited.keep_files(&mut config);
+    let in_force = rights.as_operator(|| inherited.carry(&config));
+    let reload = in_force != config;
+    let config = in_force;
     let configured = Configured::new(&command_line, &config);
     let nbd_exports = config.exports.clone();
     server.set_configured(configured.clone());
@@ -345,7 +347,7 @@ fn start_disks(
     // The old process knows better than a file that may not have been written.
     let (ready, absent) = match server.context.inherited.overrides() {
         Some(overrides) => {
-            let configured = without_detached(configured, &overrides);
+            let (configured, overrides) = taken_over(configured, overrides);
             server.start(&configured, &overrides, required)?
         }
         None => server.start(configured, &persisted.unwrap_or_default(), required)?,
@@ -356,12 +358,14 @@ fn start_disks(
     Ok(ready)
 }
 
-/// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed.
-fn without_detached(configured: &Configured, overrides: &Overrides) -> Configured {
+/// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed. It keeps its
+/// number of queues.
+fn taken_over(configured: &Configured, overrides: Overrides) -> (Configured, Overrides) {
+    let overrides = overrides.with_default_queues(&configured.disks);
     let mut configured = configured.clone();
     let disks = &mut configured.disks;
     disks.retain(|disk| !overrides.is_detached(&disk.name));
-    configured
+    (configured, overrides)
 }
 
 /// A server whose disks have been started.
@@ -499,26 +503,32 @@ impl Service {
         error
     }
 
-    /// Waits until the process is told to stop, and reloads on SIGHUP; first of all if `reload` says so. Returns the threads
-    /// of reloads that may still run.
+    /// Waits until the process is told to stop, and reloads on SIGHUP; first of all, after an upgrade, what can be without
+    /// restarting disks, if `reload` says so. Returns the threads of reloads that may still run.
     fn run(&self, mut signals: Signals, reload: bool) -> Vec<JoinHandle<()>> {
-        let first = reload.then_some(SIGHUP);
-        let mut reloads: Vec<JoinHandle<()>> = Vec::new();
-        for signal in first.into_iter().chain(signals.forever()) {
+        let mut reloads = Vec::new();
+        if reload {
+            self.start_reload(&mut reloads, Reloader::reload_without_restarts);
+        }
+        for signal in signals.forever() {
             if signal != SIGHUP {
                 break;
             }
-            // In a thread: a reload may wait for storage, and must not keep the process from stopping.
-            let (server, reloader) = (self.server.clone(), self.reloader.clone());
-            let thread = thread::Builder::new().name("reload".to_owned());
-            let spawned = thread.spawn(move || run_reload(&server, reloader.as_deref()));
-            reloads.retain(|thread| !thread.is_finished());
-            match spawned {
-                Ok(thread) => reloads.push(thread),
-                Err(e) => error!("reload skipped: no thread available: {e}"),
-            }
+            self.start_reload(&mut reloads, Reloader::reload);
         }
         reloads
+    }
+
+    /// In a thread: a reload may wait for storage, and must not keep the process from stopping.
+    fn start_reload(&self, reloads: &mut Vec<JoinHandle<()>>, reload: Reload) {
+        let (server, reloader) = (self.server.clone(), self.reloader.clone());
+        let thread = thread::Builder::new().name("reload".to_owned());
+        let spawned = thread.spawn(move || run_reload(&server, reloader.as_deref(), reload));
+        reloads.retain(|thread| !thread.is_finished());
+        match spawned {
+            Ok(thread) => reloads.push(thread),
+            Err(e) => error!("reload skipped: no thread available: {e}"),
+        }
     }
 
     fn stop(
@@ -545,14 +555,16 @@ impl Service {
     }
 }
 
+type Reload = fn(&Reloader, &Server) -> Result<Vec<String>, ReloadError>;
+
 /// Reloads the configuration, and checks disks for growth and sockets for removal.
-fn run_reload(server: &Server, reloader: Option<&Reloader>) {
+fn run_reload(server: &Server, reloader: Option<&Reloader>, reload: Reload) {
     let Ok(_inhibitor) = server.handover.wait_and_inhibit() else {
         return;
     };
     sd_notify::tell(&sd_notify::reloading());
     if let Some(reloader) = reloader
-        && let Err(e) = reloader.reload(server)
+        && let Err(e) = reload(reloader, server)
     {
         error!("{e}");
     }
@@ -604,4 +616,26 @@ fn announce(
         error!("the disks are served, but how to connect to them is not printed: {e}");
     }
     sd_notify::tell(sd_notify::READY);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of a version that gave every disk a number of queues.
+    #[test]
+    fn detached_disk_of_an_older_version_keeps_its_queues() {
+        let disk = |text: &str| text.parse::<DiskSpec>().unwrap();
+        let configured = Configured {
+            disks: ["/vms/a.raw", "/vms/b.raw"].map(disk).into(),
+            ..Configured::default()
+        };
+        let overrides = Overrides {
+            detached: vec![disk("/vms/b.raw,queues=5")],
+            ..Overrides::default()
+        };
+        let (configured, overrides) = taken_over(&configured, overrides);
+        assert_eq!(configured.disks, [disk("/vms/a.raw")]);
+        assert_eq!(overrides.queues()["b"], 5);
+    }
 }

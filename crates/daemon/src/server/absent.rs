@@ -16,6 +16,7 @@ use super::replace::close;
 use super::{Server, ServerError, ServerState};
 use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdExportSpec;
+use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::sd_notify;
 use crate::server::connection_info::ConnectionInfo;
@@ -108,7 +109,10 @@ impl Server {
             // Guests wait, so a disk that the old process did not serve is tried when they have gone on.
             let inherited = &self.context.inherited;
             let is_absent = inherited.is_absent(&name);
-            let is_new = !inherited.has_disk(&name) && !is_required;
+            // A guest at its socket has it under another name, or must not get it.
+            let is_new =
+                !inherited.has_disk(&name) && !inherited.has_export_at(&sockets::path(&spec));
+            let is_new = is_new && !is_required;
             // Root's files are opened before this process becomes another user, except on storage that was seen to hang.
             let is_new =
                 is_new && (!self.context.rights.will_change() || self.context.hangs(&name));

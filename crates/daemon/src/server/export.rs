@@ -26,6 +26,7 @@ use crate::server::error::ExportError;
 use crate::server::iothreads::NamedThread;
 use crate::socket::accept::Backoff;
 use crate::socket::{self, PathStatus, Socket};
+use crate::state::ExportOverride;
 
 /// A node in service. Dropping it finishes requests in flight, disconnects the front-end, and removes the socket.
 pub struct Export {
@@ -228,6 +229,35 @@ impl Export {
                 None
             }
             PathStatus::Other(what) => Some(what),
+        }
+    }
+
+    /// What a reload, an upgrade and a restart carry of it, apart from what the device
+    /// [has learned](ServedDisk::carried) and the front-end's session, which only an upgrade carries.
+    pub fn carried(&self) -> ExportOverride {
+        let Self {
+            // In its description.
+            id: _,
+            socket: _,
+            node,
+            // Made from the node and the description.
+            disk: _,
+            place: _,
+            spec,
+            device: _,
+            // Begins again with those who watch.
+            measuring: _,
+            // Of the session, and of the thread that serves it.
+            front_end: _,
+            stop: _,
+            pause: _,
+            stopping: _,
+            remake: _,
+            listener: _,
+        } = self;
+        ExportOverride {
+            node: node.name().to_owned(),
+            spec: spec.clone(),
         }
     }
 

@@ -295,10 +295,21 @@ impl Server {
         let state = self.state();
         let configured = state.configured.disks.iter();
         let configured: BTreeMap<_, _> = configured.map(|d| (d.name.as_str(), d)).collect();
-        let disk = |entry: &NodeEntry| InheritedDisk {
-            spec: entry.spec(),
-            configured: configured.get(entry.node.name()).copied().cloned(),
-            file: entry.node.identity(),
+        let disk = |entry: &NodeEntry| {
+            let spec = entry.spec();
+            let NodeEntry {
+                node,
+                // In the specification.
+                limits: _,
+                group: _,
+                // With the changes made at run time.
+                child: _,
+            } = entry;
+            InheritedDisk {
+                spec,
+                configured: configured.get(node.name()).copied().cloned(),
+                file: node.identity(),
+            }
         };
         state.nodes.values().map(disk).collect()
     }

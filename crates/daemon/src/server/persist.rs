@@ -13,7 +13,7 @@ use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore, Unsaved};
-use crate::state::{ExportOverride, NodeOverride, Overrides, Remembered};
+use crate::state::{NodeOverride, Overrides, Remembered};
 
 /// Time between two writes of what guests have chosen.
 const CHOICES: Duration = Duration::from_secs(1);
@@ -118,6 +118,11 @@ impl Server {
         self.persist();
     }
 
+    /// What the operator has configured, as far as it applies.
+    pub fn configured(&self) -> Configured {
+        self.state().configured.clone()
+    }
+
     /// Remembers the last files of disks that were detached before this process started, where these files differ from
     /// the configured ones.
     pub fn remember_detached(&self, overrides: &Overrides) {
@@ -167,24 +172,43 @@ impl Server {
     /// Everything that is served.
     pub fn inventory(&self) -> Inventory {
         let state = self.state();
+        let remembered = state.remembered();
+        // An upgrade and a restart carry this, and nothing else of the state, so a field that is added is decided here.
+        let ServerState {
+            nodes,
+            exports,
+            groups,
+            // Clients that watch ask again.
+            watch: _,
+            configured,
+            detached,
+            // None of these is possible during a handover.
+            stopping: _,
+            moving: _,
+            under_way: _,
+            absent,
+            is_retrying: _,
+            // Files of this process.
+            still_open: _,
+            // With the choices of the guests, above.
+            remembered: _,
+            choices_persisted: _,
+            persist_scheduled: _,
+        } = &*state;
         let node = |entry: &NodeEntry| NodeOverride {
             disk: entry.spec(),
             child: entry.child.clone(),
         };
-        let export = |export: &Export| ExportOverride {
-            node: export.node.name().to_owned(),
-            spec: export.spec.clone(),
-        };
         let group = |(name, group): (&String, &Arc<ThrottleGroup>)| (name.clone(), group.limits());
         Inventory {
-            configured: state.configured.clone(),
-            detached: state.detached.clone(),
-            absent: state.absent.values().map(|a| a.spec.clone()).collect(),
-            nodes: state.nodes.values().map(node).collect(),
-            exports: state.exports.values().map(export).collect(),
-            groups: state.groups.iter().map(group).collect(),
+            configured: configured.clone(),
+            detached: detached.clone(),
+            absent: absent.values().map(|a| a.spec.clone()).collect(),
+            nodes: nodes.values().map(node).collect(),
+            exports: exports.values().map(Export::carried).collect(),
+            groups: groups.iter().map(group).collect(),
             threads: self.threads.added(),
-            remembered: state.remembered(),
+            remembered,
         }
     }
 }

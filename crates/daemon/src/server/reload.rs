@@ -7,7 +7,7 @@ use block::ThrottleLimits;
 use thiserror::Error;
 use tracing::{error, info, warn};
 
-use crate::config::disk_keys::{ReloadEffect, effect_of_reload};
+use crate::config::disk_keys::{self, ReloadEffect, effect_of_reload};
 use crate::config::file_keys::TOP_KEYS;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
@@ -23,6 +23,14 @@ pub struct Reloader {
     /// Disks of the command line, which do not change.
     disks: Vec<DiskSpec>,
     in_force: Mutex<Config>,
+}
+
+/// Whether a reload restarts disks, which disconnects their VMs for a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Restarts {
+    Now,
+    /// With the next reload.
+    Later,
 }
 
 #[derive(Debug, Error)]
@@ -58,13 +66,22 @@ fn reasons(all: &[String]) -> String {
 }
 
 impl Reloader {
-    /// `config` has been applied.
-    pub fn new(path: &Path, disks: Vec<DiskSpec>, config: Config) -> Self {
+    /// `in_force` applies at present, whatever the file says now.
+    pub fn new(path: &Path, disks: Vec<DiskSpec>, in_force: Config) -> Self {
         Self {
             path: path.into(),
             disks,
-            in_force: Mutex::new(config),
+            in_force: Mutex::new(in_force),
         }
+    }
+
+    /// Like [`reload`](Self::reload), without restarting disks: what that would apply stays a difference, which the log
+    /// names. For a process that has taken over: no VM loses its disk by an upgrade.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn reload_without_restarts(&self, server: &Server) -> Result<Vec<String>, ReloadError> {
+        self.apply(server, Restarts::Later)
     }
 
     /// Reads the file again, and adds, removes and changes what differs. Unchanged disks are not disturbed. The changes
@@ -74,20 +91,25 @@ impl Reloader {
     /// The file has a mistake or cannot be served, and nothing was changed; or something failed later, and everything
     /// else applies.
     pub fn reload(&self, server: &Server) -> Result<Vec<String>, ReloadError> {
+        self.apply(server, Restarts::Now)
+    }
+
+    fn apply(&self, server: &Server, restarts: Restarts) -> Result<Vec<String>, ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = Config::read(&self.path)?;
-        let change = Change::between(&old, &new, server);
+        let change = Change::between(&old, &new, server, restarts);
         let prepared = change.prepare(server)?;
         let ended = change.what_ends(server);
         let failed = change.carry_out(server, prepared);
         let after_restart = change.what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: reloaded: {}", change.summary());
-        let in_force = failed.in_force(&new);
+        let in_force = change.without_postponed(failed.in_force(&old, &new));
         let reasons = failed.reasons;
         let mut left_out: Vec<String> = (change.detached.iter())
             .map(|disk| left_out(server, disk))
             .collect();
+        left_out.extend(change.postponed.iter().map(postponed));
         left_out.extend(ended);
         left_out.extend(after_restart);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
@@ -121,6 +143,8 @@ struct Change<'a> {
     /// Disks of which only the file and the limits change.
     moved: Vec<&'a DiskSpec>,
     changed: Vec<DiskChange<'a>>,
+    /// Disks that would have to be restarted, as they are configured before and now.
+    postponed: Vec<(&'a DiskSpec, &'a DiskSpec)>,
     /// Disks that cannot be served, in their new form.
     absent: Vec<DiskSpec>,
     /// Disks whose configuration has changed, and that stay detached since a command has detached them.
@@ -175,7 +199,7 @@ impl ConnectionInfo<'_> {
 }
 
 impl<'a> Change<'a> {
-    fn between(old: &'a Config, new: &'a Config, server: &Server) -> Self {
+    fn between(old: &'a Config, new: &'a Config, server: &Server, restarts: Restarts) -> Self {
         let mut change = Self {
             old,
             new,
@@ -184,6 +208,7 @@ impl<'a> Change<'a> {
             throttled: Vec::new(),
             moved: Vec::new(),
             changed: Vec::new(),
+            postponed: Vec::new(),
             absent: Vec::new(),
             detached: Vec::new(),
         };
@@ -210,6 +235,7 @@ impl<'a> Change<'a> {
                     Some(ReloadEffect::Move) if is_path(before) && is_path(disk) => {
                         change.moved.push(disk);
                     }
+                    _ if restarts == Restarts::Later => change.postponed.push((before, disk)),
                     _ => change.changed.push(DiskChange::new(before, disk, server)),
                 },
             }
@@ -422,6 +448,17 @@ impl<'a> Change<'a> {
         changed.map(sentence).collect()
     }
 
+    /// What applies after this change. Disks that were not restarted are as before.
+    fn without_postponed(&self, mut config: Config) -> Config {
+        for (before, disk) in &self.postponed {
+            let mut disks = config.disks.iter_mut();
+            if let Some(there) = disks.find(|other| other.name == disk.name) {
+                *there = DiskSpec::clone(before);
+            }
+        }
+        config
+    }
+
     fn summary(&self) -> String {
         let changed = self.changed.len() + self.throttled.len() + self.moved.len();
         let changed = changed + self.absent.len();
@@ -468,9 +505,20 @@ impl<'a> Failed<'a> {
         }
     }
 
-    /// What applies after `new`, without what failed.
-    fn in_force(&self, new: &Config) -> Config {
-        let mut config = new.clone();
+    /// What applies after `old` and `new`, without what failed, or needs a restart.
+    fn in_force(&self, old: &Config, new: &Config) -> Config {
+        let mut config = Config {
+            threads: new.threads.clone(),
+            groups: new.groups.clone(),
+            disks: new.disks.clone(),
+            exports: new.exports.clone(),
+            ..old.clone()
+        };
+        for (id, spec) in &mut config.threads {
+            if let Some((_, before)) = old.threads.iter().find(|(other, _)| other == id) {
+                *spec = before.clone();
+            }
+        }
         for &(name, remains) in &self.disks {
             config.disks.retain(|disk| disk.name != name);
             config.disks.extend(remains.cloned());
@@ -494,6 +542,15 @@ fn left_out(server: &Server, disk: &DiskSpec) -> String {
         "disk {name}: was detached by command, and stays so; what has changed of it is left out.{where_it_was} To serve it again: \
          ringdisk attach {spec}",
         spec = quote(&last.to_string())
+    )
+}
+
+fn postponed((before, disk): &(&DiskSpec, &DiskSpec)) -> String {
+    format!(
+        "disk {}: {} changed in the configuration, which is not in effect: 'ringdisk reload' applies it, and disconnects the VM \
+         for a moment",
+        disk.name,
+        disk_keys::changed(before, disk).join(", ")
     )
 }
 

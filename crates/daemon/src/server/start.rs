@@ -21,7 +21,7 @@ impl Server {
         overrides: &Overrides,
         required: &[DiskSpec],
     ) -> Result<(Vec<ConnectionInfo>, Overrides), ServerError> {
-        let overrides = &overrides.clone().with_marked_queues(&configured.disks);
+        let overrides = &overrides.clone().with_default_queues(&configured.disks);
         let disks = overrides.apply(&configured.disks);
         for name in &disks.outdated {
             if configured.disks.iter().any(|disk| disk.name == *name) {

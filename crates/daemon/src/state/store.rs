@@ -14,12 +14,16 @@ use thiserror::Error;
 use tracing::error;
 
 use crate::config::export::ExportSpec;
+use crate::config::nbd::NbdConfig;
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec};
 use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides, Remembered};
 
 /// The file in the directory.
 const NAME: &str = "state.json";
+
+/// The file beside it, with what the previous version would not accept in the first. That version leaves it alone.
+const QUEUES_NAME: &str = "queues.json";
 
 /// The process may be root and the directory another user's: does not follow a link there, or wait for a pipe.
 const OPEN_FLAGS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
@@ -30,6 +34,7 @@ pub struct Configured {
     pub disks: Vec<DiskSpec>,
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
+    pub nbd: NbdConfig,
 }
 
 impl Configured {
@@ -40,6 +45,7 @@ impl Configured {
             disks,
             groups: config.groups.clone(),
             threads: config.threads.clone(),
+            nbd: config.nbd_config(),
         }
     }
 }
@@ -91,10 +97,11 @@ struct Inner {
     absent: Overrides,
     /// Disks that are being moved: the state file already has their new files, the server does not.
     moved: Vec<DiskSpec>,
-    /// The content of the file, if it is known.
+    /// The contents of the files, if they are known.
     text: Option<String>,
+    queues: Option<BTreeMap<String, u16>>,
     /// What could not be written last.
-    unsaved: Option<String>,
+    unsaved: Option<Overrides>,
     ended: bool,
 }
 
@@ -129,8 +136,7 @@ impl StateStore {
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(StateError::InUse(directory.into())),
             Err(e) => return Err(fail(e.into())),
         }
-        let path = directory.join(NAME);
-        let overrides = read(&path).map_err(|problem| StateError::Read(path, problem))?;
+        let overrides = read(directory)?;
         let store = Self {
             directory: directory.into(),
             lock,
@@ -153,14 +159,15 @@ impl StateStore {
         if inner.ended {
             return Ok(());
         }
-        let text = inner.difference(inventory()).text();
-        match self.write_text(&mut inner, text.clone()) {
+        let overrides = inner.difference(inventory());
+        match self.write_overrides(&mut inner, &overrides) {
             Ok(()) => {
                 inner.unsaved = None;
                 Ok(())
             }
             Err(error) => {
-                let is_new = inner.unsaved.replace(text.clone()) != Some(text);
+                let is_new = inner.unsaved.as_ref() != Some(&overrides);
+                inner.unsaved = Some(overrides);
                 Err(Unsaved { error, is_new })
             }
         }
@@ -191,22 +198,30 @@ impl StateStore {
     }
 
     fn write(&self, inner: &mut Inner, inventory: Inventory) -> io::Result<()> {
-        let text = inner.difference(inventory).text();
-        self.write_text(inner, text)
+        let overrides = inner.difference(inventory);
+        self.write_overrides(inner, &overrides)
     }
 
-    fn write_text(&self, inner: &mut Inner, text: String) -> io::Result<()> {
+    fn write_overrides(&self, inner: &mut Inner, overrides: &Overrides) -> io::Result<()> {
+        let text = overrides.text();
+        let queues = overrides.queues();
+        if inner.queues.as_ref() != Some(&queues) {
+            let text = serde_json::to_string_pretty(&queues)? + "\n";
+            let written = write(&self.directory, QUEUES_NAME, &text);
+            written.map_err(|problem| self.not_written(QUEUES_NAME, &problem))?;
+            inner.queues = Some(queues);
+        }
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }
-        let Err(problem) = write(&self.directory, &text) else {
+        let Err(problem) = write(&self.directory, NAME, &text) else {
             inner.text = Some(text);
             return Ok(());
         };
         if problem.in_place {
             // The caller reports that the change was not saved, so a restart must not find it.
             let before = inner.text.take();
-            match before.map(|text| (write(&self.directory, &text), text)) {
+            match before.map(|text| (write(&self.directory, NAME, &text), text)) {
                 Some((Ok(()), text)) => inner.text = Some(text),
                 _ => error!(
                     "{}: may contain a change that has failed: {}; the next change writes it again",
@@ -215,12 +230,16 @@ impl StateStore {
                 ),
             }
         }
+        Err(self.not_written(NAME, &problem))
+    }
+
+    fn not_written(&self, name: &str, problem: &WriteError) -> io::Error {
         let text = format!(
             "{} cannot be written: {}; make room there, or let this user write there",
-            self.directory.join(NAME).display(),
+            self.directory.join(name).display(),
             problem.error
         );
-        Err(io::Error::new(problem.error.kind(), text))
+        io::Error::new(problem.error.kind(), text)
     }
 
     /// The process is stopping: saves nothing from now on.
@@ -276,16 +295,25 @@ impl Inventory {
 
     /// How this inventory differs from the configuration, together with `absent`.
     pub fn difference(&self, absent: &Overrides) -> Overrides {
-        let configured = &self.configured;
+        let Self {
+            configured,
+            detached,
+            absent: absent_disks,
+            nodes,
+            exports,
+            groups,
+            threads,
+            remembered,
+        } = self;
         let mut overrides = absent.clone();
-        let has_node = |name: &String| self.nodes.iter().any(|node| node.disk.name == *name);
+        let has_node = |name: &String| nodes.iter().any(|node| node.disk.name == *name);
         overrides.disks.retain(|disk| !has_node(&disk.disk.name));
         overrides.nodes.retain(|node| !has_node(&node.disk.name));
-        let exported = |id: &String| self.exports.iter().any(|export| export.spec.id == *id);
+        let exported = |id: &String| exports.iter().any(|export| export.spec.id == *id);
         overrides
             .exports
             .retain(|export| !exported(&export.spec.id));
-        for node in &self.nodes {
+        for node in nodes {
             let disk = node.disk.clone();
             let before = configured
                 .disks
@@ -300,13 +328,13 @@ impl Inventory {
                 (false, before) => {
                     overrides.detached.extend(before.cloned());
                     overrides.nodes.push(node.clone());
-                    let exports = self.exports.iter().filter(|e| e.node == disk.name);
+                    let exports = exports.iter().filter(|e| e.node == disk.name);
                     overrides.exports.extend(exports.cloned());
                 }
             }
         }
         let find = |name: &str| configured.disks.iter().find(|disk| disk.name == name);
-        for disk in &self.absent {
+        for disk in absent_disks {
             let before = find(&disk.name);
             if before != Some(disk) {
                 overrides.disks.push(DiskOverride {
@@ -315,12 +343,12 @@ impl Inventory {
                 });
             }
         }
-        let is_absent = |name: &str| self.absent.iter().any(|disk| disk.name == name);
-        let detached = |disk: &&DiskSpec| !has_node(&disk.name) && !is_absent(&disk.name);
-        for before in configured.disks.iter().filter(detached) {
+        let is_absent = |name: &str| absent_disks.iter().any(|disk| disk.name == name);
+        let is_gone = |disk: &&DiskSpec| !has_node(&disk.name) && !is_absent(&disk.name);
+        for before in configured.disks.iter().filter(is_gone) {
             overrides.detached.push(before.clone());
             // Attached again, the disk uses the file that the guest has written to last.
-            let last = self.detached.iter().find(|last| last.name == before.name);
+            let last = detached.iter().find(|last| last.name == before.name);
             overrides.disks.extend(last.map(|last| DiskOverride {
                 disk: last.clone(),
                 configured: Some(before.clone()),
@@ -331,33 +359,48 @@ impl Inventory {
             let mut depth = 0;
             let mut below = node.child.as_ref();
             while let Some(name) = below
-                && depth < self.nodes.len()
+                && depth < nodes.len()
             {
                 depth += 1;
-                let child = self.nodes.iter().find(|node| node.disk.name == *name);
+                let child = nodes.iter().find(|node| node.disk.name == *name);
                 below = child.and_then(|node| node.child.as_ref());
             }
             depth
         };
         overrides.nodes.sort_by_key(depth);
         let new = |(name, _): &&(String, _)| !configured.groups.iter().any(|(n, _)| n == name);
-        overrides
-            .groups
-            .extend(self.groups.iter().filter(new).cloned());
+        overrides.groups.extend(groups.iter().filter(new).cloned());
         let new = |(id, _): &&(String, _)| !configured.threads.iter().any(|(n, _)| n == id);
         overrides
             .threads
-            .extend(self.threads.iter().filter(new).cloned());
-        overrides.remembered = self.remembered.clone();
-        overrides.queues_unmarked = false;
+            .extend(threads.iter().filter(new).cloned());
+        overrides.remembered = remembered.clone();
         overrides
     }
 }
 
-fn read(path: &Path) -> Result<Overrides, String> {
+/// Reads both files.
+fn read(directory: &Path) -> Result<Overrides, StateError> {
+    let (path, queues_path) = (directory.join(NAME), directory.join(QUEUES_NAME));
+    let fail = |path: &PathBuf| {
+        let path = path.clone();
+        move |problem| StateError::Read(path, problem)
+    };
+    let state = read_file(&path).map_err(fail(&path))?;
+    let parsed = state.as_deref().map(Overrides::parse).transpose();
+    let mut overrides = parsed.map_err(fail(&path))?.unwrap_or_default();
+    if let Some(bytes) = read_file(&queues_path).map_err(fail(&queues_path))? {
+        let queues = serde_json::from_slice(&bytes).map_err(|e| e.to_string());
+        let added = queues.and_then(|queues| overrides.add_queues(queues));
+        added.map_err(fail(&queues_path))?;
+    }
+    Ok(overrides)
+}
+
+fn read_file(path: &Path) -> Result<Option<Vec<u8>>, String> {
     let mut options = OpenOptions::new();
     let file = match options.read(true).custom_flags(OPEN_FLAGS).open(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Overrides::default()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(|e| e.to_string())?,
     };
     let mut bytes = Vec::new();
@@ -366,7 +409,7 @@ fn read(path: &Path) -> Result<Overrides, String> {
     if bytes.len() as u64 > BYTES_MAX {
         return Err(format!("it is larger than {BYTES_MAX} bytes"));
     }
-    Overrides::parse(&bytes)
+    Ok(Some(bytes))
 }
 
 /// Why the file was not saved durably.
@@ -383,9 +426,9 @@ impl From<io::Error> for WriteError {
     }
 }
 
-/// Replaces the file. A crash leaves the old file or the new one.
-fn write(directory: &Path, text: &str) -> Result<(), WriteError> {
-    let (path, new) = (directory.join(NAME), directory.join("state.new"));
+/// Replaces a file. A crash leaves the old file or the new one.
+fn write(directory: &Path, name: &str, text: &str) -> Result<(), WriteError> {
+    let (path, new) = (directory.join(name), directory.join("state.new"));
     // Before anything changes, because descriptors may have run out.
     let directory = File::open(directory)?;
     let mut file = OpenOptions::new()

@@ -17,7 +17,7 @@ use thiserror::Error;
 use tracing::{error, info, warn};
 
 use crate::config::limits;
-use crate::config::nbd::{NbdExportSpec, TlsSpec};
+use crate::config::nbd::{NbdConfig, NbdExportSpec, TlsSpec};
 use crate::inherited::NbdService;
 use crate::log;
 use crate::node::Node;
@@ -30,8 +30,8 @@ use crate::socket::BoundPath;
 use crate::socket::accept::Client;
 use crate::upgrade::protocol::{
     BITMAP_UNIT, Channel, FirstMessage, Handover, HandoverBitmap, HandoverDisk, HandoverExport,
-    HandoverNbd, HandoverNbdExport, HandoverSession, HandoverTls, Launched, Outcome, PROTOCOL,
-    Step, UpgradeReply, UpgradeRequest,
+    HandoverNbd, HandoverNbdConfig, HandoverNbdExport, HandoverSession, HandoverTls, Launched,
+    Outcome, PROTOCOL, Step, UpgradeReply, UpgradeRequest,
 };
 
 /// How long the new process may take for a step while guests are served.
@@ -370,6 +370,7 @@ fn send(
     let (control, upgrade, metrics) = (control.as_ref(), upgrade.as_ref(), state.metrics.get());
     let mut sockets = state.socket_files();
     sockets.extend(paused.iter().filter_map(|p| socket_file(&p.socket)));
+    let overrides = server.overrides();
     let mut handover = Handover {
         files: files.len(),
         lock: lock.is_some(),
@@ -381,7 +382,7 @@ fn send(
             .iter()
             .map(HandoverDisk::from)
             .collect(),
-        changed: Some(server.overrides().text()),
+        changed: Some(overrides.text()),
         absent: server
             .absent()
             .into_iter()
@@ -391,6 +392,8 @@ fn send(
         sockets,
         exports: Vec::new(),
         nbd: nbd.as_ref().map(handover_nbd),
+        nbd_config: Some(handover_nbd_config(&server.configured().nbd)),
+        queues: Some(overrides.queues()),
         tls: (server.nbd.tls().iter())
             .map(|(id, spec)| (id.clone(), handover_tls(spec)))
             .collect(),
@@ -439,22 +442,49 @@ fn handover_tls(spec: &TlsSpec) -> HandoverTls {
 }
 
 fn handover_nbd(nbd: &NbdService) -> HandoverNbd {
-    let export = |export: &NbdExportSpec| HandoverNbdExport {
-        id: export.id.clone(),
-        node: export.node.clone(),
-        name: export.name.clone(),
-        description: export.description.clone(),
-        writable: export.writable,
-        bitmaps: export.bitmaps.clone(),
-        limits: limits::pairs(&export.limits)
-            .into_iter()
-            .map(|(key, n)| (key.to_owned(), n))
-            .collect(),
-    };
     HandoverNbd {
         address: nbd.address.to_string(),
         tls: nbd.tls.as_ref().map(handover_tls),
-        exports: nbd.exports.iter().map(export).collect(),
+        exports: nbd.exports.iter().map(handover_nbd_export).collect(),
+    }
+}
+
+fn handover_nbd_config(nbd: &NbdConfig) -> HandoverNbdConfig {
+    let NbdConfig {
+        address,
+        tls,
+        tls_any_peer,
+        exports,
+    } = nbd;
+    HandoverNbdConfig {
+        address: address.as_ref().map(ToString::to_string),
+        tls: tls.clone(),
+        tls_any_peer: *tls_any_peer,
+        exports: exports.iter().map(handover_nbd_export).collect(),
+    }
+}
+
+fn handover_nbd_export(export: &NbdExportSpec) -> HandoverNbdExport {
+    let NbdExportSpec {
+        id,
+        node,
+        name,
+        description,
+        writable,
+        bitmaps,
+        limits,
+    } = export.clone();
+    HandoverNbdExport {
+        id,
+        node,
+        name,
+        description,
+        writable,
+        bitmaps,
+        limits: limits::pairs(&limits)
+            .into_iter()
+            .map(|(key, n)| (key.to_owned(), n))
+            .collect(),
     }
 }
 

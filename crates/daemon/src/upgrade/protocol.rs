@@ -20,7 +20,7 @@
 //! has, the old process exits. If not, it never will: the new process finds that it cannot send it, and the old one
 //! continues with its own sessions, rings and locks, whatever happens to the new one.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -132,6 +132,12 @@ pub struct Handover {
     /// Certificates that commands have added, by id. The new process reads the files.
     #[serde(default)]
     pub tls: Vec<(String, HandoverTls)>,
+    /// What the configuration that is in force says about NBD.
+    #[serde(default)]
+    pub nbd_config: Option<HandoverNbdConfig>,
+    /// The numbers of queues that are defaults, by export. Older versions give every disk a number.
+    #[serde(default)]
+    pub queues: Option<BTreeMap<String, u16>>,
     /// Temporary bitmaps, in the order of their bits. Older versions do not know them.
     #[serde(default)]
     pub bitmaps: Vec<HandoverBitmap>,
@@ -144,6 +150,14 @@ pub struct HandoverNbd {
     /// Clients must use TLS.
     #[serde(default)]
     pub tls: Option<HandoverTls>,
+    pub exports: Vec<HandoverNbdExport>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct HandoverNbdConfig {
+    pub address: Option<String>,
+    pub tls: Option<PathBuf>,
+    pub tls_any_peer: bool,
     pub exports: Vec<HandoverNbdExport>,
 }
 

@@ -13,14 +13,14 @@ use engine::Identity;
 use guest::SavedSession;
 
 use crate::config::limits;
-use crate::config::nbd::{NbdExportSpec, TlsSpec};
+use crate::config::nbd::{NbdConfig, NbdExportSpec, TlsSpec};
 use crate::inherited::{
     self, Gate, Inherited, InheritedDisk, InheritedExport, InheritedParts, NbdService,
 };
 use crate::state::Overrides;
 use crate::upgrade::protocol::{
-    BITMAP_UNIT, Channel, Handover, HandoverBitmap, HandoverExport, HandoverNbd, HandoverNbdExport,
-    HandoverTls, Hello, PROTOCOL, Step,
+    BITMAP_UNIT, Channel, Handover, HandoverBitmap, HandoverExport, HandoverNbd, HandoverNbdConfig,
+    HandoverNbdExport, HandoverTls, Hello, PROTOCOL, Step,
 };
 
 /// How long the old process may take to pause all disks. It gives up sooner.
@@ -135,6 +135,12 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
     parts.overrides = overrides
         .transpose()
         .map_err(|e| invalid("list of changes made at run time", e.to_string()))?;
+    if let (Some(overrides), Some(queues)) = (&mut parts.overrides, handover.queues) {
+        parts.knows_default_queues = true;
+        let added = overrides.add_queues(queues);
+        added.map_err(|e| invalid("number of queues", e))?;
+    }
+    parts.nbd_config = handover.nbd_config.map(nbd_config).transpose()?;
     Ok(parts)
 }
 
@@ -205,27 +211,52 @@ impl From<HandoverTls> for TlsSpec {
 }
 
 fn inherited_nbd(nbd: HandoverNbd, listener: OwnedFd) -> io::Result<NbdService> {
-    let address = nbd.address.parse().map_err(io::Error::other)?;
-    let export = |export: HandoverNbdExport| {
-        let mut limits = ThrottleLimits::NONE;
-        let given = export.limits;
-        let value = |key| Ok(given.iter().find(|(k, _)| k == key).map(|(_, n)| *n));
-        limits::change::<io::Error>(&mut limits, value)?;
-        Ok(NbdExportSpec {
-            id: export.id,
-            node: export.node,
-            name: export.name,
-            description: export.description,
-            writable: export.writable,
-            bitmaps: export.bitmaps,
-            limits,
-        })
-    };
-    let exports = nbd.exports.into_iter().map(export);
+    let exports = nbd.exports.into_iter().map(nbd_export);
     Ok(NbdService {
-        address,
+        address: nbd.address.parse().map_err(io::Error::other)?,
         listener,
         tls: nbd.tls.map(TlsSpec::from),
         exports: exports.collect::<io::Result<_>>()?,
+    })
+}
+
+fn nbd_config(nbd: HandoverNbdConfig) -> io::Result<NbdConfig> {
+    let HandoverNbdConfig {
+        address,
+        tls,
+        tls_any_peer,
+        exports,
+    } = nbd;
+    let address = address.map(|address| address.parse()).transpose();
+    let exports = exports.into_iter().map(nbd_export);
+    Ok(NbdConfig {
+        address: address.map_err(io::Error::other)?,
+        tls,
+        tls_any_peer,
+        exports: exports.collect::<io::Result<_>>()?,
+    })
+}
+
+fn nbd_export(export: HandoverNbdExport) -> io::Result<NbdExportSpec> {
+    let HandoverNbdExport {
+        id,
+        node,
+        name,
+        description,
+        writable,
+        bitmaps,
+        limits: given,
+    } = export;
+    let mut limits = ThrottleLimits::NONE;
+    let value = |key| Ok(given.iter().find(|(k, _)| k == key).map(|(_, n)| *n));
+    limits::change::<io::Error>(&mut limits, value)?;
+    Ok(NbdExportSpec {
+        id,
+        node,
+        name,
+        description,
+        writable,
+        bitmaps,
+        limits,
     })
 }

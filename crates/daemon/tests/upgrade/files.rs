@@ -274,7 +274,8 @@ fn detached_disk_stays_detached() {
         // A disk that was configured since is served.
         here.write(&[disks[0], disks[1], ("e", "e.raw", "e.sock")], "");
         served.upgrade(&[]);
-        assert_eq!(names(&served), ["b", "d", "e"]);
+        // By the reload after the upgrade, so that no guest waits for it.
+        support::wait_until("the new disk", || names(&served) == ["b", "d", "e"]);
         works(&served, &["attach", &here.argument("c")]);
         served.upgrade(&[]);
         assert_eq!(names(&served), ["b", "c", "d", "e"]);
@@ -302,7 +303,10 @@ fn unsaved_changes_are_handed_over() {
         }
         let works = |served: &Served, arguments: &[&str]| {
             let output = served.ringdisk(arguments);
-            assert!(output.status.success(), "{arguments:?}: {output:?}");
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            // What was not saved is reported.
+            let is_done = output.status.success() || state && said.contains("it is done, but");
+            assert!(is_done, "{arguments:?}: {output:?}");
         };
         works(&served, &["attach", &here.argument("c")]);
         works(&served, &["detach", "b"]);

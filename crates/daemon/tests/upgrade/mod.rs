@@ -1,5 +1,6 @@
 //! Another process takes over while guests read and write; if it fails, the old one continues.
 
+mod configuration;
 mod dirty_log;
 mod failure;
 mod files;

@@ -1,0 +1,100 @@
+//! Which configuration is in force when this process has taken over: guests find what they had, whatever has been edited
+//! since. What is configured otherwise is a difference, which a reload applies or refuses.
+
+use std::path::PathBuf;
+
+use super::{Inherited, InheritedParts};
+use crate::config::Config;
+use crate::config::nbd::{NbdConfig, NbdExportSpec};
+use crate::config::sockets;
+use crate::config::spec::DiskSpec;
+
+impl Inherited {
+    /// What applies of `config`, the configuration that this process has read, until it is reloaded.
+    ///
+    /// - Disks are as [`DiskSpec::carried`] says, under their names or, if they were renamed, at their sockets.
+    /// - The NBD server and its exports are those of the old process.
+    /// - Everything else is as it is configured now: the process is started with it.
+    pub fn carry(&self, config: &Config) -> Config {
+        let parts = self.parts();
+        if !parts.uncommitted {
+            return config.clone();
+        }
+        let disks = config.disks.iter();
+        let disks = disks.map(|disk| parts.carry(disk, config)).collect();
+        let nbd = parts.carry_nbd(config);
+        Config {
+            disks,
+            ..config.clone().with_nbd(nbd)
+        }
+    }
+}
+
+impl InheritedParts {
+    fn carry(&self, disk: &DiskSpec, config: &Config) -> DiskSpec {
+        match self.before(disk, config) {
+            Some(before) => self.carry_from(disk, before),
+            // It is new, or was absent: no guest has it.
+            None => disk.clone(),
+        }
+    }
+
+    /// How the old process has a disk configured; one that a command has attached, as it is.
+    fn before<'a>(&'a self, disk: &DiskSpec, config: &Config) -> Option<&'a DiskSpec> {
+        if let Some(inherited) = self.disks.get(&disk.name) {
+            return Some(inherited.configured.as_ref().unwrap_or(&inherited.spec));
+        }
+        let mut detached = self.overrides.iter().flat_map(|all| &all.detached);
+        if let Some(before) = detached.find(|before| before.name == disk.name) {
+            return Some(before);
+        }
+        let is_configured = |name: &str| config.disks.iter().any(|disk| disk.name == name);
+        let configured = self.disks.values().filter_map(|it| it.configured.as_ref());
+        let mut renamed = configured.filter(|before| !is_configured(&before.name));
+        let at = sockets::path(disk);
+        renamed.find(|before| sockets::path(before) == at && before.has_file_of(disk))
+    }
+
+    fn carry_from(&self, disk: &DiskSpec, before: &DiskSpec) -> DiskSpec {
+        let mut carried = disk.carried(before);
+        carried.data_file = self.with_file_of(disk, before).data_file;
+        if !self.knows_default_queues && disk.queues.is_none() {
+            // The old process has written its default, which stays: see `queues`.
+            carried.queues = None;
+        }
+        carried
+    }
+
+    fn carry_nbd(&self, config: &Config) -> NbdConfig {
+        let new = config.nbd_config();
+        let Some(served) = &self.nbd else {
+            // This process listens where it is configured now.
+            return new;
+        };
+        if let Some(before) = &self.nbd_config {
+            return before.clone();
+        }
+        // Of an older version, only what it serves is known.
+        let same = |export: &NbdExportSpec| {
+            let mut all = served.exports.iter();
+            all.find(|other| other.id == export.id).cloned()
+        };
+        let exports = new.exports.iter().filter_map(same).collect();
+        if new.address.is_none() {
+            // Commands, or options of the command line, have started the server.
+            return NbdConfig { exports, ..new };
+        }
+        let absolute = |dir: &PathBuf| std::path::absolute(dir).ok();
+        let served_dir = served.tls.as_ref().map(|tls| tls.dir.clone());
+        let is_same = new.tls.as_ref().and_then(absolute) == served_dir.as_ref().and_then(absolute);
+        NbdConfig {
+            address: Some(served.address.clone()),
+            tls: if is_same { new.tls } else { served_dir },
+            tls_any_peer: (served.tls.as_ref()).map_or(new.tls_any_peer, |tls| !tls.verify_peer),
+            exports,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,169 @@
+//! What has been edited in the configuration before an upgrade: no guest is disturbed, and nothing counts as in effect that
+//! is not.
+
+use super::*;
+
+/// Keys of a disk that a guest or its front-end would notice, each with another value.
+fn noticed() -> Vec<(&'static str, String)> {
+    let text = |text: &str| format!("\"{text}\"");
+    vec![
+        ("socket-mode", text("0600")),
+        (
+            "socket-group",
+            text(&rustix::process::getegid().to_string()),
+        ),
+        (
+            "socket-owner",
+            text(&rustix::process::geteuid().to_string()),
+        ),
+        ("cache", text("writeback")),
+        ("aio", text("threads")),
+        ("queues", "3".into()),
+        ("queue-size", "64".into()),
+        ("readonly", "true".into()),
+        ("serial", text("other")),
+        ("discard", text("ignore")),
+        ("detect-zeroes", text("on")),
+        ("rerror", text("stop")),
+        ("werror", text("stop")),
+        ("l2-cache-size", text("4M")),
+        ("logical-block-size", text("4096")),
+        ("physical-block-size", text("512")),
+        ("lock", text("running")),
+    ]
+}
+
+struct Disks {
+    dir: PathBuf,
+    keys: Vec<(&'static str, String)>,
+}
+
+impl Disks {
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// A disk for each key, which only the given line sets, and `more`.
+    fn write(&self, line: impl Fn(&str, &str) -> String, more: &str) {
+        let dir = self.dir.display();
+        let mut text = format!("nbd = \"{dir}/nbd.sock\"\n");
+        for (key, value) in &self.keys {
+            text += &format!(
+                "[[disk]]\nfile = \"{dir}/{key}.raw\"\nsocket = \"{dir}/{key}.sock\"\n{}\n",
+                line(key, value)
+            );
+            if *key != "queues" {
+                text += "queues = 2\n";
+            }
+        }
+        fs::write(self.path("r.toml"), text + more).unwrap();
+    }
+}
+
+#[test]
+fn every_edited_key_of_a_disk_waits_for_a_reload() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let disks = Disks {
+        dir: dir.path().to_owned(),
+        keys: noticed(),
+    };
+    for (key, _) in &disks.keys {
+        fs::write(disks.path(&format!("{key}.raw")), content(0, 1 << 20)).unwrap();
+    }
+    let plain = |key: &str, _: &str| match key {
+        "queues" => "queues = 2".to_owned(),
+        _ => String::new(),
+    };
+    disks.write(plain, "");
+    let config = format!("--config={}", disks.path("r.toml").display());
+    let state = format!("--state={}", disks.path("state").display());
+    let mut served = Served::start_in(dir, &[config, state], None);
+    let connect = |(key, _): &(&str, String)| {
+        let socket = disks.path(&format!("{key}.sock"));
+        Device::connect(socket, &super::config()).unwrap()
+    };
+    let mut guests: Vec<_> = disks.keys.iter().map(connect).collect();
+    disks.write(|key, value| format!("{key} = {value}"), "");
+    // The second time, the process that hands over has itself kept the differences.
+    for round in 0..2 {
+        served.upgrade(&[]);
+        for ((key, _), guest) in disks.keys.iter().zip(&mut guests) {
+            println!("{key}, round {round}");
+            let new = content(round * 100, 512);
+            assert_eq!(guest.queues[1].write(3, &new), 0);
+            assert_eq!(guest.queues[0].read(3, 512).unwrap(), new);
+        }
+        for (key, _) in &disks.keys {
+            let disk = format!("disk {key}: {key} changed");
+            served.first.wait_for_log(&[&disk, "ringdisk reload"]);
+        }
+    }
+    drop(guests);
+    let reloaded = served.ringdisk(&["reload"]);
+    assert!(reloaded.status.success(), "{reloaded:?}");
+    for (key, _) in &disks.keys {
+        let disk = format!("disk {key}: its front-end is disconnected");
+        assert!(served.first.log().contains(&disk), "{key}");
+    }
+    assert_eq!(served.disk("queues")["queues"], 3);
+    let mode = fs::metadata(disks.path("socket-mode.sock")).unwrap();
+    assert_eq!(mode.permissions().mode() & 0o777, 0o600);
+    // Now all is in effect, and stays so.
+    let lines = served.first.log().lines().count();
+    served.upgrade(&[]);
+    let reloaded = served.ringdisk(&["reload"]);
+    assert!(reloaded.status.success(), "{reloaded:?}");
+    let log = served.first.log();
+    let new = log.lines().skip(lines).collect::<Vec<_>>().join("\n");
+    assert!(!new.contains("changed in the configuration"), "{new}");
+    assert!(!new.contains("is disconnected"), "{new}");
+    served.end();
+}
+
+/// Exports follow the configuration after an upgrade. Other keys of the NBD server need a restart, and the reload says so.
+#[test]
+fn edited_exports_and_new_disks_come_with_the_upgrade() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let disks = Disks {
+        dir: dir.path().to_owned(),
+        keys: vec![("a", String::new()), ("b", String::new())],
+    };
+    for name in ["a.raw", "b.raw", "c.raw"] {
+        fs::write(disks.path(name), content(0, 1 << 20)).unwrap();
+    }
+    let none = |_: &str, _: &str| String::new();
+    let export = |disk: &str, more: &str| format!("[[export]]\ndisk = \"{disk}\"\n{more}\n");
+    disks.write(none, &export("a", "writable = true"));
+    let config = format!("--config={}", disks.path("r.toml").display());
+    let mut served = Served::start_in(dir, &[config], None);
+    let exports = |served: &Served| {
+        let exports = served.ringdisk(&["export", "--json"]).stdout;
+        let exports: Value = serde_json::from_slice(&exports).unwrap();
+        let each = exports.as_array().unwrap().clone().into_iter();
+        each.map(|export| (export["disk"].clone(), export["writable"].clone()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(exports(&served), [("a".into(), true.into())]);
+    let mut guest = Device::connect(disks.path("b.sock"), &super::config()).unwrap();
+
+    let new = format!(
+        "[[disk]]\nfile = \"{0}/c.raw\"\nsocket = \"{0}/c.sock\"\n",
+        disks.dir.display()
+    );
+    disks.write(none, &(new.clone() + &export("b", "") + &export("c", "")));
+    served.upgrade(&[]);
+    let expected = ["b", "c"].map(|disk| (Value::from(disk), Value::from(false)));
+    support::wait_until("the exports", || exports(&served) == expected);
+    assert_eq!(guest.queues[0].read(3, 512).unwrap(), content(3, 512));
+
+    // The server stays where it is.
+    let text = fs::read_to_string(disks.path("r.toml")).unwrap();
+    fs::write(disks.path("r.toml"), text.replace("nbd.sock", "other.sock")).unwrap();
+    served.upgrade(&[]);
+    assert_eq!(exports(&served), expected);
+    assert!(disks.path("nbd.sock").exists() && !disks.path("other.sock").exists());
+    let reloaded = served.ringdisk(&["reload"]);
+    let said = String::from_utf8_lossy(&reloaded.stdout).into_owned();
+    assert!(said.contains("nbd has changed"), "{reloaded:?}");
+    served.end();
+}
