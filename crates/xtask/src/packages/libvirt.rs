@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use testkit::vm::cache_dir;
 
 use super::unpacked::Apt;
-use super::{codename, output, run};
+use super::{codename, output};
 
 /// The name of the folder in tests/, which differs between releases.
 const FOLDERS: [&str; 2] = ["qemuxml2argvdata", "qemuxmlconfdata"];
