@@ -82,11 +82,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let received = received.map_err(|e| ServeError::System("nothing was handed over", e))?;
     let (predecessor, inherited) = received.unzip();
     let inherited = Arc::new(inherited.unwrap_or_default());
-    let upgrade_socket =
-        own_upgrade_socket.or_else(|| UpgradeSocket::adopt(&inherited, &settings.control_path));
-    if args.take_over && upgrade_socket.is_none() {
-        settings.warn_of_no_upgrade();
-    }
+    let upgrade_socket = settings.upgrade_socket(own_upgrade_socket, &inherited, args.take_over);
     let allow_backing = AllowBacking::new(&settings.backing);
     rights.as_operator(|| allow_backing.warn_missing());
     let context = OpenContext {
@@ -267,9 +263,19 @@ impl Settings {
         UpgradeSocket::open(&self.control_path, patience)
     }
 
-    fn warn_of_no_upgrade(&self) {
-        let path = self.control_path.display();
-        warn!("live upgrade disabled: no upgrade socket inherited at {path}");
+    /// This process's own upgrade socket, or that of the process that it takes over from.
+    fn upgrade_socket(
+        &self,
+        own: Option<UpgradeSocket>,
+        inherited: &Inherited,
+        take_over: bool,
+    ) -> Option<UpgradeSocket> {
+        let socket = own.or_else(|| UpgradeSocket::adopt(inherited, &self.control_path));
+        if take_over && socket.is_none() {
+            let path = self.control_path.display();
+            warn!("live upgrade disabled: no upgrade socket inherited at {path}");
+        }
+        socket
     }
 
     fn enter_sandbox(
