@@ -200,7 +200,7 @@ fn a_flush_needs_no_space() {
         qemu::img(directory.path(), &create);
         for blocks in [1, 20, 77, 300, 900] {
             let memory = Memory::new(std::fs::read(directory.path().join("disk.qcow2")).unwrap());
-            memory.limit_space(blocks);
+            memory.limit_space_with_holes(blocks);
             let disk = open(&memory);
             let mut written = 0;
             while written < 5 << 20 {

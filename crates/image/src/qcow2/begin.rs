@@ -8,6 +8,7 @@ use super::bitmaps::bitmap_directory;
 use super::error::ImageError;
 use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_EXTERNAL};
 use super::journal::Journal;
+use super::types::PieceIndex;
 use super::{ImageState, Qcow2};
 use crate::bytes::put32;
 
@@ -23,6 +24,7 @@ impl Qcow2 {
         if self.has_begun_writing.load(SeqCst) {
             return Ok(());
         }
+        self.fill_holes(&mut state)?;
         state.begin_journal();
         self.outdate_bitmaps(&mut state, false)?;
         if let Some(journal) = &mut state.journal {
@@ -30,6 +32,23 @@ impl Qcow2 {
         }
         self.has_begun_writing.store(true, SeqCst);
         Ok(())
+    }
+
+    /// Writes zeroes to the parts of tables that have only zeroes, so that no flush needs space for them: a new image has
+    /// holes there. L2 tables have none, unless the file is a sparse copy.
+    fn fill_holes(&self, state: &mut ImageState) -> Result<(), ImageError> {
+        let mut pieces = state.refcounts.zero_pieces(&self.file)?;
+        let l1_bytes = self.l1.entries() * 8;
+        for index in (0..l1_bytes.div_ceil(self.g.piece())).map(PieceIndex::new) {
+            let piece = self.l1_piece(state, index);
+            if piece.is_zero() && !state.dirty_l1.contains(&index) {
+                pieces.push(piece);
+            }
+        }
+        if let Some(last) = pieces.iter().map(|piece| piece.at).max() {
+            self.file.grow(last + self.g.piece())?;
+        }
+        self.file.write("filling holes in tables", &pieces)
     }
 
     /// Marks bitmaps that should track writes (or all of them, if the disk changes its size) as in use, so that

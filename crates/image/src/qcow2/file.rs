@@ -19,6 +19,12 @@ pub(crate) struct Piece {
     pub bytes: Vec<u8>,
 }
 
+impl Piece {
+    pub fn is_zero(&self) -> bool {
+        self.bytes.iter().all(|&byte| byte == 0)
+    }
+}
+
 /// An image's file, and where it ends.
 pub(crate) struct FileEnd {
     storage: Arc<dyn Storage>,

@@ -226,7 +226,7 @@ impl Qcow2 {
         }
     }
 
-    fn l1_piece(&self, state: &ImageState, piece: PieceIndex) -> Piece {
+    pub(super) fn l1_piece(&self, state: &ImageState, piece: PieceIndex) -> Piece {
         let start = piece.start(&self.g);
         Piece {
             at: state.header.l1_at + start,

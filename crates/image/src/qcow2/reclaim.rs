@@ -13,7 +13,8 @@
 //!
 //! If there are none, clusters that earlier crashes have leaked are [searched for](super::leaks).
 //!
-//! The flush itself needs no new space: L2 tables and refcount blocks are written when they are made.
+//! The flush itself needs no new space: L2 tables and refcount blocks are written when they are made, and holes in other
+//! tables are filled before the first write ([`begin`](super::begin)).
 
 use std::sync::PoisonError;
 

@@ -127,6 +127,22 @@ impl Memory {
         state.space = Some(Space { free: blocks, used });
     }
 
+    /// The same, where the file has holes instead of blocks of zeroes.
+    pub fn limit_space_with_holes(&self, blocks: u64) {
+        self.limit_space(blocks);
+        let mut state = self.state();
+        let state = &mut *state;
+        let is_hole = |block: &u64| {
+            let bytes = &state.files[self.file];
+            let (from, to) = (block * BLOCK, (block + 1) * BLOCK);
+            let to = bytes.len().min(to as usize);
+            bytes[from as usize..to].iter().all(|&byte| byte == 0)
+        };
+        if let Some(space) = &mut state.space {
+            (space.used).retain(|(file, block)| *file != self.file || !is_hole(block));
+        }
+    }
+
     /// From now on, it is a block device of this size; what is added has other data than zeroes.
     pub fn be_device(&self, bytes: u64) {
         let mut state = self.state();

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use super::Refcounts;
 use crate::bytes::put64;
-use crate::qcow2::file::Piece;
+use crate::qcow2::error::ImageError;
+use crate::qcow2::file::{FileEnd, Piece};
 use crate::qcow2::types::{BlockIndex, PieceIndex};
 
 /// Changes taken to be written: blocks with their pieces, and pieces of the table.
@@ -13,7 +14,46 @@ pub(crate) struct Dirty {
     table: BTreeSet<PieceIndex>,
 }
 
+/// Blocks at most that are looked through for holes: an image with more was written by programs that write blocks as a whole.
+const BLOCKS_WITH_HOLES_MAX: usize = 8;
+
 impl Refcounts {
+    /// The unchanged pieces of the table, and of the blocks of a small image, that have only zeroes.
+    pub fn zero_pieces(&self, end: &FileEnd) -> Result<Vec<Piece>, ImageError> {
+        let mut pieces = Vec::new();
+        let each = self.g.piece();
+        let blocks = (0..self.table.len() as u64).map(BlockIndex::new);
+        let blocks: Vec<_> = blocks.filter(|&block| self.has_block(block)).collect();
+        for block in blocks.iter().copied().take(BLOCKS_WITH_HOLES_MAX) {
+            let at = self.table[block.number() as usize];
+            // Not kept in memory: the first write may need none of them.
+            let mut bytes = vec![0; self.g.cluster() as usize];
+            match self.blocks.get(&block) {
+                Some(known) => bytes.copy_from_slice(&known.bytes),
+                None => drop(end.read_at("reading refcounts", at, &mut bytes)?),
+            }
+            for (index, bytes) in (0..).map(PieceIndex::new).zip(bytes.chunks(each as usize)) {
+                let piece = Piece {
+                    at: at + index.start(&self.g),
+                    bytes: bytes.to_vec(),
+                };
+                if piece.is_zero() && !self.dirty_blocks.contains(&(block, index)) {
+                    pieces.push(piece);
+                }
+            }
+        }
+        for start in (0..self.table.len() as u64 * 8).step_by(each as usize) {
+            let piece = Piece {
+                at: self.table_at + start,
+                bytes: self.table_bytes(BlockIndex::new(start / 8), each / 8),
+            };
+            if piece.is_zero() && !self.dirty_table.contains(&PieceIndex::of(start, &self.g)) {
+                pieces.push(piece);
+            }
+        }
+        Ok(pieces)
+    }
+
     /// Bytes of changes that are only in memory, and that no flush is writing.
     pub fn dirty_bytes(&self) -> u64 {
         (self.dirty_blocks.len() + self.dirty_table.len()) as u64 * self.g.piece()
