@@ -97,6 +97,11 @@ pub fn run(options: &Options) -> io::Result<Report> {
         let all = "full file systems and power cuts: tmpfs and FUSE cannot be mounted here";
         report.lock().expect("no panic").skipped.push(all.into());
     }
+    let has_loop_devices = files::has_loop_devices(probe.path());
+    if !has_loop_devices {
+        let all = "block devices without spare space: there are no loop devices here";
+        report.lock().expect("no panic").skipped.push(all.into());
+    }
     let job = || {
         while start.elapsed() < options.length && !stop.load(Ordering::Relaxed) {
             let number = next.fetch_add(1, Ordering::Relaxed);
@@ -105,6 +110,9 @@ pub fn run(options: &Options) -> io::Result<Report> {
             }
             let seed = options.seed.wrapping_add(number);
             let mut case = Case::draw(seed);
+            if case.image.place == Place::ExactDevice && !has_loop_devices {
+                case.image.place = Place::Plain;
+            }
             if !mounts {
                 (case.image.place, case.image.journal) = (Place::Plain, Journal::Plain);
             }

@@ -12,6 +12,8 @@ pub enum Place {
     Tmpfs,
     /// A FUSE file system of the testkit, whose power can be cut.
     Fuse,
+    /// A loop device of the size of the fully allocated disk.
+    ExactDevice,
 }
 
 /// The location of the journal.
@@ -141,7 +143,13 @@ impl Image {
     pub fn draw(random: &mut Random) -> Self {
         let place = pick(
             random,
-            &[Place::Plain, Place::Plain, Place::Tmpfs, Place::Fuse],
+            &[
+                Place::Plain,
+                Place::Plain,
+                Place::Tmpfs,
+                Place::Fuse,
+                Place::ExactDevice,
+            ],
         );
         let mut image = Self {
             qcow2: true,
@@ -168,6 +176,10 @@ impl Image {
             },
             seed: random.any(),
         };
+        if place == Place::ExactDevice {
+            image.make_exact(random);
+            return image;
+        }
         image.backups = random.one_in(2);
         image.state = image.backups && !random.one_in(4);
         match random.below(if image.backups { 8 } else { 16 }) {
@@ -181,6 +193,24 @@ impl Image {
             image.neighbour = Some(format!("cluster_size={cluster},lazy_refcounts={lazy}"));
         }
         image
+    }
+
+    /// Makes an image that needs no more space than `qemu-img measure` tells.
+    fn make_exact(&mut self, random: &mut Random) {
+        let form = match random.below(4) {
+            0 => "compat=0.10",
+            1 => {
+                self.cluster = self.cluster.max(16 << 10);
+                "compat=1.1,extended_l2=on"
+            }
+            2 => pick(
+                random,
+                &["compat=1.1,refcount_bits=1", "compat=1.1,refcount_bits=64"],
+            ),
+            _ => "compat=1.1",
+        };
+        self.options = format!("{form},cluster_size={}", self.cluster);
+        self.draw_size(random, false);
     }
 
     fn make_raw(&mut self, random: &mut Random) {

@@ -16,6 +16,7 @@ use super::config::{Image, Journal, Place};
 use super::failure::{Failure, Outcome, hang};
 use super::oracle::{Oracle, SECTOR};
 use super::process::run;
+use crate::qemu_img;
 use crate::random::Random;
 use crate::storage::Storage;
 
@@ -47,6 +48,31 @@ impl Mount {
     }
 }
 
+/// A loop device; dropping this detaches it.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn new(file: &Path) -> io::Result<Self> {
+        let output = Command::new("losetup")
+            .args(["-f", "--show"])
+            .arg(file)
+            .output()?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            return Err(io::Error::other(said.into_owned()));
+        }
+        let name = String::from_utf8_lossy(&output.stdout);
+        Ok(Self(name.trim().into()))
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        // A killed process may still have it open; then the kernel detaches it afterwards.
+        let _ = Command::new("losetup").arg("-d").arg(&self.0).output();
+    }
+}
+
 impl Drop for Mount {
     fn drop(&mut self) {
         let place = CString::new(self.0.as_os_str().as_bytes()).unwrap_or_default();
@@ -66,6 +92,12 @@ pub fn can_mount(directory: &Path) -> bool {
     mounted.is_ok()
 }
 
+/// Whether there are loop devices here.
+pub fn has_loop_devices(directory: &Path) -> bool {
+    let file = directory.join("device");
+    fs::write(&file, [0; 4096]).is_ok() && LoopDevice::new(&file).is_ok()
+}
+
 pub struct Files {
     pub directory: PathBuf,
     /// The image's current path.
@@ -82,6 +114,7 @@ pub struct Files {
     names: u64,
     journal_mount: Option<Mount>,
     image_mount: Option<Mount>,
+    device: Option<LoopDevice>,
 }
 
 impl Files {
@@ -116,6 +149,7 @@ impl Files {
             qcow2: image.qcow2,
             backing: None,
             storage: None,
+            device: None,
             runtime,
             names: 0,
         };
@@ -152,6 +186,14 @@ impl Files {
             fs::remove_file(&file)?;
             files.image = storage.file();
             files.storage = Some(storage);
+        }
+        if image.place == Place::ExactDevice {
+            let full = full_size(image).next_multiple_of(4096);
+            File::options().write(true).open(&file)?.set_len(full)?;
+            let device = LoopDevice::new(&file)
+                .map_err(|e| Failure::new("skipped", format!("losetup: {e}")))?;
+            files.image.clone_from(&device.0);
+            files.device = Some(device);
         }
         Ok(files)
     }
@@ -239,6 +281,11 @@ impl Files {
 
     pub fn is_version_2(&self) -> bool {
         self.qcow2 && self.header(4) == 2
+    }
+
+    /// Whether the image is on a device with no more space than the disk needs.
+    pub fn is_on_exact_device(&self) -> bool {
+        self.device.is_some()
     }
 
     /// Whether the image's bitmaps are in use (autoclear bit 0).
@@ -331,6 +378,11 @@ impl Files {
         }
         Ok(true)
     }
+}
+
+/// The size of the image with any content, without backing files, snapshots and bitmaps.
+fn full_size(image: &Image) -> u64 {
+    qemu_img::fully_allocated_size(&image.options, image.size)
 }
 
 /// Waits until a file is unlocked: the kernel may still be executing I/O of a killed process, and keeps its locks until then.

@@ -181,6 +181,46 @@ pub struct Case {
     pub steps: Vec<Step>,
 }
 
+impl Step {
+    /// Whether the image stays in its file, and needs no more space than before.
+    fn leaves_file_in_place(&self) -> bool {
+        match self {
+            Self::Start(_)
+            | Self::StartKilled { .. }
+            | Self::Requests { .. }
+            | Self::Verify
+            | Self::Flush
+            | Self::WriteCache { .. }
+            | Self::Reconnect
+            | Self::Upgrade
+            | Self::Kill { .. }
+            | Self::KillAndReconnect { .. }
+            | Self::Terminate
+            | Self::TerminateKilled { .. }
+            | Self::UpgradeKilled { .. }
+            | Self::FillJournal { .. }
+            | Self::FreeJournal
+            | Self::Tool(Tool::Check | Tool::Compare) => true,
+            Self::Resize(_)
+            | Self::Snapshot { .. }
+            | Self::Replace { .. }
+            | Self::CopyServed { .. }
+            | Self::PowerCut { .. }
+            | Self::FillImage { .. }
+            | Self::FreeImage
+            | Self::Backup
+            | Self::Restore { .. }
+            | Self::Rename
+            | Self::HardLink
+            | Self::CopyOver
+            | Self::OtherName
+            | Self::CopyChanges { .. }
+            | Self::CopyChangesKilled { .. }
+            | Self::Tool(_) => false,
+        }
+    }
+}
+
 struct Draw {
     random: Random,
     marks: u64,
@@ -205,6 +245,9 @@ impl Case {
         let mut steps = Vec::new();
         for _ in 0..2 + draw.random.below(4) {
             draw.round(&image, &mut steps);
+        }
+        if image.place == Place::ExactDevice {
+            steps.retain(Step::leaves_file_in_place);
         }
         Self { seed, image, steps }
     }
@@ -259,6 +302,9 @@ impl Draw {
             if number == 1 && image_full {
                 let leave_kib = 4 * self.random.below(64);
                 steps.push(Step::FillImage { leave_kib });
+            }
+            if image.place == Place::ExactDevice && self.random.one_in(2) {
+                self.refill(image, steps);
             }
             self.phase(steps);
         }
@@ -381,6 +427,43 @@ impl Draw {
         Step::CopyChanges {
             names_checkpoint: !self.random.one_in(4),
         }
+    }
+
+    /// Draws requests that write the whole disk, discard most of it, and write it again.
+    fn refill(&mut self, image: &Image, steps: &mut Vec<Step>) {
+        let sectors = image.size.div_ceil(512);
+        let mut list = Vec::new();
+        let mut add = |draw: &mut Self, kind, each: u64| {
+            for at in (0..sectors).step_by(each as usize) {
+                draw.marks += 1;
+                list.push(Request {
+                    kind,
+                    queue: draw.random.below(4) as u16,
+                    mark: draw.marks,
+                    at,
+                    align: 1,
+                    sectors: each.min(sectors - at) as u32,
+                });
+            }
+        };
+        add(self, Kind::Write, 256);
+        if self.random.one_in(2) {
+            add(self, Kind::Flush, sectors);
+        }
+        let unmap = Kind::WriteZeroes { unmap: true };
+        let kind = pick(&mut self.random, &[Kind::Discard, Kind::Discard, unmap]);
+        add(self, kind, 4096);
+        if self.random.one_in(2) {
+            add(self, Kind::Flush, sectors);
+        }
+        if self.random.one_in(3) {
+            // Only what comes next fills it again.
+            let until = Some(self.random.below(list.len() as u64) as u32);
+            steps.push(Step::Requests { list, until });
+            return;
+        }
+        add(self, Kind::Write, 256);
+        steps.push(Step::Requests { list, until: None });
     }
 
     fn moment(&mut self, us: u64, lines: u64) -> Moment {

@@ -52,6 +52,8 @@ pub struct World {
     backup_options: Option<bool>,
     /// The image has had no space since ringdisk was started.
     pub full: bool,
+    /// The image is on a device with the space of the disk, and was filled at last.
+    pub is_filled: bool,
     marks: u64,
 }
 
@@ -86,6 +88,7 @@ pub fn run_case(binary: &Path, directory: &Path, case: &Case) -> (Counts, Outcom
         client: BackupClient::default(),
         backup_options: case.image.backups.then_some(case.image.state),
         full: false,
+        is_filled: false,
         marks: 1 << 32,
     };
     let kind = case.image.kind();
@@ -565,15 +568,38 @@ impl World {
 
     fn verify(&mut self) -> Outcome<()> {
         self.drain()?;
+        let list = self.requests_for_all(Kind::Read);
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.verify()?;
+        }
+        let guest = self.guest.as_mut().expect("it is served");
+        guest.run(&mut self.state.oracle, &list, None)
+    }
+
+    /// Fills a device that just has the space of the disk: whatever happened to it, there is no other use of that space.
+    fn fill(&mut self) -> Outcome<()> {
+        let mut random = crate::random::Random(self.state.oracle.now());
+        self.start(&Serve::draw(&mut random))?;
+        let list = self.requests_for_all(Kind::Write);
+        let guest = self.guest.as_mut().expect("it is served");
+        guest.run(&mut self.state.oracle, &list, None)?;
+        self.terminate()?;
+        self.is_filled = true;
+        Ok(())
+    }
+
+    /// Requests for the whole disk.
+    fn requests_for_all(&mut self, kind: Kind) -> Vec<Request> {
         let mut list = Vec::new();
         for (window, queue) in self.state.oracle.windows.iter().zip(0..) {
             let mut at = 0;
             while at < window.sectors {
                 let sectors = (window.sectors - at).min(128);
+                self.marks += 1;
                 list.push(Request {
-                    kind: Kind::Read,
+                    kind,
                     queue: queue + (at / 128) as u16,
-                    mark: 0,
+                    mark: self.marks,
                     at: (window.first + at) as u64,
                     align: 1,
                     sectors: sectors as u32,
@@ -581,11 +607,7 @@ impl World {
                 at += sectors;
             }
         }
-        if let Some(neighbour) = &mut self.neighbour {
-            neighbour.verify()?;
-        }
-        let guest = self.guest.as_mut().expect("it is served");
-        guest.run(&mut self.state.oracle, &list, None)
+        list
     }
 
     pub fn flush(&mut self) -> Outcome<()> {
@@ -617,6 +639,10 @@ impl World {
                 self.verify()?;
             }
             self.terminate()?;
+        }
+        if self.files.is_on_exact_device() {
+            self.files.wait_until_free()?;
+            self.fill()?;
         }
         self.files.wait_until_free()?;
         self.prepare()?;
