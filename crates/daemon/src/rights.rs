@@ -13,6 +13,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use engine::Identity;
 use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::process::geteuid;
@@ -191,6 +192,14 @@ impl Rights {
         } else {
             open()
         }
+    }
+
+    /// The identity of the data file of an image that the operator has named: its directory may be root's alone.
+    pub fn data_file_identity(&self, disk: &DiskSpec) -> Option<Identity> {
+        let path = disk.data_file.as_ref()?;
+        let file = FileSpec::Path(path.clone());
+        let there = self.with_file(&file, !disk.read_only, || fs::metadata(path));
+        there.ok().map(|there| Identity::of(&there))
     }
 
     /// Makes the socket of a disk: as the operator, if the operator has named it with this access.

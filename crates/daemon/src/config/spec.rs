@@ -8,8 +8,6 @@ use image::Format;
 use rbd::Location;
 use thiserror::Error;
 
-use super::sockets;
-
 const QUEUE_SIZE_DEFAULT: u16 = 256;
 
 /// A disk to be served. [`DISK_KEYS`](super::disk_keys::DISK_KEYS) says how each field is written and what it means.
@@ -282,69 +280,6 @@ impl DiskSpec {
             disk.throttle_group = now.throttle_group.clone();
         }
         disk
-    }
-
-    /// This disk, as it is configured now, for a guest that has it as `before`: what the guest or its front-end would
-    /// notice stays. The rest, and another path of the socket, take effect at once.
-    pub fn carried(&self, before: &Self) -> Self {
-        let Self {
-            name: _,
-            file,
-            format,
-            data_file,
-            socket: _,
-            socket_access,
-            cache,
-            aio,
-            queues,
-            queue_size,
-            read_only,
-            serial,
-            discard,
-            detect_zeroes,
-            rerror,
-            werror,
-            l2_cache_bytes,
-            logical_block,
-            physical_block,
-            fixed_buffers,
-            lock,
-            iothreads: _,
-            limits: _,
-            throttle_group: _,
-        } = before.clone();
-        // Nobody can stay connected at another path.
-        let same_socket = sockets::path(self) == sockets::path(before);
-        Self {
-            name: self.name.clone(),
-            file,
-            format,
-            data_file,
-            socket: self.socket.clone(),
-            socket_access: if same_socket {
-                socket_access
-            } else {
-                self.socket_access
-            },
-            cache,
-            aio,
-            queues,
-            queue_size,
-            read_only,
-            serial,
-            discard,
-            detect_zeroes,
-            rerror,
-            werror,
-            l2_cache_bytes,
-            logical_block,
-            physical_block,
-            fixed_buffers,
-            lock,
-            iothreads: self.iothreads.clone(),
-            limits: self.limits,
-            throttle_group: self.throttle_group.clone(),
-        }
     }
 
     /// Moves this disk to the file of another.

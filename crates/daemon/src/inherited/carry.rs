@@ -12,7 +12,7 @@ use crate::config::spec::DiskSpec;
 impl Inherited {
     /// What applies of `config`, the configuration that this process has read, until it is reloaded.
     ///
-    /// - Disks are as [`DiskSpec::carried`] says, under their names or, if they were renamed, at their sockets.
+    /// - Disks are as [`carried`] says, under their names or, if they were renamed, at their sockets.
     /// - The NBD server and its exports are those of the old process.
     /// - Everything else is as it is configured now: the process is started with it.
     pub fn carry(&self, config: &Config) -> Config {
@@ -56,13 +56,13 @@ impl InheritedParts {
     }
 
     fn carry_from(&self, disk: &DiskSpec, before: &DiskSpec) -> DiskSpec {
-        let mut carried = disk.carried(before);
-        carried.data_file = self.with_file_of(disk, before).data_file;
+        let mut disk_now = carried(disk, before);
+        disk_now.data_file = self.with_file_of(disk, before).data_file;
         if !self.knows_default_queues && disk.queues.is_none() {
             // The old process has written its default, which stays: see `queues`.
-            carried.queues = None;
+            disk_now.queues = None;
         }
-        carried
+        disk_now
     }
 
     fn carry_nbd(&self, config: &Config) -> NbdConfig {
@@ -93,6 +93,69 @@ impl InheritedParts {
             tls_any_peer: (served.tls.as_ref()).map_or(new.tls_any_peer, |tls| !tls.verify_peer),
             exports,
         }
+    }
+}
+
+/// A disk, as it is configured now, for a guest that has it as `before`: what the guest or its front-end would
+/// notice stays. The rest, and another path of the socket, take effect at once.
+fn carried(disk: &DiskSpec, before: &DiskSpec) -> DiskSpec {
+    let DiskSpec {
+        name: _,
+        file,
+        format,
+        data_file,
+        socket: _,
+        socket_access,
+        cache,
+        aio,
+        queues,
+        queue_size,
+        read_only,
+        serial,
+        discard,
+        detect_zeroes,
+        rerror,
+        werror,
+        l2_cache_bytes,
+        logical_block,
+        physical_block,
+        fixed_buffers,
+        lock,
+        iothreads: _,
+        limits: _,
+        throttle_group: _,
+    } = before.clone();
+    // Nobody can stay connected at another path.
+    let same_socket = sockets::path(disk) == sockets::path(before);
+    DiskSpec {
+        name: disk.name.clone(),
+        file,
+        format,
+        data_file,
+        socket: disk.socket.clone(),
+        socket_access: if same_socket {
+            socket_access
+        } else {
+            disk.socket_access
+        },
+        cache,
+        aio,
+        queues,
+        queue_size,
+        read_only,
+        serial,
+        discard,
+        detect_zeroes,
+        rerror,
+        werror,
+        l2_cache_bytes,
+        logical_block,
+        physical_block,
+        fixed_buffers,
+        lock,
+        iothreads: disk.iothreads.clone(),
+        limits: disk.limits,
+        throttle_group: disk.throttle_group.clone(),
     }
 }
 

@@ -14,7 +14,6 @@ use tracing::{info, warn};
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::inherited::Inherited;
 use crate::node::journal::Journals;
-use crate::node::open::data_file_identity;
 use crate::node::own_files::OwnFiles;
 use crate::node::storage::FileStorage;
 use crate::rights::Rights;
@@ -292,7 +291,7 @@ impl OpenFiles for Opener<'_> {
             return Err(not_shareable());
         }
         self.has_data_file = true;
-        let there = data_file_identity(spec, &context.rights);
+        let there = context.rights.data_file_identity(spec);
         let mut held = self.held.iter().filter(|_| write);
         let held = held.find(|held| Some(held.identity()) == there).cloned();
         let file = match held {

@@ -1,6 +1,5 @@
 //! Opens disks.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -16,7 +15,6 @@ use super::{Node, NodeError, NodeState, SharedNode, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::context::OpenContext;
 use crate::node::storage::FileStorage;
-use crate::rights::Rights;
 
 /// A disk that has been opened, before its options apply.
 struct Opened {
@@ -102,7 +100,7 @@ impl Node {
             opened.recorded_bitmaps = Some(bitmaps);
         }
         let mut own: Vec<_> = opened.file.iter().map(|file| file.identity()).collect();
-        own.extend(data_file_identity(&spec, &context.rights));
+        own.extend(context.rights.data_file_identity(&spec));
         Ok(Self {
             _own: context.own_files.add(&spec.name, own, spec.read_only),
             shared: Arc::new(SharedNode {
@@ -133,15 +131,6 @@ impl Node {
             spec,
         })
     }
-}
-
-/// The identity of the data file of an image that the operator has named.
-pub(super) fn data_file_identity(spec: &DiskSpec, rights: &Rights) -> Option<Identity> {
-    let path = spec.data_file.as_ref()?;
-    // With the rights with which it is opened: its directory may be root's alone.
-    let file = FileSpec::Path(path.clone());
-    let there = rights.with_file(&file, !spec.read_only, || fs::metadata(path));
-    there.ok().map(|there| Identity::of(&there))
 }
 
 fn open_null(spec: &DiskSpec, size: u64) -> Opened {

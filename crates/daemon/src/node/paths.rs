@@ -8,7 +8,7 @@ use std::sync::Arc;
 use engine::{DiskFile, Identity, Locking, Support, choose};
 use image::{Chain, Format, Image, LayerFormat, TopFile};
 
-use super::open::{data_file_identity, raw_size};
+use super::open::raw_size;
 use super::{Node, NodeError, format_of};
 use crate::config::spec::{DiskSpec, FileSpec, Lock};
 use crate::node::context::OpenContext;
@@ -166,7 +166,10 @@ fn files_named_by(
         .allow_backing
         .allowed_directories(path, &context.rights)
         .map_err(allow)?;
-    let data_file = data_file_identity(spec, &context.rights).map(|file| (file.device, file.inode));
+    let data_file = context
+        .rights
+        .data_file_identity(spec)
+        .map(|file| (file.device, file.inode));
     let named = Chain::referenced_files(top, data_file, &directories)?.into_iter();
     let named = named.map(|(device, inode)| Identity { device, inode });
     Ok(named.collect())

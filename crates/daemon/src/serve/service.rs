@@ -31,6 +31,7 @@ use crate::node::context::{AllowBacking, OpenContext};
 use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
 use crate::resource_limits::warn_of_limits;
+use crate::rights::Rights;
 use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
 use crate::server::connection_info::{self, ConnectionInfo};
@@ -51,10 +52,8 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     warn_of_limits();
     let disks = args.disks.iter().map(|text| text.parse());
     let command_line: Vec<DiskSpec> = disks.collect::<Result<_, _>>()?;
-    let config = match &args.config {
-        Some(path) => Config::read(path)?,
-        None => Config::default(),
-    };
+    let config = args.config.as_deref().map(Config::read).transpose()?;
+    let config = config.unwrap_or_default();
     let specs = [&command_line[..], &config.disks].concat();
     check_conflicts(&specs)?;
     let hanging = report_hanging(&specs);
@@ -104,9 +103,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let open = |directory| rights.as_operator(|| StateStore::open(directory, inherited.lock()));
     let store = settings.state.as_deref().map(open).transpose()?;
     // If the configuration has changed since, a reload applies that once guests are served.
-    let in_force = rights.as_operator(|| inherited.carry(&config));
-    let reload = in_force != config;
-    let config = in_force;
+    let (config, reload) = in_force(config, &inherited, &rights);
     let configured = Configured::new(&command_line, &config);
     let nbd_exports = config.exports.clone();
     server.set_configured(configured.clone());
@@ -151,6 +148,14 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
 fn without(disks: &[DiskSpec], names: &[String]) -> Vec<DiskSpec> {
     let others = disks.iter().filter(|disk| !names.contains(&disk.name));
     others.cloned().collect()
+}
+
+/// The configuration that is in force from now on, and whether that differs from the one that was read.
+fn in_force(config: Config, inherited: &Inherited, rights: &Rights) -> (Config, bool) {
+    // The identity of data files that the configuration names counts.
+    let in_force = rights.as_operator(|| inherited.carry(&config));
+    let differs = in_force != config;
+    (in_force, differs)
 }
 
 /// Reports disks whose storage does not answer, and returns their names.
