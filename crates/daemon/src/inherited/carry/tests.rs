@@ -1,5 +1,6 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::slice;
 
 use image::Format;
 
@@ -99,16 +100,20 @@ fn every_key_of_a_disk_is_applied_or_stays_a_difference() {
         key.set(&mut now, value).unwrap();
         now.name = "a".into();
         assert_eq!(changed(&before, &now), [key.name()]);
-        let carried = carry(parts(&[before.clone()]), &config(&[now.clone()])).disks;
+        let carried = carry(
+            parts(slice::from_ref(&before)),
+            &config(slice::from_ref(&now)),
+        )
+        .disks;
         if AT_ONCE.contains(&key.name()) {
             assert_eq!(carried, [now]);
         } else {
-            assert_eq!(carried, [before.clone()], "{}", key.name());
+            assert_eq!(carried, slice::from_ref(&before), "{}", key.name());
             assert!(effect_of_reload(&carried[0], &now).is_some());
         }
     }
     let limited = disk("/vms/a.raw,name=a,socket=/run/a.sock,queues=2,iops=7");
-    let carried = carry(parts(&[before]), &config(&[limited.clone()]));
+    let carried = carry(parts(&[before]), &config(slice::from_ref(&limited)));
     assert_eq!(carried.disks, [limited]);
 }
 
@@ -213,7 +218,10 @@ fn every_key_of_an_export_stays_a_difference() {
 fn renamed_new_and_detached_disks() {
     let before = disk("/vms/a.raw,name=a,socket=/run/a.sock,queues=2");
     let renamed = disk("/vms/a.raw,name=x,socket=/run/a.sock,queues=3");
-    let carried = carry(parts(&[before.clone()]), &config(&[renamed.clone()]));
+    let carried = carry(
+        parts(slice::from_ref(&before)),
+        &config(slice::from_ref(&renamed)),
+    );
     let expected = DiskSpec {
         queues: Some(2),
         ..renamed.clone()
@@ -224,10 +232,13 @@ fn renamed_new_and_detached_disks() {
         disk("/vms/a.raw,name=a,socket=/run/b.sock"),
         renamed.clone(),
     ]);
-    assert_eq!(carry(parts(&[before.clone()]), &both).disks[1], renamed);
+    assert_eq!(
+        carry(parts(slice::from_ref(&before)), &both).disks[1],
+        renamed
+    );
 
     let new = config(&[disk("/vms/new.raw")]);
-    assert_eq!(carry(parts(&[before.clone()]), &new), new);
+    assert_eq!(carry(parts(slice::from_ref(&before)), &new), new);
 
     let mut from = parts(&[]);
     from.overrides
@@ -239,7 +250,7 @@ fn renamed_new_and_detached_disks() {
         serial: "new".into(),
         ..before.clone()
     };
-    assert_eq!(carry(from, &config(&[now])).disks, [before.clone()]);
+    assert_eq!(carry(from, &config(&[now])).disks, slice::from_ref(&before));
 
     // A process that took over from nobody.
     let all = config(&[before]);
@@ -255,14 +266,17 @@ fn default_number_of_queues_of_an_older_version_is_no_difference() {
         ..before.clone()
     };
     let older = || {
-        let mut parts = parts(&[before.clone()]);
+        let mut parts = parts(slice::from_ref(&before));
         parts.knows_default_queues = false;
         parts
     };
-    assert_eq!(carry(older(), &config(&[now.clone()])).disks, [now.clone()]);
     assert_eq!(
-        carry(parts(&[before.clone()]), &config(&[now])).disks,
-        [before.clone()]
+        carry(older(), &config(slice::from_ref(&now))).disks,
+        slice::from_ref(&now)
+    );
+    assert_eq!(
+        carry(parts(slice::from_ref(&before)), &config(&[now])).disks,
+        slice::from_ref(&before)
     );
     let other = DiskSpec {
         queues: Some(3),
@@ -286,7 +300,7 @@ fn data_file_that_an_older_version_has_open_may_be_named_now() {
     let before = disk("i.qcow2", None);
     let inherited = Inherited::new(InheritedParts {
         files: files.into(),
-        ..parts(&[before.clone()])
+        ..parts(slice::from_ref(&before))
     });
     for (file, data_file, same) in [
         ("i.qcow2", "d1.raw", true),
@@ -296,8 +310,8 @@ fn data_file_that_an_older_version_has_open_may_be_named_now() {
     ] {
         let named = disk(file, Some(data_file));
         let expected = if same { &named } else { &before }.clone();
-        let carried = inherited.carry(&config(&[named.clone()]));
-        assert_eq!(carried.disks, [expected.clone()]);
+        let carried = inherited.carry(&config(slice::from_ref(&named)));
+        assert_eq!(carried.disks, slice::from_ref(&expected));
         assert_eq!(inherited.on_its_file(named), expected);
     }
 }
