@@ -1,11 +1,12 @@
 //! The HTTP server of the metrics.
 //!
 //! One thread reads the requests of all clients, and each that is complete is answered by a thread of its own: clients that
-//! say nothing, or read slowly, delay nobody.
+//! say nothing, or read slowly, delay nobody. There are only so many of these threads, of which one at a time is busy with
+//! its text: however many clients ask, the server's other threads get its locks and the CPUs.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,8 @@ const HEADERS_MAX: usize = 64;
 /// Limit of clients that have not sent a complete request. The oldest is disconnected for the next one.
 const ASKING_MAX: usize = 64;
 
-/// Limit of clients that are being answered. The oldest is disconnected for the next one. One or two scrapers are common.
+/// Limit of clients that are being answered, each by a thread. The oldest is disconnected for the next one, which waits until
+/// that thread has ended. One or two scrapers are common.
 const ANSWERED_MAX: usize = 64;
 
 /// Bytes in each chunk of a reply.
@@ -44,12 +46,14 @@ pub fn serve(
     text: impl Fn(&mut Body<'_>) -> io::Result<()> + Send + Sync + 'static,
 ) -> io::Result<()> {
     let (text, answered) = (Arc::new(text), Arc::new(Answered::default()));
+    let turns = Arc::new(Mutex::new(()));
     let answer = move |stream: TcpStream, parsed: RequestPath| {
         let stream = answered.add(stream);
         let (text, its_answered, its_stream) = (text.clone(), answered.clone(), stream.clone());
+        let turns = turns.clone();
         let work = move || {
             // The client may have gone.
-            let _ = answer(&its_stream, &parsed, &*text);
+            let _ = answer(&its_stream, &parsed, &turns, &*text);
             its_answered.remove(&its_stream);
         };
         let thread = thread::Builder::new().name("metrics".into());
@@ -66,26 +70,44 @@ pub fn serve(
 
 /// Clients that are being answered, the oldest first.
 #[derive(Default)]
-struct Answered(Mutex<Vec<Arc<TcpStream>>>);
+struct Answered {
+    all: Mutex<Vec<Client>>,
+    ended: Condvar,
+}
+
+struct Client {
+    stream: Arc<TcpStream>,
+    /// It has been disconnected, which ends its thread.
+    is_cut: bool,
+}
 
 impl Answered {
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<TcpStream>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<Client>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until there is a place for a client.
     fn add(&self, stream: TcpStream) -> Arc<TcpStream> {
         let stream = Arc::new(stream);
         let mut all = self.lock();
-        all.push(stream.clone());
-        if all.len() > ANSWERED_MAX {
-            // This ends its thread.
-            let _ = all.remove(0).shutdown(Shutdown::Both);
+        while all.len() >= ANSWERED_MAX {
+            if !all.iter().any(|client| client.is_cut) {
+                let _ = all[0].stream.shutdown(Shutdown::Both);
+                all[0].is_cut = true;
+            }
+            all = self.ended.wait(all).unwrap_or_else(PoisonError::into_inner);
         }
+        all.push(Client {
+            stream: stream.clone(),
+            is_cut: false,
+        });
         stream
     }
 
     fn remove(&self, stream: &Arc<TcpStream>) {
-        self.lock().retain(|other| !Arc::ptr_eq(other, stream));
+        self.lock()
+            .retain(|other| !Arc::ptr_eq(&other.stream, stream));
+        self.ended.notify_one();
     }
 }
 
@@ -191,6 +213,7 @@ impl Asking {
 fn answer(
     stream: &TcpStream,
     parsed: &RequestPath,
+    turns: &Mutex<()>,
     text: impl Fn(&mut Body<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
     let (status, chunked) = match parsed {
@@ -203,6 +226,8 @@ fn answer(
         deadline: Instant::now() + TIMEOUT,
         chunked,
         chunk: Vec::with_capacity(2 * CHUNK),
+        turns,
+        turn: None,
     };
     let encoding = if chunked {
         "Transfer-Encoding: chunked\r\n"
@@ -214,7 +239,10 @@ fn answer(
     body.send(head.as_bytes())?;
     match parsed {
         RequestPath::Refused(_, why) => body.write_all(why.as_bytes())?,
-        _ => text(&mut body)?,
+        _ => {
+            body.take_turn();
+            text(&mut body)?;
+        }
     }
     body.end()?;
     // Closing with unread data would reset the connection and lose the reply.
@@ -240,6 +268,9 @@ pub struct Body<'a> {
     deadline: Instant,
     chunked: bool,
     chunk: Vec<u8>,
+    /// Held by the thread that is busy with its text, and not while it sends.
+    turns: &'a Mutex<()>,
+    turn: Option<MutexGuard<'a, ()>>,
 }
 
 impl Write for Body<'_> {
@@ -247,11 +278,13 @@ impl Write for Body<'_> {
         self.chunk.extend_from_slice(bytes);
         if self.chunk.len() >= CHUNK {
             self.flush()?;
+            self.take_turn();
         }
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
+        self.turn = None;
         if self.chunk.is_empty() {
             return Ok(());
         }
@@ -270,6 +303,12 @@ impl Write for Body<'_> {
 }
 
 impl Body<'_> {
+    fn take_turn(&mut self) {
+        if self.turn.is_none() {
+            self.turn = Some(self.turns.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
     fn end(&mut self) -> io::Result<()> {
         self.flush()?;
         if self.chunked {
@@ -326,7 +365,48 @@ fn path(request: &[u8]) -> RequestPath {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::SeqCst;
+
     use super::*;
+
+    /// Clients that ask and read nothing get a limited number of threads, of which one is busy, and keep no scraper away.
+    #[test]
+    fn any_number_of_clients_gets_a_limited_number_of_threads() {
+        static BUSY: AtomicUsize = AtomicUsize::new(0);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let part = "x".repeat(CHUNK - 1);
+        serve(listener, move |body| {
+            for _ in 0..256 {
+                assert_eq!(BUSY.fetch_add(1, SeqCst), 0, "two at a time");
+                thread::yield_now();
+                BUSY.fetch_sub(1, SeqCst);
+                body.write_all(part.as_bytes())?;
+            }
+            Ok(())
+        })
+        .unwrap();
+        let threads = || {
+            let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+            let names = tasks.flat_map(|task| std::fs::read_to_string(task.path().join("comm")));
+            names.filter(|name| name.trim() == "metrics").count()
+        };
+        let ask = || {
+            let mut client = TcpStream::connect(address).unwrap();
+            client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+            client
+        };
+        let mut silent = Vec::new();
+        for _ in 0..4 * ANSWERED_MAX {
+            silent.push(ask());
+            assert!(threads() <= 1 + ANSWERED_MAX);
+        }
+        let mut reply = Vec::new();
+        ask().read_to_end(&mut reply).unwrap();
+        assert!(reply.ends_with(b"0\r\n\r\n"), "{} bytes", reply.len());
+        assert!(reply.len() > 256 * (CHUNK - 1));
+    }
 
     #[test]
     fn http_requests_are_parsed_or_refused() {
