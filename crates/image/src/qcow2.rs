@@ -137,6 +137,8 @@ struct ImageState {
     journal: Option<Journal>,
     lineage: Lineage,
     bitmaps: StoredBitmaps,
+    /// There was no space to fill the holes of tables, so a flush may need space.
+    has_holes: bool,
     /// There is no journal, so changes are flushed before they are acknowledged.
     flush_changes: bool,
     /// How many times changes could not be recorded.

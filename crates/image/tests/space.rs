@@ -222,6 +222,40 @@ fn a_flush_needs_no_space() {
     }
 }
 
+/// The tables of an image have holes, and its file system is full: a guest can write where it has written before, and discard,
+/// which makes the space for the holes.
+#[test]
+fn holes_in_tables_keep_no_write_in_place() {
+    if !qemu::is_there("holes_in_tables_keep_no_write_in_place") {
+        return;
+    }
+    for options in OPTIONS {
+        let directory = tempfile::tempdir().unwrap();
+        let create = format!("create -q -f qcow2 -o {options} disk.qcow2 5M");
+        qemu::img(directory.path(), &create);
+        let memory = Memory::new(std::fs::read(directory.path().join("disk.qcow2")).unwrap());
+        let disk = open(&memory);
+        disk.write(0, &[1; 1 << 20]).unwrap();
+        disk.chain.close().unwrap();
+        memory.limit_space_with_holes(0);
+        let disk = open(&memory);
+        disk.write(4096, &[2; 4096]).unwrap();
+        disk.flush().unwrap();
+        let whole = 512 << 10;
+        disk.zero(whole, whole, ZeroMode::Discard).unwrap();
+        disk.flush().unwrap();
+        disk.write(4 << 20, &[3; 4096]).unwrap();
+        disk.flush().unwrap();
+        let mut found = vec![0; 5 << 20];
+        disk.read(0, &mut found).unwrap();
+        assert!(found[..4096].iter().all(|&byte| byte == 1));
+        assert!(found[4096..8192].iter().all(|&byte| byte == 2));
+        assert!(found[4 << 20..][..4096].iter().all(|&byte| byte == 3));
+        drop(disk);
+        assert_eq!(check(&memory).unwrap().errors, 0, "{options}");
+    }
+}
+
 /// A write that a device is too small for succeeds once the device was extended. What was added is not taken for zeroes.
 #[test]
 fn an_extended_device_is_used() {

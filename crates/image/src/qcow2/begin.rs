@@ -24,13 +24,26 @@ impl Qcow2 {
         if self.has_begun_writing.load(SeqCst) {
             return Ok(());
         }
-        self.fill_holes(&mut state)?;
+        self.try_to_fill_holes(&mut state)?;
         state.begin_journal();
         self.outdate_bitmaps(&mut state, false)?;
         if let Some(journal) = &mut state.journal {
             journal.forget_other();
         }
         self.has_begun_writing.store(true, SeqCst);
+        Ok(())
+    }
+
+    /// Fills holes in tables, unless space is missing: a guest can still write where it has written before, and discard. The
+    /// next flush tries again.
+    pub(super) fn try_to_fill_holes(&self, state: &mut ImageState) -> Result<(), ImageError> {
+        match self.fill_holes(state) {
+            Err(e) if e.is_no_space() => state.has_holes = true,
+            result => {
+                result?;
+                state.has_holes = false;
+            }
+        }
         Ok(())
     }
 

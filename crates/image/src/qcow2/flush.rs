@@ -169,6 +169,9 @@ impl Qcow2 {
     fn take_batch(&self) -> Result<Batch, ImageError> {
         let mut state = self.lock();
         let state = &mut *state;
+        if state.has_holes {
+            self.try_to_fill_holes(state)?;
+        }
         let journal = self.rotate_journal(state)?;
         let changes = self.changes.get();
         let (refcounts, blocks) = state.refcounts.take_dirty_blocks();

@@ -273,6 +273,7 @@ impl Qcow2 {
                 journal: None,
                 lineage: Lineage::default(),
                 bitmaps: StoredBitmaps::default(),
+                has_holes: false,
                 flush_changes: options.flush_changes,
                 unrecorded: 0,
                 changes: Changes::default(),
