@@ -131,7 +131,21 @@ impl UserAccount {
     }
 }
 
-/// Creates a directory for ringdisk's own files, if it does not exist, for this user and for `user` later.
+/// The files that ringdisk makes in directories of its own: locks, and its state in two files.
+const OWN_FILES: [&str; 3] = ["lock", "state.json", "queues.json"];
+
+/// The extensions of others: journals of images, records of bitmaps, and new versions of files.
+const OWN_EXTENSIONS: [&str; 4] = ["journal", "bitmaps", "intent", "new"];
+
+/// Whether a file in a directory for ringdisk's own files may be one of them, going by its name.
+fn is_own_file(name: &OsStr) -> bool {
+    let mut extensions = OWN_EXTENSIONS.iter();
+    OWN_FILES.iter().any(|own| name == *own)
+        || extensions.any(|own| Path::new(name).extension().is_some_and(|e| e == *own))
+}
+
+/// Creates a directory for ringdisk's own files, if it does not exist, for this user and for `user` later. One that this user
+/// has used before is given to `user` with its files.
 ///
 /// # Errors
 /// It cannot be created, or belongs to another user, who could place files there.
@@ -159,15 +173,17 @@ pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Resul
         _ if owner != geteuid().as_raw() => Err(io::Error::other("it belongs to another user")),
         Some(user) => {
             // The operator may have named this directory by mistake.
+            let mut own = Vec::new();
             for entry in Dir::read_from(&opened)? {
                 let entry = entry?;
                 let name = OsStr::from_bytes(entry.file_name().to_bytes());
-                let ours = ["lock", "state.json", "state.new"]
-                    .iter()
-                    .any(|ours| name == *ours)
-                    || [".", ".."].iter().any(|itself| name == *itself)
-                    || Path::new(name).extension().is_some_and(|e| e == "journal");
-                if !ours {
+                let itself = [".", ".."].iter().any(|itself| name == *itself);
+                if itself {
+                    continue;
+                }
+                if is_own_file(name) {
+                    own.push(entry.file_name().to_owned());
+                } else {
                     return Err(io::Error::other(format!(
                         "it is not {0}'s, and has other files, as {1}; if it is there for ringdisk alone, 'chown {0}' \
                          gives it away",
@@ -175,6 +191,12 @@ pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Resul
                         name.display()
                     )));
                 }
+            }
+            // While nobody else can write to the directory.
+            for name in own {
+                let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+                let file = rustix::fs::openat(&opened, &name, flags, Mode::empty())?;
+                give(&File::from(file), (user.uid, user.gid))?;
             }
             fchown(&opened, Some(user.uid), Some(user.gid))
         }
@@ -227,9 +249,21 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state");
         fs::create_dir(&path).unwrap();
-        fs::write(path.join("state.json"), "").unwrap();
+        let own = [
+            "lock",
+            "state.json",
+            "queues.json",
+            "a.bitmaps",
+            "a.intent",
+            "a.journal",
+        ];
+        for name in own {
+            fs::write(path.join(name), "").unwrap();
+        }
         make_directory(&path, Some(&nobody)).unwrap();
-        assert_eq!(fs::metadata(&path).unwrap().uid(), nobody.uid);
+        for name in own.iter().copied().chain(["."]) {
+            assert_eq!(fs::metadata(path.join(name)).unwrap().uid(), nobody.uid);
+        }
         fs::write(dir.path().join("mail"), "").unwrap();
         let refused = make_directory(dir.path(), Some(&nobody)).unwrap_err();
         assert!(refused.to_string().contains("mail"), "{refused}");

@@ -69,6 +69,40 @@ fn config(dir: &dyn std::fmt::Display, more: &str) -> String {
         .concat()
 }
 
+/// A service of root is given to another user: what root has persisted is that user's then.
+#[test]
+fn persisted_state_of_root_is_given_to_a_user() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: persisted_state_of_root_is_given_to_a_user: needs root");
+    }
+    let mut kept = Stateful::start();
+    kept.ringdisk.json(&["throttle", "a", "iops=77"]);
+    kept.ringdisk
+        .json(&["bitmap", "add", "a", "nightly", "--persistent"]);
+    for name in ["a.raw", "b.raw"] {
+        fs::set_permissions(kept.ringdisk.path(name), fs::Permissions::from_mode(0o666)).unwrap();
+    }
+    let dir = kept.ringdisk.dir.path();
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).unwrap();
+    let text = format!("user = \"nobody\"\n{}", config(&dir.display(), ""));
+    fs::write(kept.ringdisk.path("config.toml"), text).unwrap();
+    kept.ringdisk.server.terminate().unwrap();
+    let kept = Stateful {
+        ringdisk: Controlled::start_in(kept.ringdisk.dir, &kept.ringdisk.arguments),
+    };
+    assert_eq!(kept.disk("a")["limits"]["iops"], 77);
+    let bitmaps = kept.ringdisk.json(&["bitmap", "list", "a"]);
+    assert!(
+        !bitmaps.to_string().contains("inconsistent\":true"),
+        "{bitmaps}"
+    );
+    assert!(bitmaps.to_string().contains("nightly"), "{bitmaps}");
+    // It can persist changes.
+    kept.ringdisk.json(&["throttle", "a", "iops=78"]);
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["limits"]["iops"], 78);
+}
+
 /// The state directory is away: a change is made, and the command says that a restart will lose it. When the directory is
 /// back, a reload saves it.
 #[test]

@@ -18,7 +18,7 @@ pub struct Controlled {
     pub server: Server,
     pub dir: TempDir,
     pub control: PathBuf,
-    arguments: Vec<String>,
+    pub arguments: Vec<String>,
 }
 
 impl Controlled {
