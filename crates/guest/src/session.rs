@@ -96,6 +96,11 @@ pub trait Device {
     /// Called when a ring of `size` descriptors is served without a record of its requests in flight, because
     /// the front-end's region is too small. Called at most once in a session.
     fn untracked(&self, ring: u16, size: u16);
+    /// Called between two messages, when `stop` has become readable and rings are about to stop. Returns whether they are:
+    /// otherwise `stop` is not readable any more, and the session goes on. May block.
+    fn may_stop(&mut self) -> bool {
+        true
+    }
     /// Starts serving a ring that is not being served.
     ///
     /// # Errors
@@ -221,6 +226,7 @@ pub fn serve_from(
     let mut end = saved.and_then(|saved| session.restore(saved).err().map(SessionEnd::Failed));
     let end = loop {
         match end.take() {
+            Some(SessionEnd::Stopped) if !session.torn && !session.device.may_stop() => {}
             Some(end) => break end,
             None => end = session.step(stop).err(),
         }

@@ -228,6 +228,7 @@ impl ServedDisk {
 /// The device of a session.
 pub struct BlockDevice<'a> {
     served: &'a ServedDisk,
+    may_stop: &'a dyn Fn() -> bool,
     running: Vec<Option<Running>>,
     /// Whether the driver can flush, once it is known.
     flushes: Option<bool>,
@@ -245,10 +246,12 @@ struct Running {
 }
 
 impl<'a> BlockDevice<'a> {
-    pub fn new(served: &'a ServedDisk) -> Self {
+    /// Once the session is to stop, `may_stop` says whether it does, or goes on.
+    pub fn new(served: &'a ServedDisk, may_stop: &'a dyn Fn() -> bool) -> Self {
         let running = served.threads.iter().map(|_| None).collect();
         let mut device = Self {
             served,
+            may_stop,
             running,
             flushes: None,
             draining: Duration::ZERO,
@@ -325,6 +328,10 @@ impl Device for BlockDevice<'_> {
             seg_max: self.served.seg_max(),
         }
         .bytes(&disk.facts)
+    }
+
+    fn may_stop(&mut self) -> bool {
+        (self.may_stop)()
     }
 
     fn capacity_read(&self, sectors: u64) {

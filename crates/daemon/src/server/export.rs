@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::{io, mem};
 
@@ -42,8 +42,8 @@ pub struct Export {
     measuring: Option<Measuring>,
     front_end: Arc<FrontEnd>,
     stop: Arc<OwnedFd>,
-    /// If present, `stop` means a pause, and this receives the answer.
-    pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
+    /// If present, `stop` means a pause.
+    pause: Arc<Mutex<Option<WantedPause>>>,
     /// `stop` means the end, even if a pause is requested.
     stopping: Arc<AtomicBool>,
     /// `stop` means that the socket has to be created again.
@@ -86,6 +86,36 @@ pub struct Paused {
     pub connection: Option<(OwnedFd, SavedSession)>,
     /// Tells the export that another process continues. If it is dropped, the export continues.
     pub leave: Sender<()>,
+}
+
+/// A pause that an export has been asked for, in two steps: first the thread of its front-end stops between two messages, so
+/// that no queue starts or stops any more; then, when all exports have done so, its queues stop.
+struct WantedPause {
+    ready: Sender<()>,
+    begin: Receiver<()>,
+    /// It may begin.
+    has_begun: bool,
+    answer: Sender<io::Result<Paused>>,
+}
+
+impl WantedPause {
+    /// Waits until the pause may begin. Returns false if it does not: nothing is to stop.
+    fn begins(&mut self) -> bool {
+        if !self.has_begun {
+            self.has_begun = self.ready.send(()).is_ok() && self.begin.recv().is_ok();
+        }
+        self.has_begun
+    }
+}
+
+/// An export that has been asked to pause. If this is dropped before it may begin, the export goes on.
+pub struct AskedPause {
+    /// No queue of this export starts or stops any more.
+    pub ready: Receiver<()>,
+    /// Lets the queues stop.
+    pub begin: Sender<()>,
+    /// The answer, when no request is in flight.
+    pub paused: Receiver<io::Result<Paused>>,
 }
 
 impl Export {
@@ -261,13 +291,23 @@ impl Export {
         }
     }
 
-    /// Asks it to pause. The answer comes when no request is in flight. It is an error if there are no descriptors
-    /// left; the export then continues.
-    pub fn pause(&self) -> Receiver<io::Result<Paused>> {
-        let (sender, paused) = mpsc::channel();
-        *self.pause.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+    /// Asks it to pause. The answer is an error if there are no descriptors left; the export then continues.
+    pub fn pause(&self) -> AskedPause {
+        let (was_ready, ready) = mpsc::channel();
+        let (begin, begins) = mpsc::channel();
+        let (answer, paused) = mpsc::channel();
+        *self.pause.lock().unwrap_or_else(PoisonError::into_inner) = Some(WantedPause {
+            ready: was_ready,
+            begin: begins,
+            has_begun: false,
+            answer,
+        });
         self.interrupt();
-        paused
+        AskedPause {
+            ready,
+            begin,
+            paused,
+        }
     }
 
     /// How to connect a VM.
@@ -371,7 +411,7 @@ struct Frontends {
     device: Arc<ServedDisk>,
     access: SocketAccess,
     front_end: Arc<FrontEnd>,
-    pause: Arc<Mutex<Option<Sender<io::Result<Paused>>>>>,
+    pause: Arc<Mutex<Option<WantedPause>>>,
     stopping: Arc<AtomicBool>,
     remake: Arc<AtomicBool>,
     lines: Lines,
@@ -466,7 +506,8 @@ impl Frontends {
         let pid = guest::peer_pid(&socket).unwrap_or(0);
         self.front_end.pid.store(pid, Ordering::Relaxed);
         self.front_end.connected.store(true, Ordering::Relaxed);
-        let mut device = BlockDevice::new(&self.device);
+        let may_stop = || self.may_stop(stop);
+        let mut device = BlockDevice::new(&self.device, &may_stop);
         let (end, saved) = guest::serve_from(&socket, &mut device, stop, saved);
         self.front_end.connected.store(false, Ordering::Relaxed);
         match end {
@@ -479,6 +520,25 @@ impl Frontends {
             }),
         }
         None
+    }
+
+    fn wanted_pause(&self) -> MutexGuard<'_, Option<WantedPause>> {
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// After `stop`, between two messages of a front-end. False if a pause was wanted that does not begin: its queues go on.
+    fn may_stop(&self, stop: BorrowedFd<'_>) -> bool {
+        // Taken out: whoever asks for the end must not wait for the lock.
+        let Some(mut wanted) = self.wanted_pause().take() else {
+            return true;
+        };
+        if wanted.begins() {
+            *self.wanted_pause() = Some(wanted);
+            return true;
+        }
+        // Consumes the event. Whoever else has set it has set one of these before.
+        let _ = rustix::io::read(stop, &mut [0; 8]);
+        self.stopping.load(Ordering::Acquire) || self.remake.load(Ordering::Acquire)
     }
 
     fn make_socket_again(&mut self) {
@@ -512,8 +572,8 @@ impl Frontends {
         if self.remake.swap(false, Ordering::AcqRel) && self.socket.is_removed() {
             self.make_socket_again();
         }
-        let wanted = self.pause.lock();
-        let Some(wanted) = wanted.unwrap_or_else(PoisonError::into_inner).take() else {
+        let wanted = self.wanted_pause().take();
+        let Some(wanted) = wanted.and_then(|mut wanted| wanted.begins().then_some(wanted)) else {
             return Some(session);
         };
         let copy = || {
@@ -525,13 +585,13 @@ impl Frontends {
         };
         let (leave, left) = mpsc::channel();
         let sent = match copy() {
-            Ok((listener, connection)) => wanted.send(Ok(Paused {
+            Ok((listener, connection)) => wanted.answer.send(Ok(Paused {
                 listener,
                 connection,
                 leave,
             })),
             Err(e) => {
-                let _ = wanted.send(Err(e));
+                let _ = wanted.answer.send(Err(e));
                 return Some(session);
             }
         };

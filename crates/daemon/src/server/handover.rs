@@ -2,21 +2,22 @@
 //! from overlapping.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Receiver;
 use std::sync::{
     Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
     TryLockError,
 };
 use std::thread;
 use std::time::{Duration, Instant};
+use std::{io, mem};
 
 use datapath::{Disk, IoThread};
 use image::Format;
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{AtFlags, StatxFlags, statx};
 use thiserror::Error;
 use tracing::info;
 
@@ -25,7 +26,7 @@ use super::{NodeEntry, Server, ServerError};
 use crate::inherited::{FileIdentity, InheritedDisk};
 use crate::node::Node;
 use crate::server::device::ServedDisk;
-use crate::server::export::Paused;
+use crate::server::export::AskedPause;
 use crate::socket::{BoundPath, PathStatus};
 use crate::state::Overrides;
 
@@ -177,6 +178,26 @@ pub fn socket_file(path: &Arc<BoundPath>) -> Option<(PathBuf, FileIdentity)> {
     Some((path.path().into(), path.made()?.into()))
 }
 
+/// Copies of descriptors of disks' files. Closing one flushes the file on FUSE and NFS, for as long as that takes, so it is
+/// not done by the thread that drops this: guests wait for it.
+pub struct DiskCopies(Vec<OwnedFd>);
+
+impl Deref for DiskCopies {
+    type Target = [OwnedFd];
+
+    fn deref(&self) -> &[OwnedFd] {
+        &self.0
+    }
+}
+
+impl Drop for DiskCopies {
+    fn drop(&mut self) {
+        let files = mem::take(&mut self.0);
+        // Without a thread, they are closed here.
+        let _ = thread::Builder::new().spawn(move || drop(files));
+    }
+}
+
 /// An export that has been asked to pause.
 pub struct PendingPause {
     pub id: String,
@@ -185,7 +206,7 @@ pub struct PendingPause {
     pub device: Arc<ServedDisk>,
     /// Requests were waiting for failed storage before the pause.
     pub has_stalled: bool,
-    pub paused: Receiver<io::Result<Paused>>,
+    pub asked: AskedPause,
 }
 
 impl Server {
@@ -244,6 +265,33 @@ impl Server {
         nodes.iter().try_for_each(flush_metadata)
     }
 
+    /// Asks the storage of all disks, also of those that no VM uses: another process could not take them over.
+    ///
+    /// # Errors
+    /// One has not answered by the deadline.
+    pub fn check_storage(&self, deadline: Instant) -> Result<(), String> {
+        let nodes: Vec<_> = {
+            let state = self.state();
+            state.nodes.values().map(|e| e.node.clone()).collect()
+        };
+        nodes.into_iter().try_for_each(|node| {
+            let name = node.name().to_owned();
+            let ask = move || {
+                for file in node.copies().into_iter().flatten() {
+                    // An answer that is an error is one.
+                    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
+                    let _ = statx(&file, c"", flags, StatxFlags::BASIC_STATS);
+                }
+                Ok(())
+            };
+            with_deadline(&name, deadline, ask).map_err(|_| {
+                format!(
+                    "disk {name}: its storage does not answer; this process continues to serve; upgrade again when it answers"
+                )
+            })
+        })
+    }
+
     /// A disk with requests that wait until its storage works again.
     pub fn stalled_disk(&self) -> Option<String> {
         let state = self.state();
@@ -270,7 +318,7 @@ impl Server {
             node: export.node.clone(),
             device: export.device.clone(),
             has_stalled: export.disk.stalled() > 0,
-            paused: export.pause(),
+            asked: export.pause(),
         });
         pausing.collect()
     }
@@ -279,13 +327,13 @@ impl Server {
     ///
     /// # Errors
     /// No descriptors are left.
-    pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
+    pub fn descriptors(&self) -> io::Result<DiskCopies> {
         let state = self.state();
         // A node above another shares the files of that one.
         let nodes = state.nodes.values().filter(|entry| entry.child.is_none());
-        let mut files = Vec::new();
+        let mut files = DiskCopies(Vec::new());
         for entry in nodes {
-            files.extend(entry.node.copies()?);
+            files.0.extend(entry.node.copies()?);
         }
         Ok(files)
     }

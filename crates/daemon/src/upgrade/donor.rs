@@ -40,6 +40,9 @@ const TIMEOUT: Duration = Duration::from_secs(15);
 /// How long a client may take to send its request after it has connected. Others wait so long.
 const REQUEST: Duration = Duration::from_secs(3);
 
+/// How long storage may take to answer before guests wait.
+const ANSWER: Duration = Duration::from_secs(3);
+
 /// How long requests in flight may take to finish, and the new process to take over, while guests wait.
 const PAUSE: Duration = Duration::from_secs(5);
 
@@ -161,6 +164,8 @@ fn hand_over(
         return Err(UpgradeError::Busy);
     };
     check_none_waits(server)?;
+    let asked = server.check_storage(Instant::now() + ANSWER);
+    asked.map_err(UpgradeError::Storage)?;
     flush_while_served(server)?;
     check_not_stopping(server)?;
 
@@ -173,13 +178,7 @@ fn hand_over(
     let begin = Instant::now();
     check_none_waits(server)?;
     // Dropping a paused export resumes it, unless it was told to leave.
-    let paused = {
-        // A queue whose front-end keeps no record of requests in flight would report those as failed for which storage has
-        // no space when it stops. None is in flight when it stops.
-        let disks = server.disks_with_threads();
-        let _held = HeldDisks::hold(&disks, Some(begin + PAUSE)).map_err(cannot_hold)?;
-        pause(server, begin + PAUSE)?
-    };
+    let paused = pause(server, begin + PAUSE)?;
     check_not_stopping(server)?;
     outcome.disks = paused.len();
     outcome.connected = paused.iter().filter(|p| p.connection.is_some()).count();
@@ -315,12 +314,36 @@ struct PausedExport {
     leave: Sender<()>,
 }
 
-/// Pauses all disks, once their requests in flight have finished.
+/// Pauses all disks, once their requests in flight have finished. If that fails, no queue has stopped, or all start again.
 fn pause(server: &Server, deadline: Instant) -> Result<Vec<PausedExport>, UpgradeError> {
-    let pending = server.pause().into_iter();
+    let pending = server.pause();
+    // First, front-ends start and stop no queues any more: a start would wait for disks that are held.
+    for pending in &pending {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let ready = pending.asked.ready.recv_timeout(left);
+        ready.map_err(|_| failed_pause(pending))?;
+    }
+    // A queue whose front-end keeps no record of requests in flight would report those as failed for which storage has no
+    // space when it stops. None is in flight when it stops.
+    let disks = server.disks_with_threads();
+    let _held = HeldDisks::hold(&disks, Some(deadline)).map_err(cannot_hold)?;
+    for pending in &pending {
+        // An export that has ended does not answer below.
+        let _ = pending.asked.begin.send(());
+    }
+    let pending = pending.into_iter();
     pending
         .map(|pending| wait_for_pause(pending, deadline))
         .collect()
+}
+
+fn failed_pause(pending: &PendingPause) -> UpgradeError {
+    let id = pending.id.clone();
+    if pending.has_stalled {
+        UpgradeError::Stalled(id)
+    } else {
+        UpgradeError::Stuck(id)
+    }
 }
 
 fn wait_for_pause(pending: PendingPause, deadline: Instant) -> Result<PausedExport, UpgradeError> {
@@ -329,17 +352,10 @@ fn wait_for_pause(pending: PendingPause, deadline: Instant) -> Result<PausedExpo
         pending.device.disk.is_abandoned()
             || session.is_some_and(|(_, saved)| saved.is_unfinished())
     };
-    let failed = |id| {
-        if pending.has_stalled {
-            UpgradeError::Stalled(id)
-        } else {
-            UpgradeError::Stuck(id)
-        }
-    };
     let left = deadline.saturating_duration_since(Instant::now());
-    match pending.paused.recv_timeout(left) {
+    match pending.asked.paused.recv_timeout(left) {
         Ok(Err(e)) => Err(UpgradeError::Descriptors(pending.id, e)),
-        Ok(Ok(paused)) if unfinished(&paused) => Err(failed(pending.id)),
+        Ok(Ok(paused)) if unfinished(&paused) => Err(failed_pause(&pending)),
         Ok(Ok(paused)) => Ok(PausedExport {
             socket: pending.socket,
             // As the last front-end has left it.
@@ -348,7 +364,9 @@ fn wait_for_pause(pending: PendingPause, deadline: Instant) -> Result<PausedExpo
             connection: paused.connection,
             leave: paused.leave,
         }),
-        Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Err(failed(pending.id)),
+        Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+            Err(failed_pause(&pending))
+        }
     }
 }
 

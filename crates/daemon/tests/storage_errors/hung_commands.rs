@@ -110,3 +110,41 @@ fn upgrade_does_not_wait_for_a_new_disk_on_hung_storage() {
     submit(&mut setup.connect(), Op::Write);
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
 }
+
+/// The storage of a disk that no VM uses stops answering. An upgrade is refused before the VMs on
+/// other disks wait.
+#[test]
+fn upgrade_beside_an_idle_disk_on_hung_storage_ends() {
+    let Some(setup) = Setup::new("raw", 10) else {
+        return;
+    };
+    let file = setup.dir.path().join("a.raw");
+    std::fs::write(&file, vec![0; DISK_BYTES as usize]).unwrap();
+    let socket = setup.dir.path().join("a.sock");
+    let disk = |file: &Path, socket: &Path| {
+        format!(
+            "{},format=raw,socket={},queues=1",
+            file.display(),
+            socket.display()
+        )
+    };
+    let arguments = [
+        disk(&file, &socket),
+        disk(&setup.storage.file(), &setup.socket()),
+        format!("--control={}", setup.control().display()),
+        "--sandbox=off".into(),
+    ];
+    let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments).unwrap();
+    let mut device = connect(&socket);
+    let _thaw = UnhangOnDrop(&setup.storage);
+    setup.storage.change(|s| (s.hangs, s.silent) = (true, true));
+    let (pid, text) = upgrade(&setup);
+    assert!(text.contains("its storage does not answer"), "{text}");
+    submit(&mut device, Op::Write);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    setup
+        .storage
+        .change(|s| (s.hangs, s.silent) = (false, false));
+    assert!(pid.is_none());
+    drop(server);
+}
