@@ -15,7 +15,7 @@ fn a_backup_that_begins_can_end() {
         served.refused(&arguments.each_ref().map(String::as_str), words);
     };
     refused("", "Bitmap name cannot be empty");
-    refused(&"x".repeat(1020), "choose a name of at most 970 bytes");
+    refused(&"x".repeat(1020), "choose a name of at most 953 bytes");
     served.done(&["bitmap", "add", "b", "backup-backup-m"]);
     refused("m", "has a bitmap 'backup-backup-m'; choose another id");
     // A new bitmap, one that records during the backup, and one with the checkpoint.
