@@ -400,7 +400,8 @@ mod tests {
         let mut silent = Vec::new();
         for _ in 0..4 * ANSWERED_MAX {
             silent.push(ask());
-            assert!(threads() <= 1 + ANSWERED_MAX);
+            // Some have given up their place and are about to end.
+            assert!(threads() <= 2 * ANSWERED_MAX);
         }
         let mut reply = Vec::new();
         ask().read_to_end(&mut reply).unwrap();
