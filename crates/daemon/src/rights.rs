@@ -11,13 +11,15 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use engine::Identity;
+use nix::fcntl::{FcntlArg, fcntl};
 use nix::unistd::{Gid, Uid, setfsgid, setfsuid};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::process::geteuid;
 use rustix::thread::{Gid as ThreadGroup, set_thread_groups};
+use tracing::debug;
 
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec, Lock, SocketAccess};
@@ -31,12 +33,48 @@ pub struct Rights {
     /// The files that the operator has named, and whether they may be written.
     files: Vec<(FileSpec, bool)>,
     sockets: Vec<(PathBuf, SocketAccess)>,
-    /// Files that only the operator may open, while their disks are not served.
-    ahead: Mutex<Vec<OpenedAhead>>,
 }
 
-/// A file that was opened before this process became another user.
-struct OpenedAhead {
+/// The files of a disk that only the operator may open, opened before this process became another user. Whoever keeps them
+/// decides how long they are open: that is a disk that is to be served and is not.
+pub struct OpenedAhead(Vec<FileAhead>);
+
+impl OpenedAhead {
+    /// The file at a path that the operator has named. `None` if another one is there now.
+    pub fn file(&self, path: &Path, writable: bool) -> Option<OwnedFd> {
+        let mut files = self.0.iter();
+        let opened = files.find(|it| it.named == path && it.writable == writable)?;
+        let is_there = place_of(&opened.file).is_some_and(|now| now == opened.at);
+        let is_deleted = opened.file.metadata().is_ok_and(|found| found.nlink() == 0);
+        let file = opened.file.try_clone().ok();
+        file.filter(|_| is_there && !is_deleted).map(OwnedFd::from)
+    }
+
+    /// Whether the file that the disk is on is among them.
+    pub fn has(&self, disk: &DiskSpec) -> bool {
+        matches!(&disk.file, FileSpec::Path(path) if self.file(path, !disk.read_only).is_some())
+    }
+
+    /// The disk could not be served: its locks would stay with these descriptors.
+    pub fn unlock(&self) {
+        for it in &self.0 {
+            let all = libc::flock {
+                l_type: libc::F_UNLCK as i16,
+                l_whence: libc::SEEK_SET as i16,
+                l_start: 0,
+                // To the end.
+                l_len: 0,
+                l_pid: 0,
+            };
+            if let Err(e) = fcntl(&it.file, FcntlArg::F_OFD_SETLK(&all)) {
+                // Without locks, there are none to release.
+                debug!("{}: cannot be unlocked: {e}", it.named.display());
+            }
+        }
+    }
+}
+
+struct FileAhead {
     named: PathBuf,
     writable: bool,
     file: File,
@@ -44,7 +82,7 @@ struct OpenedAhead {
     at: PathBuf,
 }
 
-impl OpenedAhead {
+impl FileAhead {
     /// As the operator, whose file the user may not open. `None` if it cannot be a disk at present.
     fn open(path: &Path, writable: bool, exclusive: bool) -> Option<Self> {
         let is_disk = |found: &Metadata| {
@@ -106,62 +144,43 @@ impl Rights {
                 .chain(named.iter().filter_map(data_file))
                 .collect(),
             sockets: named.iter().map(socket).collect(),
-            ahead: Mutex::default(),
         })
     }
 
-    /// Opens, as the operator, the files of the disks `named` that the user may not open. A disk that cannot be served now,
-    /// because another process has locked it for example, can be served later. The storage of these files must answer.
-    pub fn open_ahead(&self, named: &[DiskSpec]) {
+    /// Opens, as the operator, what a disk needs and the user may not open. A disk that cannot be served now, because another
+    /// process has locked it for example, can be served later. The storage of these files must answer.
+    pub fn open_ahead(&self, disk: &DiskSpec) -> Option<Arc<OpenedAhead>> {
         if !self.will_change() {
-            return;
+            return None;
         }
-        let files = named.iter().flat_map(|disk| {
-            let file = match &disk.file {
-                FileSpec::Path(path) => Some(path),
-                FileSpec::Rbd(_) | FileSpec::Null(_) => None,
-            };
-            file.into_iter()
-                .chain(&disk.data_file)
-                .map(move |path| (path, disk))
-        });
-        for (path, disk) in files {
-            let writable = !disk.read_only;
-            let mut access = Access::READ_OK;
-            access.set(Access::WRITE_OK, writable);
+        let file = match &disk.file {
+            FileSpec::Path(path) => Some(path),
+            FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+        };
+        let writable = !disk.read_only;
+        let mut access = Access::READ_OK;
+        access.set(Access::WRITE_OK, writable);
+        let exclusive = writable && disk.lock == Lock::Always;
+        let open = |path: &PathBuf| {
             // With the rights of the user, which this thread has.
             if accessat(CWD, path, access, AtFlags::EACCESS).is_ok() {
-                continue;
+                return None;
             }
-            let exclusive = writable && disk.lock == Lock::Always;
-            let opened = self.as_operator(|| OpenedAhead::open(path, writable, exclusive));
-            self.ahead().extend(opened);
-        }
-    }
-
-    /// The file at a path that the operator has named, as it was opened ahead. `None` if another one is there now.
-    pub fn opened_ahead(&self, path: &Path, writable: bool) -> Option<OwnedFd> {
-        let ahead = self.ahead();
-        let mut ahead = ahead.iter();
-        let opened = ahead.find(|it| it.named == path && it.writable == writable)?;
-        let is_there = place_of(&opened.file).is_some_and(|now| now == opened.at);
-        let is_deleted = opened.file.metadata().is_ok_and(|found| found.nlink() == 0);
-        let file = opened.file.try_clone().ok();
-        file.filter(|_| is_there && !is_deleted).map(OwnedFd::from)
-    }
-
-    /// A disk that is on this file is served: its lock must end with the disk.
-    pub fn close_ahead(&self, path: &Path) {
-        self.ahead().retain(|it| it.named != path);
+            self.with_file(&FileSpec::Path(path.clone()), writable, || {
+                FileAhead::open(path, writable, exclusive)
+            })
+        };
+        let files: Vec<_> = file
+            .into_iter()
+            .chain(&disk.data_file)
+            .filter_map(open)
+            .collect();
+        (!files.is_empty()).then(|| OpenedAhead(files).into())
     }
 
     /// Whether this process was root, and has become another user.
     pub fn has_changed(&self) -> bool {
         self.switch.is_some() && !geteuid().is_root()
-    }
-
-    fn ahead(&self) -> MutexGuard<'_, Vec<OpenedAhead>> {
-        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether this process will become another user. That ends only when no thread is in a system call that cannot be
@@ -343,7 +362,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let path = |name: &str| dir.path().join(name);
-        for (name, mode) in [("roots", 0o600), ("open", 0o666), ("moved", 0o600)] {
+        let modes = [
+            ("roots", 0o600),
+            ("open", 0o666),
+            ("moved", 0o600),
+            ("other", 0o600),
+        ];
+        for (name, mode) in modes {
             fs::write(path(name), "").unwrap();
             fs::set_permissions(path(name), fs::Permissions::from_mode(mode)).unwrap();
         }
@@ -352,17 +377,23 @@ mod tests {
         let in_a_thread = || {
             let user = UserAccount::find("nobody").unwrap();
             let rights = Rights::assume(Some(&user), &named).unwrap();
-            rights.open_ahead(&named);
-            let has = |name: &str| rights.opened_ahead(&path(name), true).is_some();
-            assert_eq!(names.map(has), [true, false, true, false]);
-            assert!(rights.opened_ahead(&path("roots"), false).is_none());
+            let ahead = named.each_ref().map(|disk| rights.open_ahead(disk));
+            let has = |place: usize, writable| {
+                let ahead = ahead[place].as_ref();
+                ahead.is_some_and(|it| it.file(&path(names[place]), writable).is_some())
+            };
+            assert_eq!(
+                [0, 1, 2, 3].map(|n| has(n, true)),
+                [true, false, true, false]
+            );
+            assert!(!has(0, false));
+            let other = DiskSpec::new("other".into(), FileSpec::Path(path("other")));
+            assert!(rights.open_ahead(&other).is_none(), "nobody has named it");
             rights.as_operator(|| {
                 fs::rename(path("moved"), path("elsewhere")).unwrap();
                 fs::write(path("moved"), "").unwrap();
             });
-            assert!(has("roots") && !has("moved"), "another file is there");
-            rights.close_ahead(&path("roots"));
-            assert!(!has("roots"));
+            assert!(has(0, true) && !has(2, true), "another file is there");
         };
         std::thread::scope(|scope| scope.spawn(in_a_thread).join().unwrap());
     }

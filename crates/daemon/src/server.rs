@@ -113,7 +113,7 @@ struct ServerState {
     /// A thread tries them again.
     is_retrying: bool,
     /// Disks for which a command has something done that may wait for storage, and since when.
-    under_way: Vec<(String, Instant)>,
+    under_way: Vec<deadline::Work>,
     /// Detached disks whose storage had not answered, with their files.
     still_open: Vec<(String, Vec<Identity>)>,
     /// What guests depend on, by export, served or not.

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use block::{Backing, CacheMode};
 use engine::{DiskFile, Identity, Locking, OpenError};
@@ -16,7 +16,7 @@ use crate::inherited::Inherited;
 use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
 use crate::node::storage::FileStorage;
-use crate::rights::Rights;
+use crate::rights::{OpenedAhead, Rights};
 
 /// Directories in which an image may name backing files and data files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -106,6 +106,8 @@ pub struct OpenContext {
     pub inherited: Arc<Inherited>,
     /// With whose rights files are opened.
     pub rights: Arc<Rights>,
+    /// What was opened for the disk before this process became another user, while that is kept.
+    pub ahead: Weak<OpenedAhead>,
     /// Files that no image of another disk may name.
     pub own_files: OwnFiles,
     /// Disks whose storage did not answer before the sandbox was entered.
@@ -138,7 +140,9 @@ impl OpenContext {
                     (DiskFile::adopt(file, path, cache, read_only, held), held)
                 }
                 None => {
-                    let opened = match self.rights.opened_ahead(path, !read_only) {
+                    let ahead = self.ahead.upgrade();
+                    let ahead = ahead.and_then(|ahead| ahead.file(path, !read_only));
+                    let opened = match ahead {
                         Some(file) => DiskFile::adopt(file, path, cache, read_only, locking),
                         None => DiskFile::open_with(path, cache, read_only, locking),
                     };
@@ -146,7 +150,6 @@ impl OpenContext {
                 }
             };
             opened.map(|file| {
-                self.rights.close_ahead(path);
                 if locking == Locking::Held {
                     warn_if_renamed(disk, path, &file);
                 }

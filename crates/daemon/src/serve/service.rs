@@ -3,8 +3,8 @@
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -68,8 +68,6 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     // Until here, a signal ends the process at once, also while it waits for storage.
     let (signals, stop) = handle_signals()?;
     let rights = Arc::new(sandbox.assume_rights(&specs)?);
-    // Before guests wait for a process that takes over.
-    rights.open_ahead(&specs);
     log::start().map_err(|e| ServeError::System("cannot start a thread for the log", e))?;
     let threads = IoThreads::new(settings.iothreads, &settings.cpus, settings.polling);
     // A process that takes over does what takes time before guests begin to wait.
@@ -92,6 +90,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         stop,
         inherited: inherited.clone(),
         rights: rights.clone(),
+        ahead: Weak::new(),
         own_files: OwnFiles::default(),
         hanging,
     };

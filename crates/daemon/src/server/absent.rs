@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,8 @@ use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
+use crate::node::context::OpenContext;
+use crate::rights::OpenedAhead;
 use crate::sd_notify;
 use crate::server::connection_info::ConnectionInfo;
 
@@ -49,6 +52,8 @@ pub struct AbsentDisk {
     file: Option<FileState>,
     /// Another process has its file. When that lets go of it, it may be about to continue: only the operator knows.
     is_locked: bool,
+    /// What only root may open of it, and was opened when this process was root.
+    ahead: Option<Arc<OpenedAhead>>,
     /// The operator wants it: it was configured before an upgrade, during which nobody had time for it.
     is_new: bool,
 }
@@ -216,6 +221,7 @@ impl Server {
             is_denied: false,
             file: None,
             is_locked: false,
+            ahead: None,
             is_new: false,
             spec,
         };
@@ -239,8 +245,31 @@ impl Server {
     pub(super) fn change_absent(&self, spec: DiskSpec) {
         let mut state = self.state();
         if let Some(absent) = state.absent.get_mut(&spec.name) {
-            // A thread that opens the previous one finds that it is not wanted.
-            (absent.spec, absent.is_opening) = (spec, false);
+            let files = |disk: &DiskSpec| {
+                let (file, data_file) = (disk.file.clone(), disk.data_file.clone());
+                (file, data_file, disk.read_only, disk.lock)
+            };
+            if files(&absent.spec) != files(&spec) {
+                absent.ahead = None;
+            }
+            absent.spec = spec;
+            // A thread that opens the previous one finds that it is not wanted. Until then, it alone uses what was opened
+            // ahead: the locks of that would be common to both.
+            absent.is_opening &= absent.ahead.is_some();
+        }
+    }
+
+    /// Opens what absent disks need and only root may open, before this process becomes another user. Storage that did not
+    /// answer is not waited for.
+    pub(super) fn open_ahead(&self) {
+        for (spec, _) in self.absent() {
+            if self.context.hangs(&spec.name) {
+                continue;
+            }
+            let ahead = self.context.rights.open_ahead(&spec);
+            if let Some(absent) = self.state().absent.get_mut(&spec.name) {
+                absent.ahead = ahead;
+            }
         }
     }
 
@@ -362,18 +391,18 @@ impl Server {
         attempt: Attempt,
     ) -> Option<Receiver<Result<ConnectionInfo, ServerError>>> {
         let me = self.me.upgrade()?;
-        let spec = {
+        let (spec, ahead) = {
             let mut state = self.state();
             let absent = state.absent.get_mut(name).filter(|a| !a.is_opening)?;
             (absent.is_opening, absent.tried) = (true, Instant::now());
-            absent.spec.clone()
+            (absent.spec.clone(), absent.ahead.clone())
         };
         let (done, result) = mpsc::channel();
         let open = move || {
             if attempt == Attempt::Unasked && !me.is_at_rest(&spec) {
                 return;
             }
-            if let Some(served) = me.serve_absent(&spec) {
+            if let Some(served) = me.serve_absent(&spec, ahead) {
                 let _ = done.send(served);
             }
         };
@@ -407,11 +436,20 @@ impl Server {
     }
 
     /// Opens and serves an absent disk. `None` if it is not wanted any more.
-    fn serve_absent(&self, spec: &DiskSpec) -> Option<Result<ConnectionInfo, ServerError>> {
+    fn serve_absent(
+        &self,
+        spec: &DiskSpec,
+        ahead: Option<Arc<OpenedAhead>>,
+    ) -> Option<Result<ConnectionInfo, ServerError>> {
         let name = &spec.name;
         // Without an inhibitor: storage that does not answer must not hold up an upgrade.
-        let opened = self.open_new(spec.clone());
-        let is_denied = opened.is_err() && self.is_denied(spec);
+        let context = OpenContext {
+            ahead: ahead.as_ref().map_or_else(Weak::new, Arc::downgrade),
+            ..self.context.clone()
+        };
+        let opened = self.open_new_in(spec.clone(), &context);
+        let is_open = ahead.as_ref().is_some_and(|ahead| ahead.has(spec));
+        let is_denied = opened.is_err() && !is_open && self.is_denied(spec);
         let inhibitor = self.handover.wait_and_inhibit();
         let is_wanted = {
             let state = self.state();
@@ -422,6 +460,7 @@ impl Server {
             if let (Ok(node), Ok(_)) = (opened, inhibitor) {
                 close(node.into(), "which is not to be served any more");
             }
+            self.end_opening(name, ahead.as_ref());
             return None;
         }
         let served = opened
@@ -435,6 +474,9 @@ impl Server {
             Ok(_) => self.came_back(name),
             Err(e) => {
                 let is_locked = e.is_locked();
+                if let Some(ahead) = &ahead {
+                    ahead.unlock();
+                }
                 if let Some(absent) = self.state().absent.get_mut(name) {
                     (absent.is_denied, absent.is_locked) = (is_denied, is_locked);
                     absent.file = FileState::of(&spec.file);
@@ -458,6 +500,19 @@ impl Server {
             }
         }
         Some(served)
+    }
+
+    /// A thread does not open an absent disk any more, and has not served it. Others may use now what was opened ahead.
+    fn end_opening(&self, name: &str, ahead: Option<&Arc<OpenedAhead>>) {
+        let mut state = self.state();
+        let absent = state.absent.get_mut(name).zip(ahead);
+        let same = |(absent, ahead): &(&mut AbsentDisk, &Arc<OpenedAhead>)| {
+            (absent.ahead.as_ref()).is_some_and(|its| Arc::ptr_eq(its, ahead))
+        };
+        if let Some((absent, ahead)) = absent.filter(same) {
+            ahead.unlock();
+            absent.is_opening = false;
+        }
     }
 
     /// Whether a new process could serve a configured disk, whose failure was reported before: only the sandbox is in the way,

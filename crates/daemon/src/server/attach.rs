@@ -11,6 +11,7 @@ use super::replace::close;
 use super::{NodeEntry, Server, ServerError, identity};
 use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
+use crate::node::context::OpenContext;
 use crate::node::{Node, NodeError};
 use crate::server::connection_info::ConnectionInfo;
 
@@ -53,7 +54,7 @@ impl Server {
         if must_wait || !matches!(spec.file, FileSpec::Path(_)) {
             return open(self, spec);
         }
-        let (name, file) = (spec.name.clone(), spec.file.to_string());
+        let (name, file) = (spec.name.clone(), spec.file.clone());
         let open = move |server: &Self| open(server, spec);
         let close_late = |server: &Self, node: Node| {
             // After a handover, only the new process closes files.
@@ -66,7 +67,7 @@ impl Server {
             );
             close(node.into(), "which was to be served");
         };
-        self.in_time(&name, open, close_late)
+        self.in_time(&name, Some(&file), open, close_late)
             .map_err(|e| match e {
                 ServerError::NotResponding(name) => ServerError::Silent(name, format!(
                     "{file}: its storage does not answer, or its image takes long to repair; the disk is not served. When \
@@ -77,6 +78,14 @@ impl Server {
     }
 
     pub(super) fn open_new(&self, spec: DiskSpec) -> Result<Node, ServerError> {
+        self.open_new_in(spec, &self.context)
+    }
+
+    pub(super) fn open_new_in(
+        &self,
+        spec: DiskSpec,
+        context: &OpenContext,
+    ) -> Result<Node, ServerError> {
         let rights = &self.context.rights;
         // The identity of the data file that the configuration names counts.
         let named = spec.data_file.clone().map(FileSpec::Path);
@@ -94,7 +103,7 @@ impl Server {
             state.check_file(&spec, there)?;
         }
         // Without the lock: waiting for a file lock takes seconds.
-        self.open(spec, &[])
+        Node::open(spec, context, &[]).map_err(|e| self.whose(e))
     }
 
     /// Opens and locks the file of a disk; see [`Node::open`]. If a disk of this process has the lock, the error names

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 
 use super::{Server, ServerError};
+use crate::config::spec::FileSpec;
 
 /// How long stopping one disk or all may take, including making writes durable. systemd kills after 90 s.
 pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -20,6 +21,15 @@ pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a command waits for another one that changes the same disk.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What a thread does for a command.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct Work {
+    disk: String,
+    /// Its storage, which may hang. Another file of that name may be on storage that works.
+    file: Option<FileSpec>,
+    began: Instant,
+}
 
 pub(super) type Task<T> = mpsc::Receiver<Result<T, ServerError>>;
 
@@ -57,38 +67,44 @@ pub(super) fn with_deadline<T: Send + 'static>(
 }
 
 impl Server {
-    /// Has something done for a command that may wait for the storage of a disk, and waits for it, but not longer than
+    /// Has something done for a command that may wait for the storage of a disk, which is on `file`, and waits for it, but not longer than
     /// [`COMMAND_TIMEOUT`]. After that, the thread goes on; `late` gets what it returns when the storage answers. Meanwhile
-    /// other commands that wait for the same disk fail at once.
+    /// other commands that wait for the same disk on the same file fail at once.
     ///
     /// # Errors
     /// [`ServerError::NotResponding`] if the storage has not answered; otherwise that of the work.
     pub(super) fn in_time<T: Send + 'static>(
         &self,
         name: &str,
+        file: Option<&FileSpec>,
         work: impl FnOnce(&Self) -> Result<T, ServerError> + Send + 'static,
         late: impl FnOnce(&Self, T) + Send + 'static,
     ) -> Result<T, ServerError> {
         let Some(me) = self.me.upgrade() else {
             return work(self);
         };
-        let began = Instant::now();
+        let this = Work {
+            disk: name.into(),
+            file: file.cloned(),
+            began: Instant::now(),
+        };
         {
             let mut state = self.state();
-            let hangs = |(other, since): &(String, Instant)| {
-                other == name && since.elapsed() >= COMMAND_TIMEOUT
+            let hangs = |other: &Work| {
+                let is_same = other.disk == this.disk && other.file == this.file;
+                is_same && other.began.elapsed() >= COMMAND_TIMEOUT
             };
             if state.under_way.iter().any(hangs) {
                 return Err(ServerError::NotResponding(name.into()));
             }
-            state.under_way.push((name.into(), began));
+            state.under_way.push(this.clone());
         }
         // Either the command receives the result, or the thread keeps it.
         let (done, result) = mpsc::sync_channel(0);
-        let its_name = name.to_owned();
+        let (its_name, its_work) = (name.to_owned(), this.clone());
         let run = move || {
             let result = work(&me);
-            me.end_work(&its_name, began);
+            me.end_work(&its_work);
             match done.send(result).err() {
                 Some(SendError(Ok(value))) => late(&me, value),
                 Some(SendError(Err(e))) => warn!("disk {its_name}: {e}"),
@@ -97,7 +113,7 @@ impl Server {
         };
         let thread = thread::Builder::new().name("command".into()).spawn(run);
         if let Err(e) = thread {
-            self.end_work(name, began);
+            self.end_work(&this);
             return Err(ServerError::Thread(name.into(), e));
         }
         result
@@ -105,9 +121,9 @@ impl Server {
             .unwrap_or_else(|_| Err(ServerError::NotResponding(name.into())))
     }
 
-    fn end_work(&self, name: &str, began: Instant) {
+    fn end_work(&self, work: &Work) {
         let mut state = self.state();
-        let ended = (state.under_way.iter()).position(|(n, since)| n == name && *since == began);
+        let ended = (state.under_way.iter()).position(|other| other == work);
         ended.map(|ended| state.under_way.swap_remove(ended));
     }
 }

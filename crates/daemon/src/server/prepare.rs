@@ -108,7 +108,7 @@ impl Server {
     fn check_answers(&self, disk: &DiskSpec) -> Result<(), ServerError> {
         let file = disk.file.clone();
         let look = move |_: &Self| Ok(identity(&file));
-        match self.in_time(&disk.name, look, |_, _| {}) {
+        match self.in_time(&disk.name, Some(&disk.file), look, |_, _| {}) {
             Err(ServerError::NotResponding(name)) => {
                 let problem = format!("{}: its storage does not answer", disk.file);
                 Err(ServerError::Silent(name, problem))

@@ -30,7 +30,8 @@ impl Server {
             let size = block::format_size(size);
             info!("disk {disk}: its storage answers again, and it has {size} now");
         };
-        self.in_time(name, resize, late).map_err(|e| match e {
+        let file = self.spec_of(name).map(|disk| disk.file);
+        self.in_time(name, file.as_ref(), resize, late).map_err(|e| match e {
             ServerError::NotResponding(name) => {
                 let file = self.spec_of(&name);
                 let file = file.map_or_else(String::new, |disk| format!("{}: ", disk.file));

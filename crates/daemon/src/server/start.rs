@@ -54,6 +54,7 @@ impl Server {
         }
         self.start_nodes(overrides, &mut absent)?;
         self.start_exports(overrides, &mut absent, &mut ready)?;
+        self.open_ahead();
         Ok((ready, absent))
     }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixDatagram;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -19,9 +19,11 @@ const BYTES: usize = 4 << 20;
 
 fn disk(dir: &Path, name: &str, file: &Path) -> String {
     let socket = dir.join(format!("{name}.sock"));
+    let is_image = file.extension().is_some_and(|it| it == "qcow2");
+    let format = if is_image { "qcow2" } else { "raw" };
     let (file, socket) = (file.display(), socket.display());
     format!(
-        "[[disk]]\nname = \"{name}\"\nfile = \"{file}\"\nsocket = \"{socket}\"\nqueues = 1\nformat = \"raw\"\n"
+        "[[disk]]\nname = \"{name}\"\nfile = \"{file}\"\nsocket = \"{socket}\"\nqueues = 1\nformat = \"{format}\"\n"
     )
 }
 
@@ -421,4 +423,82 @@ fn upgrade_serves_bad(ringdisk: &Controlled) {
     let user = fs::metadata(format!("/proc/{now}/status")).unwrap().uid();
     assert_ne!(user, 0, "it has become the user again");
     kill_process(Pid::from_raw(now).unwrap(), Signal::TERM).unwrap();
+}
+
+/// Where the open files of a process are.
+fn open_files(pid: &str) -> Vec<PathBuf> {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    files
+        .filter_map(|file| fs::read_link(file.ok()?.path()).ok())
+        .collect()
+}
+
+/// A disk that only root may open, and that a command has detached: no new process has a descriptor of it.
+#[test]
+fn detached_disk_of_root_stays_closed() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: detached_disk_of_root_stays_closed: needs root");
+    }
+    let dir = directory();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let bad = dir.path().join("bad.raw");
+    fs::write(&bad, content(0, BYTES)).unwrap();
+    fs::set_permissions(&bad, fs::Permissions::from_mode(0o600)).unwrap();
+    let ringdisk = start(dir, &bad, &["--user=nobody".into()]);
+    ringdisk.json(&["detach", "bad"]);
+    let upgraded = ringdisk.json(&["upgrade"]);
+    let now = upgraded["pid"].as_u64().unwrap() as i32;
+    assert!(!open_files(&now.to_string()).contains(&bad));
+    kill_process(Pid::from_raw(now).unwrap(), Signal::TERM).unwrap();
+}
+
+/// An image that only root may open, whose backing file is missing: the reason says so, nobody finds it locked, and it is
+/// served when that file is there. When the configuration has it no longer, it is closed.
+#[test]
+fn image_of_root_is_served_when_its_backing_file_is_there() {
+    if !rustix::process::geteuid().is_root() {
+        return println!(
+            "skipped: image_of_root_is_served_when_its_backing_file_is_there: needs root"
+        );
+    }
+    for comes in [true, false] {
+        let dir = directory();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let (bad, base) = (dir.path().join("bad.qcow2"), dir.path().join("base.raw"));
+        fs::write(&base, content(0, BYTES)).unwrap();
+        let mut create = Command::new("qemu-img");
+        create.args(["create", "-q", "-fqcow2", "-Fraw", "-b"]);
+        assert!(create.arg(&base).arg(&bad).status().unwrap().success());
+        fs::set_permissions(&bad, fs::Permissions::from_mode(0o600)).unwrap();
+        let away = dir.path().join("away");
+        fs::rename(&base, &away).unwrap();
+        let ringdisk = start(dir, &bad, &["--user=nobody".into()]);
+        for _ in 0..2 {
+            ringdisk.json(&["reload"]);
+            wait_until("the reason", || problem(&ringdisk).contains("base.raw"));
+        }
+        let pid = ringdisk.server.pid().to_string();
+        assert!(open_files(&pid).contains(&bad));
+        if comes {
+            fs::rename(&away, &base).unwrap();
+            ringdisk.json(&["reload"]);
+            wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+            assert_works(&ringdisk, "bad");
+            let is_bad = |file: &PathBuf| *file == bad;
+            wait_until("one descriptor", || {
+                open_files(&pid).into_iter().filter(is_bad).count() == 1
+            });
+        } else {
+            // Between attempts, which lock it for a moment.
+            wait_until("it is not locked", || {
+                let mut info = Command::new("qemu-img");
+                let info = info.arg("info").arg(&bad).stdout(Stdio::null());
+                info.status().unwrap().success()
+            });
+            let good = disk(&ringdisk.path(""), "good", &ringdisk.path("good.raw"));
+            fs::write(ringdisk.path("r.toml"), good).unwrap();
+            ringdisk.json(&["reload"]);
+            wait_until("it is closed", || !open_files(&pid).contains(&bad));
+        }
+    }
 }

@@ -38,7 +38,7 @@ fn resize_and_attach_on_hung_storage_end_with_an_error() {
         let attached = scope.spawn(|| ringdisk(&["attach", &disk]));
         (resized.join().unwrap(), attached.join().unwrap())
     });
-    for ((done, text), file) in [(resized, setup.storage.file()), (attached, file)] {
+    for ((done, text), file) in [(resized, setup.storage.file()), (attached, file.clone())] {
         let names_it = text.contains(file.to_str().unwrap());
         assert!(
             !done && names_it && text.contains("does not answer"),
@@ -50,6 +50,13 @@ fn resize_and_attach_on_hung_storage_end_with_an_error() {
         let (done, text) = ringdisk(command);
         assert!(!done && text.contains("does not answer"), "{text}");
     }
+    // Another file under that name is on storage that works.
+    let good = setup.dir.path().join("good.raw");
+    std::fs::write(&good, vec![0; DISK_BYTES as usize]).unwrap();
+    let repaired = disk.replace(file.to_str().unwrap(), good.to_str().unwrap());
+    let (done, text) = ringdisk(&["attach", &repaired]);
+    assert!(done, "{text}");
+    let mut served = connect(&other.socket());
     let (pid, text) = upgrade(&setup);
     assert!(pid.is_none(), "{text}");
     for setup in [&setup, &other] {
@@ -59,6 +66,10 @@ fn resize_and_attach_on_hung_storage_end_with_an_error() {
     }
     server.wait_for_log(&["disk disk: its storage answers again, and it has 20M now"]);
     server.wait_for_log(&["disk other: its file is open now, and is closed again"]);
+    submit(&mut served, Op::Write);
+    assert_eq!(finish(&mut served), vec![OK; usize::from(DEPTH)]);
+    drop(served);
+    wait_until("it is detached", || ringdisk(&["detach", "other"]).0);
     wait_until("the file is closed", || ringdisk(&["attach", &disk]).0);
     for device in [&mut device, &mut connect(&other.socket())] {
         submit(device, Op::Write);
