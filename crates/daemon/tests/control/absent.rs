@@ -445,6 +445,7 @@ fn detached_disk_of_root_stays_closed() {
     fs::write(&bad, content(0, BYTES)).unwrap();
     fs::set_permissions(&bad, fs::Permissions::from_mode(0o600)).unwrap();
     let ringdisk = start(dir, &bad, &["--user=nobody".into()]);
+    ringdisk.json(&["export", "bad", "--remove"]);
     ringdisk.json(&["detach", "bad"]);
     let upgraded = ringdisk.json(&["upgrade"]);
     let now = upgraded["pid"].as_u64().unwrap() as i32;
