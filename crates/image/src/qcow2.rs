@@ -49,6 +49,7 @@ mod write;
 mod zero;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::iter;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::Waker;
@@ -114,7 +115,6 @@ pub struct Qcow2 {
     /// The data file must equal the disk at all times (`data_file_raw`).
     raw_external: bool,
     /// Unused space is returned to the file system.
-    punch: AtomicBool,
     /// The preparations for the first write are done.
     has_begun_writing: AtomicBool,
     /// Why writing has stopped.
@@ -241,11 +241,13 @@ impl Qcow2 {
 
     /// Whether to return unused space to the file system (`discard=unmap`).
     pub fn set_punch(&self, punch: bool) {
-        self.punch.store(punch, SeqCst);
+        for file in iter::once(&self.file).chain(&self.data) {
+            file.set_returns_space(punch);
+        }
     }
 
     pub(crate) fn punches(&self) -> bool {
-        self.punch.load(SeqCst)
+        self.data.as_ref().unwrap_or(&self.file).returns_space()
     }
 
     pub(crate) fn set_backing_size(&self, size: u64) {

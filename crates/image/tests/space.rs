@@ -193,12 +193,14 @@ fn a_flush_needs_no_space() {
     if !qemu::is_there("a_flush_needs_no_space") {
         return;
     }
-    for options in OPTIONS {
+    // The second half of the refcount block of a new image is a hole, and counts clusters that the disk needs.
+    let with_hole = "cluster_size=8k,refcount_bits=64";
+    for options in OPTIONS.iter().copied().chain([with_hole]) {
         let directory = tempfile::tempdir().unwrap();
         // Several L2 tables, and refcount blocks.
         let create = format!("create -q -f qcow2 -o {options} disk.qcow2 5M");
         qemu::img(directory.path(), &create);
-        for blocks in [1, 20, 77, 300, 900] {
+        for blocks in [1, 20, 77, 300, 900, 1060] {
             let memory = Memory::new(std::fs::read(directory.path().join("disk.qcow2")).unwrap());
             memory.limit_space_with_holes(blocks);
             let disk = open(&memory);
@@ -252,6 +254,83 @@ fn holes_in_tables_keep_no_write_in_place() {
         assert!(found[4096..8192].iter().all(|&byte| byte == 2));
         assert!(found[4 << 20..][..4096].iter().all(|&byte| byte == 3));
         drop(disk);
+        assert_eq!(check(&memory).unwrap().errors, 0, "{options}");
+    }
+}
+
+/// Options with clusters of several blocks of the file system.
+const LARGE: &[&str] = &[
+    "cluster_size=64k",
+    "cluster_size=16k,extended_l2=on",
+    "cluster_size=64k,compat=0.10",
+];
+
+/// A new image on a file system with much space, with the first sector of each MiB written, which occupies one block.
+fn one_block_of_each_mib(options: &str) -> (Memory, Disk) {
+    let directory = tempfile::tempdir().unwrap();
+    let create = format!("create -q -f qcow2 -o {options} disk.qcow2 4M");
+    qemu::img(directory.path(), &create);
+    let memory = Memory::new(std::fs::read(directory.path().join("disk.qcow2")).unwrap());
+    memory.limit_space(1 << 20);
+    let disk = open(&memory);
+    for mib in 0..4 {
+        disk.write(mib << 20, &[1; 512]).unwrap();
+    }
+    disk.flush().unwrap();
+    (memory, disk)
+}
+
+/// Uses all space for clusters that have been taken before.
+fn use_rest(disk: &Disk, blocks: u64, options: &str) {
+    for block in 0..blocks {
+        let at = ((block % 2) << 20) + 4096 * (1 + block / 2);
+        let written = disk.write(at, &[2; 4096]);
+        written.unwrap_or_else(|error| panic!("{options}, block {block}: {error}"));
+    }
+}
+
+/// A write that had space for a part of its data occupies nothing after it has failed: other clusters have their own space.
+#[test]
+fn a_write_that_failed_occupies_nothing() {
+    if !qemu::is_there("a_write_that_failed_occupies_nothing") {
+        return;
+    }
+    for options in LARGE {
+        let (memory, disk) = one_block_of_each_mib(options);
+        memory.leave_space(5);
+        let error = disk.write(512 << 10, &[3; 128 << 10]).unwrap_err();
+        assert!(error.is_no_space(), "{options}: {error}");
+        use_rest(&disk, 5, options);
+        disk.chain.close().unwrap();
+        assert_eq!(check(&memory).unwrap().errors, 0, "{options}");
+    }
+}
+
+/// What a killed process had written to clusters that it had taken is free space, although the clusters are not counted.
+#[test]
+fn a_write_that_a_kill_ended_occupies_nothing() {
+    if !qemu::is_there("a_write_that_a_kill_ended_occupies_nothing") {
+        return;
+    }
+    for options in LARGE {
+        let (memory, disk) = one_block_of_each_mib(options);
+        memory.leave_space(6);
+        let bytes = disk.chain.image().unwrap().cluster_bytes().min(16384);
+        let prepared = disk
+            .chain
+            .prepare_write(block::GuestOffset(512 << 10), bytes);
+        let image::Prepared::Allocated(allocation) = prepared.unwrap() else {
+            panic!("it needs a cluster");
+        };
+        let written = vec![3; bytes as usize];
+        disk.chain.write_file(allocation.to, &written).unwrap();
+        drop(disk);
+        let disk = open(&memory);
+        use_rest(&disk, 6, options);
+        let mut found = [0; 512];
+        disk.read(3 << 20, &mut found).unwrap();
+        assert_eq!(found, [1; 512], "{options}");
+        disk.chain.close().unwrap();
         assert_eq!(check(&memory).unwrap().errors, 0, "{options}");
     }
 }

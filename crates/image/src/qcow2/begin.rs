@@ -47,10 +47,11 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes zeroes to the parts of tables that have only zeroes, so that no flush needs space for them: a new image has
-    /// holes there. L2 tables have none, unless the file is a sparse copy.
+    /// Writes zeroes to the parts of the L1 table and of the refcount table that have only zeroes, so that no flush needs space
+    /// for them: a new image has holes there. Those of refcount blocks are filled when clusters are taken that they count. L2
+    /// tables have none, unless the file is a sparse copy.
     fn fill_holes(&self, state: &mut ImageState) -> Result<(), ImageError> {
-        let mut pieces = state.refcounts.zero_pieces(&self.file)?;
+        let mut pieces = state.refcounts.zero_pieces();
         let l1_bytes = self.l1.entries() * 8;
         for index in (0..l1_bytes.div_ceil(self.g.piece())).map(PieceIndex::new) {
             let piece = self.l1_piece(state, index);

@@ -172,7 +172,7 @@ impl Qcow2 {
         let (run, _) = refcounts.allocate(&self.file, &mut state.metadata, 1, MayBlock::Yes)?;
         let at = run.first.start(g);
         if let Err(error) = self.write_table(old, at) {
-            let _ = state.refcounts.release(&self.file, run.first);
+            let _ = state.refcounts.give_back(&self.file, run.first);
             return Err(error.into());
         }
         state.metadata.add_table(run.first);

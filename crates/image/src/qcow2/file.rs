@@ -35,6 +35,10 @@ pub(crate) struct FileEnd {
     forgets: bool,
     /// It is on a block device, which others extend, and not with zeroes.
     is_device: AtomicBool,
+    /// What is given up is returned to the file system.
+    returns_space: AtomicBool,
+    /// The storage has refused to take space back.
+    cannot_punch: AtomicBool,
     /// A flush has failed, and none has succeeded since.
     unflushed: AtomicBool,
     /// The errno of a flush that has lost data for good.
@@ -42,7 +46,7 @@ pub(crate) struct FileEnd {
 }
 
 impl FileEnd {
-    pub fn new(storage: Arc<dyn Storage>, end: HostOffset) -> Self {
+    pub fn new(storage: Arc<dyn Storage>, end: HostOffset, returns_space: bool) -> Self {
         let forgets = storage.loses_data_on_failed_flush();
         Self {
             storage,
@@ -50,6 +54,8 @@ impl FileEnd {
             first: end,
             forgets,
             is_device: AtomicBool::new(false),
+            returns_space: AtomicBool::new(returns_space),
+            cannot_punch: AtomicBool::new(false),
             unflushed: AtomicBool::new(false),
             lost: OnceLock::new(),
         }
@@ -100,6 +106,41 @@ impl FileEnd {
             return Err(ImageError::NoSpace);
         }
         Ok(())
+    }
+
+    /// Whether what is given up is returned to the file system.
+    pub fn returns_space(&self) -> bool {
+        self.returns_space.load(SeqCst) && !self.cannot_punch.load(SeqCst)
+    }
+
+    /// Sets whether what is given up is returned to the file system.
+    pub fn set_returns_space(&self, returns: bool) {
+        self.returns_space.store(returns, SeqCst);
+    }
+
+    /// Returns the space of what was in use, if that is wanted. Nothing depends on it.
+    pub fn return_space(&self, at: HostOffset, len: u64) {
+        if self.returns_space() {
+            self.give_back(at, len);
+        }
+    }
+
+    /// Returns space that others miss, or that a part of what could not be written as a whole occupies. Nothing refers to it.
+    pub fn give_back(&self, at: HostOffset, len: u64) {
+        if self.cannot_punch.load(SeqCst) {
+            return;
+        }
+        let Err(error) = self.storage.punch(at.in_file(), len) else {
+            return;
+        };
+        let passes = [
+            ErrorKind::Interrupted,
+            ErrorKind::StorageFull,
+            ErrorKind::OutOfMemory,
+        ];
+        if !passes.contains(&error.kind()) {
+            self.cannot_punch.store(true, SeqCst);
+        }
     }
 
     /// Whether a part that was added to the file reads as zeroes.
@@ -155,6 +196,17 @@ impl FileEnd {
     ) -> Result<(), ImageError> {
         let result = self.storage.write_at(at.in_file(), from);
         result.doing(doing, at)
+    }
+
+    /// The same for what nothing refers to yet. If it fails, what was written of it occupies no space.
+    pub fn write_new(
+        &self,
+        doing: &'static str,
+        at: HostOffset,
+        from: &[u8],
+    ) -> Result<(), ImageError> {
+        let result = self.write_at(doing, at, from);
+        result.inspect_err(|_| self.give_back(at, from.len() as u64))
     }
 
     /// Fills `to`, with zeroes after the end of the file; returns the number of bytes that the file had.

@@ -359,9 +359,9 @@ impl Qcow2 {
     }
 
     /// Returns space to the file system. Nothing depends on it: the clusters, in ascending order, are free either way.
-    pub(super) fn punch(&self, clusters: impl Iterator<Item = HostCluster>) {
+    fn punch(&self, clusters: impl Iterator<Item = HostCluster>) {
         let mut clusters = clusters.peekable();
-        while self.punch.load(SeqCst)
+        while self.file.returns_space()
             && let Some(first) = clusters.next()
         {
             let mut end = first + 1;
@@ -369,9 +369,7 @@ impl Qcow2 {
                 end += 1;
             }
             let (at, end) = (first.start(&self.g), end.start(&self.g));
-            if self.file.storage().punch(at.in_file(), end - at).is_err() {
-                self.punch.store(false, SeqCst);
-            }
+            self.file.return_space(at, end - at);
         }
     }
 }

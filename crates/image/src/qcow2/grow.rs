@@ -166,7 +166,7 @@ impl Qcow2 {
             .and_then(|()| self.write_refcounts(state));
         if let Err(error) = result {
             for cluster in run.each() {
-                state.refcounts.release(file, cluster)?;
+                state.refcounts.give_back(file, cluster)?;
             }
             return Err(error.into());
         }

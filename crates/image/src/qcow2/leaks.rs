@@ -1,4 +1,4 @@
-//! Searching for leaked clusters, which are counted although nothing refers to them.
+//! Searching for leaked clusters, which are counted although nothing refers to them, and for free clusters that occupy space.
 //!
 //! A crash leaks the clusters that were allocated and not linked, or unlinked and not freed, in the last [flush](super::flush)
 //! or since. That is harmless until space is missing: a disk whose volume has just its size, and of which all was trimmed
@@ -15,6 +15,11 @@
 //!   refer only to a cluster of these or of the previous kind; the flush at the beginning of the search has written all
 //!   earlier changes;
 //! - it is of a bitmap or table that this process is making, to which the file may refer much later.
+//!
+//! A free cluster may occupy space in the file system: a kill has interrupted a write to it, or another program has freed it.
+//! An allocation takes it, but what is missing may be the space of a part of a cluster that is in use already. So the space of
+//! all free clusters to which no table refers is returned. Those that an allocation may take meanwhile are its own: this is
+//! done under the state lock, for the clusters of one refcount block at a time.
 //!
 //! An image in which anything is not understood keeps its leaks. So does one whose tables would take too long to read; a
 //! flush waits meanwhile. There is one search for each time that an image is opened: this process leaks nothing itself.
@@ -43,8 +48,9 @@ impl Qcow2 {
         let result = self.write_back().and_then(|()| {
             // Damage is reported when it is in the way of a request.
             let leaked = self.find_leaked().unwrap_or_default();
-            self.punch(leaked.iter().copied().flat_map(Run::each));
             for run in &leaked {
+                let bytes = run.clusters << self.g.cluster_bits;
+                self.file.give_back(run.first.start(&self.g), bytes);
                 let mut state = self.lock();
                 for cluster in run.each() {
                     state.refcounts.free_leaked(&self.file, cluster)?;
@@ -104,7 +110,9 @@ impl Qcow2 {
                 let mut state = self.lock();
                 let state = &mut *state;
                 let (refcounts, metadata) = (&mut state.refcounts, &state.metadata);
-                leaked.extend(refcounts.leaked_in(&self.file, metadata, block, range, unused)?);
+                let found = refcounts.unused_in(&self.file, metadata, block, range, unused)?;
+                leaked.extend(found.leaked);
+                refcounts.return_free(&self.file, &found.free);
                 if leaked.len() >= RUNS_MAX {
                     leaked.truncate(RUNS_MAX);
                     return Ok(leaked);

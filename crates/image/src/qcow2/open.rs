@@ -211,13 +211,13 @@ impl Qcow2 {
         let size = storage
             .size()
             .doing("asking for the file's size", HostOffset::START)?;
-        let file = FileEnd::new(storage, HostOffset::new(size));
+        let file = FileEnd::new(storage, HostOffset::new(size), options.punch);
         let data = match data {
             Some(data) => {
                 let size = data
                     .size()
                     .doing("asking for the data file's size", HostOffset::START)?;
-                let data = FileEnd::new(data, HostOffset::new(size));
+                let data = FileEnd::new(data, HostOffset::new(size), options.punch);
                 if !options.read_only {
                     data.grow_exactly(HostOffset::in_data_file(GuestOffset(header.size)))?;
                 }
@@ -259,7 +259,6 @@ impl Qcow2 {
             compression: header.compression,
             read_only: options.read_only,
             raw_external: header.raw_external(),
-            punch: AtomicBool::new(options.punch),
             has_begun_writing: AtomicBool::new(false),
             damage: OnceLock::new(),
             on_damage: OnceLock::new(),

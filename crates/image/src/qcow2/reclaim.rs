@@ -14,7 +14,7 @@
 //! If there are none, clusters that earlier crashes have leaked are [searched for](super::leaks).
 //!
 //! The flush itself needs no new space: L2 tables and refcount blocks are written when they are made, and holes in other
-//! tables are filled before the first write ([`begin`](super::begin)).
+//! tables are filled before they are needed ([`begin`](super::begin), [`Refcounts::holes_for`](super::refcount::Refcounts)).
 
 use std::sync::PoisonError;
 

@@ -207,8 +207,25 @@ impl Refcounts {
         }
     }
 
-    /// Decrements the refcount of a cluster in use.
+    /// Gives up a cluster that the file referred to, durably not any more.
     pub fn release(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<(), ImageError> {
+        if self.decrement(end, cluster)? == 0 {
+            end.return_space(cluster.start(&self.g), self.g.cluster());
+        }
+        Ok(())
+    }
+
+    /// Gives up a new cluster, to which nothing refers, because it could not be used. It must not occupy space: others may
+    /// miss that for other clusters.
+    pub fn give_back(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<(), ImageError> {
+        if self.decrement(end, cluster)? == 0 {
+            end.give_back(cluster.start(&self.g), self.g.cluster());
+        }
+        Ok(())
+    }
+
+    /// Decrements the refcount of a cluster in use, and returns it.
+    pub fn decrement(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<u64, ImageError> {
         let refcount = self.get(end, cluster)?;
         let Some(less) = refcount.checked_sub(1) else {
             let what = "a cluster in use has the refcount 0";
@@ -218,7 +235,7 @@ impl Refcounts {
         if less == 0 {
             self.cursor = self.cursor.min(cluster);
         }
-        Ok(())
+        Ok(less)
     }
 
     /// A table in memory does not refer to these clusters any more.
@@ -229,9 +246,9 @@ impl Refcounts {
         }
     }
 
-    /// One of the clusters that were [`unlinked`](Self::unlinked) is released.
+    /// One of the clusters that were [`unlinked`](Self::unlinked) is free, once its space was returned.
     pub fn reclaim(&mut self, end: &FileEnd, cluster: HostCluster) -> Result<(), ImageError> {
-        self.free_with(cluster, |refcounts| refcounts.release(end, cluster))?;
+        self.free_with(cluster, |refcounts| refcounts.decrement(end, cluster))?;
         self.reclaimable = self.reclaimable.saturating_sub(1);
         Ok(())
     }
@@ -240,7 +257,7 @@ impl Refcounts {
     fn free_with(
         &mut self,
         cluster: HostCluster,
-        free: impl FnOnce(&mut Self) -> Result<(), ImageError>,
+        free: impl FnOnce(&mut Self) -> Result<u64, ImageError>,
     ) -> Result<(), ImageError> {
         let piece = self.piece_of(cluster);
         let only_freed = !self.dirty_blocks.contains(&piece) || self.only_freed.contains(&piece);
@@ -354,6 +371,9 @@ impl Refcounts {
             let run = Run { first, clusters };
             let first = self.reclaims_first(end);
             may_block.grow_for_new(end, run.end().start(&self.g), first)?;
+            if may_block == MayBlock::No && !self.holes_for(run).is_empty() {
+                return Err(Retry::WouldBlock);
+            }
             self.take(end, metadata, run)?;
             if may_block == MayBlock::Grow {
                 self.search.held.extend(run.each());
@@ -427,6 +447,8 @@ impl Refcounts {
             return Err(ImageError::damaged(what, run.first.start(&self.g)));
         }
         self.grow(end, run.end().start(&self.g))?;
+        // So that the flush that writes these refcounts needs no space.
+        end.write("filling holes in refcounts", &self.holes_for(run))?;
         for cluster in run.each() {
             self.set(end, cluster, 1)?;
         }
@@ -463,7 +485,7 @@ impl Refcounts {
         self.grow(end, offset + self.g.cluster())?;
         // So that the flush that writes it needs no space. No table in the file refers to it yet.
         let zeroes = vec![0; self.g.cluster() as usize];
-        end.write_at("writing a new refcount block", offset, &zeroes)?;
+        end.write_new("writing a new refcount block", offset, &zeroes)?;
         self.insert_block(block, offset);
         self.changes.push(Change::Block {
             number: block,

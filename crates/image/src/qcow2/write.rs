@@ -191,14 +191,20 @@ impl Qcow2 {
     /// that is linked already, because a commit got that far and then could not be recorded.
     #[expect(clippy::needless_pass_by_value, reason = "an allocation ends once")]
     pub fn abort(&self, allocation: Allocation) {
-        let mut state = self.lock();
-        if !is_pending(&state, &allocation) {
+        if !is_pending(&self.lock(), &allocation) {
             return;
         }
         if allocation.new {
+            // What was written before there was no space any more.
+            let clusters = allocation.last - allocation.first + 1;
+            let bytes = clusters << self.g.cluster_bits;
+            self.file.give_back(allocation.host, bytes);
+        }
+        let mut state = self.lock();
+        if allocation.new {
             for cluster in self.host_clusters(&allocation) {
                 // A cluster that cannot be freed is leaked; `qemu-img check` finds it.
-                let _ = state.refcounts.release(&self.file, cluster);
+                let _ = state.refcounts.decrement(&self.file, cluster);
             }
         }
         end_of(&mut state, &allocation);

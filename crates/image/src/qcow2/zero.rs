@@ -1,7 +1,6 @@
 //! Write-zeroes and discards.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering::SeqCst;
 
 use block::GuestOffset;
 
@@ -86,9 +85,8 @@ impl Qcow2 {
             end
         };
         let at = at.up_to(unit);
-        let in_file = HostOffset::in_data_file(at).in_file();
-        if at < end && self.punch.load(SeqCst) && data.storage().punch(in_file, end - at).is_err() {
-            self.punch.store(false, SeqCst);
+        if at < end {
+            data.return_space(HostOffset::in_data_file(at), end - at);
         }
     }
 

@@ -143,6 +143,11 @@ impl Memory {
         }
     }
 
+    /// Leaves this many free blocks on a file system whose space is limited.
+    pub fn leave_space(&self, blocks: u64) {
+        self.state().space.as_mut().expect("it is limited").free = blocks;
+    }
+
     /// From now on, it is a block device of this size; what is added has other data than zeroes.
     pub fn be_device(&self, bytes: u64) {
         let mut state = self.state();
@@ -222,7 +227,19 @@ impl Storage for Memory {
     fn write_at(&self, at: FileOffset, from: &[u8]) -> io::Result<()> {
         let mut state = self.state();
         state.may_fail()?;
-        state.use_space(self.file, at.0, from.len() as u64)?;
+        // As a file system does: a write ends where there is no space any more, and the next one fails.
+        let (mut done, end) = (0, from.len() as u64);
+        while done < end {
+            let next = (at.0 + done + 1).next_multiple_of(BLOCK) - at.0;
+            if let Err(error) = state.use_space(self.file, at.0 + done, next.min(end) - done) {
+                let part = &from[..done as usize];
+                write(&mut state.files[self.file], at.0, part);
+                let bytes = part.to_vec();
+                state.event(self.file, What::Write { at: at.0, bytes });
+                return Err(error);
+            }
+            done = next.min(end);
+        }
         write(&mut state.files[self.file], at.0, from);
         state.event(
             self.file,

@@ -214,10 +214,14 @@ impl Disk {
             let place = chain.map_write(pin, GuestOffset(at), from.len() as u64);
             if let WriteLocation::InPlace { file, at, len } = place {
                 let written = self.file(file).write_at(at, &from[..len as usize]);
-                written.map_err(io_error)?;
+                return written.map_err(io_error).map(|()| place);
             }
             Ok(place)
-        })?;
+        });
+        let place = match place {
+            Ok(place) => place,
+            Err(error) => return self.make_space(error, chain.reclaimed()),
+        };
         let len = match place {
             WriteLocation::InPlace { len, .. } => {
                 assert!(len > 0);

@@ -267,7 +267,7 @@ impl Qcow2 {
         let mut state = self.lock();
         let state = &mut *state;
         for &cluster in new {
-            state.refcounts.release(&self.file, cluster)?;
+            state.refcounts.give_back(&self.file, cluster)?;
             state.metadata.remove_table(cluster);
         }
         let table = &mut state.bitmaps.loaded[number].table;

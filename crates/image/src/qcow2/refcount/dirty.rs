@@ -4,9 +4,8 @@ use std::collections::BTreeSet;
 
 use super::Refcounts;
 use crate::bytes::put64;
-use crate::qcow2::error::ImageError;
-use crate::qcow2::file::{FileEnd, Piece};
-use crate::qcow2::types::{BlockIndex, PieceIndex};
+use crate::qcow2::file::Piece;
+use crate::qcow2::types::{BlockIndex, PieceIndex, Run};
 
 /// Changes taken to be written: blocks with their pieces, and pieces of the table.
 pub(crate) struct Dirty {
@@ -14,34 +13,37 @@ pub(crate) struct Dirty {
     table: BTreeSet<PieceIndex>,
 }
 
-/// Blocks at most that are looked through for holes: an image with more was written by programs that write blocks as a whole.
-const BLOCKS_WITH_HOLES_MAX: usize = 8;
-
 impl Refcounts {
-    /// The unchanged pieces of the table, and of the blocks of a small image, that have only zeroes.
-    pub fn zero_pieces(&self, end: &FileEnd) -> Result<Vec<Piece>, ImageError> {
+    /// The pieces of blocks that count a run and may be holes in the file: unchanged, with only zeroes. These are rare, and
+    /// found for few runs: from then on, the piece has a refcount.
+    pub fn holes_for(&self, run: Run) -> Vec<Piece> {
+        let mut holes = Vec::new();
+        let mut cluster = run.first;
+        while cluster < run.end() {
+            let (block, index) = self.piece_of(cluster);
+            let start = index.start(&self.g);
+            let known = self.blocks.get(&block);
+            let bytes =
+                known.map(|known| &known.bytes[start as usize..][..self.g.piece() as usize]);
+            if let Some(bytes) = bytes
+                && !self.dirty_blocks.contains(&(block, index))
+                && bytes.iter().all(|&byte| byte == 0)
+            {
+                holes.push(Piece {
+                    at: self.table[block.number() as usize] + start,
+                    bytes: bytes.to_vec(),
+                });
+            }
+            let next = ((start + self.g.piece()) * 8) >> self.g.refcount_order;
+            cluster = block.first(&self.g) + next;
+        }
+        holes
+    }
+
+    /// The unchanged pieces of the table that have only zeroes.
+    pub fn zero_pieces(&self) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let each = self.g.piece();
-        let blocks = (0..self.table.len() as u64).map(BlockIndex::new);
-        let blocks: Vec<_> = blocks.filter(|&block| self.has_block(block)).collect();
-        for block in blocks.iter().copied().take(BLOCKS_WITH_HOLES_MAX) {
-            let at = self.table[block.number() as usize];
-            // Not kept in memory: the first write may need none of them.
-            let mut bytes = vec![0; self.g.cluster() as usize];
-            match self.blocks.get(&block) {
-                Some(known) => bytes.copy_from_slice(&known.bytes),
-                None => drop(end.read_at("reading refcounts", at, &mut bytes)?),
-            }
-            for (index, bytes) in (0..).map(PieceIndex::new).zip(bytes.chunks(each as usize)) {
-                let piece = Piece {
-                    at: at + index.start(&self.g),
-                    bytes: bytes.to_vec(),
-                };
-                if piece.is_zero() && !self.dirty_blocks.contains(&(block, index)) {
-                    pieces.push(piece);
-                }
-            }
-        }
         for start in (0..self.table.len() as u64 * 8).step_by(each as usize) {
             let piece = Piece {
                 at: self.table_at + start,
@@ -51,7 +53,7 @@ impl Refcounts {
                 pieces.push(piece);
             }
         }
-        Ok(pieces)
+        pieces
     }
 
     /// Bytes of changes that are only in memory, and that no flush is writing.

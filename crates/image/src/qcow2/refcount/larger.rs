@@ -38,7 +38,7 @@ impl Refcounts {
         match self.allocate_contiguous(end, metadata, clusters) {
             Ok(run) => Ok(LargerTable { len, cursor, run }),
             Err(stop) => {
-                self.forget_table(metadata, len);
+                self.forget_table(end, metadata, len);
                 self.cursor = cursor;
                 Err(match stop {
                     Retry::Error(error) => error,
@@ -68,28 +68,31 @@ impl Refcounts {
     pub fn revoke(&mut self, end: &FileEnd, metadata: &mut Metadata, larger: &LargerTable) {
         let covered_end = BlockIndex::new(larger.len as u64).first(&self.g);
         for cluster in larger.run.each() {
-            if cluster < covered_end {
+            if cluster >= covered_end {
+                end.give_back(cluster.start(&self.g), self.g.cluster());
+            } else {
                 // A cluster that is not released is only leaked.
-                let _ = self.release(end, cluster);
+                let _ = self.give_back(end, cluster);
             }
         }
-        self.forget_table(metadata, larger.len);
+        self.forget_table(end, metadata, larger.len);
         self.cursor = larger.cursor;
     }
 
-    fn forget_table(&mut self, metadata: &mut Metadata, len: usize) {
+    fn forget_table(&mut self, end: &FileEnd, metadata: &mut Metadata, len: usize) {
         for &at in &self.table[len..] {
             if at != HostOffset::START {
                 metadata.remove_table(at.cluster(&self.g));
+                end.give_back(at, self.g.cluster());
             }
         }
         self.table.truncate(len);
-        let end = BlockIndex::new(len as u64);
-        self.changes.forget_blocks(end, end.first(&self.g));
-        self.blocks.retain(|&block, _| block < end);
-        self.dirty_blocks.retain(|&(block, _)| block < end);
-        self.only_freed.retain(|&(block, _)| block < end);
-        self.writing.retain(|&block| block < end);
+        let stop = BlockIndex::new(len as u64);
+        self.changes.forget_blocks(stop, stop.first(&self.g));
+        self.blocks.retain(|&block, _| block < stop);
+        self.dirty_blocks.retain(|&(block, _)| block < stop);
+        self.only_freed.retain(|&(block, _)| block < stop);
+        self.writing.retain(|&block| block < stop);
         let bytes = len as u64 * 8;
         self.dirty_table
             .retain(|piece| piece.start(&self.g) < bytes);

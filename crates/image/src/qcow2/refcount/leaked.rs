@@ -20,6 +20,14 @@ pub(super) struct LeakSearch {
     pub held: BTreeSet<HostCluster>,
 }
 
+/// Clusters to which no table in the file refers, in ascending order.
+#[derive(Default)]
+pub(crate) struct Unused {
+    /// They are counted.
+    pub leaked: Vec<Run>,
+    pub free: Vec<Run>,
+}
+
 impl Refcounts {
     /// Before the file grows beyond `full`, leaked clusters are to be searched for, once.
     pub fn search_before_growth_beyond(&mut self, full: HostOffset) {
@@ -49,45 +57,61 @@ impl Refcounts {
         self.search.touched = None;
     }
 
-    /// The leaked clusters among those that a block counts and that no table in the file refers to: `is_unused` says which.
-    pub fn leaked_in(
+    /// The leaked and the free clusters among those of a block that no table in the file refers to: `is_unused` says which.
+    pub fn unused_in(
         &mut self,
         end: &FileEnd,
         metadata: &Metadata,
         block: BlockIndex,
         within: Run,
         is_unused: impl Fn(HostCluster) -> bool,
-    ) -> Result<Vec<Run>, ImageError> {
-        let mut leaked: Vec<Run> = Vec::new();
-        if !self.has_block(block) {
-            return Ok(leaked);
-        }
+    ) -> Result<Unused, ImageError> {
+        let mut found = Unused::default();
         let (first, order) = (block.first(&self.g), self.g.refcount_order);
         let entries: Range<HostCluster> =
             first.max(within.first)..(block + 1).first(&self.g).min(within.end());
         if entries.is_empty() {
-            return Ok(leaked);
+            return Ok(found);
         }
-        self.load(end, block)?;
-        let bytes = &self.blocks[&block].bytes;
+        if self.has_block(block) {
+            self.load(end, block)?;
+        }
+        let bytes = self.blocks.get(&block).map(|block| &block.bytes);
         for cluster in Run::between(entries.start, entries.end).each() {
-            let count = get(bytes, order, RefcountIndex::new(cluster - first));
-            if count > 0 && is_unused(cluster) && self.is_leaked(metadata, cluster) {
-                match leaked.last_mut() {
-                    Some(last) if last.end() == cluster => last.clusters += 1,
-                    _ => leaked.push(Run::one(cluster)),
-                }
+            if !is_unused(cluster) || self.is_in_use_otherwise(metadata, cluster) {
+                continue;
+            }
+            let index = RefcountIndex::new(cluster - first);
+            let runs = match bytes.map_or(0, |bytes| get(bytes, order, index)) {
+                0 => &mut found.free,
+                _ => &mut found.leaked,
+            };
+            match runs.last_mut() {
+                Some(last) if last.end() == cluster => last.clusters += 1,
+                _ => runs.push(Run::one(cluster)),
             }
         }
-        Ok(leaked)
+        Ok(found)
     }
 
-    fn is_leaked(&self, metadata: &Metadata, cluster: HostCluster) -> bool {
+    /// Returns the space of free clusters, which somebody misses.
+    pub fn return_free(&mut self, end: &FileEnd, free: &[Run]) {
+        for run in free {
+            end.give_back(
+                run.first.start(&self.g),
+                run.clusters << self.g.cluster_bits,
+            );
+            // What found no space may find it now.
+            self.reclaimed += 1;
+        }
+    }
+
+    fn is_in_use_otherwise(&self, metadata: &Metadata, cluster: HostCluster) -> bool {
         let LeakSearch { touched, held, .. } = &self.search;
         let is_touched = touched
             .as_ref()
             .is_none_or(|touched| touched.contains(&cluster));
-        !is_touched && !held.contains(&cluster) && metadata.within(Run::one(cluster)).is_none()
+        is_touched || held.contains(&cluster) || metadata.within(Run::one(cluster)).is_some()
     }
 
     /// Frees a cluster that was found to be leaked, and that nothing can have begun to use since.
@@ -95,7 +119,7 @@ impl Refcounts {
         self.free_with(cluster, |refcounts| {
             refcounts.set(end, cluster, 0)?;
             refcounts.cursor = refcounts.cursor.min(cluster);
-            Ok(())
+            Ok(0)
         })
     }
 }
