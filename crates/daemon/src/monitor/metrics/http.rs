@@ -11,6 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
 use tracing::{error, warn};
 
 use crate::socket::accept::Backoff;
@@ -225,7 +227,7 @@ fn answer(
         stream,
         deadline: Instant::now() + TIMEOUT,
         chunked,
-        chunk: Vec::with_capacity(2 * CHUNK),
+        chunk: Vec::new(),
         turns,
         turn: None,
     };
@@ -268,7 +270,7 @@ pub struct Body<'a> {
     deadline: Instant,
     chunked: bool,
     chunk: Vec<u8>,
-    /// Held by the thread that is busy with its text, and not while it sends.
+    /// Held by the thread that is busy with its text, and not while it waits for the client: few are under way at a time.
     turns: &'a Mutex<()>,
     turn: Option<MutexGuard<'a, ()>>,
 }
@@ -284,7 +286,6 @@ impl Write for Body<'_> {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.turn = None;
         if self.chunk.is_empty() {
             return Ok(());
         }
@@ -314,6 +315,7 @@ impl Body<'_> {
         if self.chunked {
             self.send(b"0\r\n\r\n")?;
         }
+        self.turn = None;
         Ok(())
     }
 
@@ -323,8 +325,16 @@ impl Body<'_> {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            self.stream.set_write_timeout(Some(left))?;
-            match self.stream.write(bytes) {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            let sent = match send(self.stream, bytes, flags) {
+                Err(Errno::AGAIN) => {
+                    self.turn = None;
+                    self.stream.set_write_timeout(Some(left))?;
+                    self.stream.write(bytes)
+                }
+                sent => sent.map_err(io::Error::from),
+            };
+            match sent {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => bytes = &bytes[n..],
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
