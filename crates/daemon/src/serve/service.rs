@@ -254,10 +254,10 @@ impl Settings {
         })
     }
 
-    /// A process that takes over adopts the socket of the other one instead.
+    /// A process that takes over adopts the socket of the other one instead, unless the control socket has another path now.
     fn open_upgrade_socket(&self, take_over: bool) -> Option<UpgradeSocket> {
         if take_over {
-            return None;
+            return UpgradeSocket::open_if_new(&self.control_path);
         }
         // At the default path, another ringdisk may have it and keep it.
         let patience = match self.control {

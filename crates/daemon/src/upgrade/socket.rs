@@ -33,9 +33,22 @@ impl UpgradeSocket {
     /// without live upgrades. Until `patience` is over, waits for a process that is exiting to release the socket.
     pub fn open(control: &Path, patience: Duration) -> Option<Self> {
         let path = path_of(control, "upgrade");
+        Self::open_at(control, &path, patience)
+    }
+
+    /// The same for a process that takes over, if nothing is there: the other process usually hands its socket over.
+    pub fn open_if_new(control: &Path) -> Option<Self> {
+        let path = path_of(control, "upgrade");
+        if path.symlink_metadata().is_ok() {
+            return None;
+        }
+        Self::open_at(control, &path, Duration::ZERO)
+    }
+
+    fn open_at(control: &Path, path: &Path, patience: Duration) -> Option<Self> {
         let deadline = Instant::now() + patience;
         let socket = loop {
-            match Socket::bind_for_packets(&path) {
+            match Socket::bind_for_packets(path) {
                 Err(SocketError::InUse(_)) if Instant::now() < deadline => {
                     thread::sleep(Duration::from_millis(20));
                 }

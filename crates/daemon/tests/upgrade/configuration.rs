@@ -167,3 +167,37 @@ fn edited_exports_and_new_disks_come_with_the_upgrade() {
     assert!(said.contains("nbd has changed"), "{reloaded:?}");
     served.end();
 }
+
+/// The control socket has another path in the configuration: after the upgrade, the next one goes there.
+#[test]
+fn an_edited_control_socket_is_that_of_the_next_upgrade() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| dir.path().join(name);
+    fs::write(path("a.raw"), content(0, 1 << 20)).unwrap();
+    let write = |control: &str| {
+        let text = format!(
+            "control = {:?}\n[[disk]]\nfile = {:?}\nsocket = {:?}\n",
+            path(control),
+            path("a.raw"),
+            path("a.sock")
+        );
+        fs::write(path("r.toml"), text).unwrap();
+    };
+    write("c.qmp");
+    let config = format!("--config={}", path("r.toml").display());
+    let binary = env!("CARGO_BIN_EXE_ringdisk");
+    let _first = Server::ringdisk(binary, &[config]).unwrap();
+    let mut guest = Device::connect(path("a.sock"), &super::config()).unwrap();
+    write("n.qmp");
+    let mut pid = 0;
+    for control in ["c.qmp", "n.qmp", "n.qmp"] {
+        let mut upgrade = Command::new(binary);
+        upgrade.args(["upgrade", "--json", "--control"]);
+        let output = upgrade.arg(path(control)).output().unwrap();
+        assert!(output.status.success(), "{control}: {output:?}");
+        let outcome: Value = serde_json::from_slice(&output.stdout).unwrap();
+        pid = outcome["pid"].as_i64().unwrap() as i32;
+        assert_eq!(guest.queues[0].read(0, 512).unwrap(), content(0, 512));
+    }
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
+}
