@@ -439,7 +439,10 @@ impl NbdClient {
             };
             let extents = extents.chunks(8);
             of.extend(extents.map(|extent| (u64::from(word(extent)), word(&extent[4..]))));
-            Ok(())
+            match of.iter().any(|(bytes, _)| *bytes == 0) {
+                true => Err(broken("a status has a part without bytes")),
+                false => Ok(()),
+            }
         })?;
         for extents in &mut all {
             let mut left = length;

@@ -138,10 +138,11 @@ fn other_sessions() -> Vec<(&'static str, Vec<u8>, bool)> {
         let reads = (2..5).flat_map(|cookie| chunk(1, CHUNK_DATA, cookie, &data(4096, 600)));
         [greeted(2, 1), first, reads.collect(), done(5..8)].concat()
     };
-    let extents = |id: u32| {
-        let words = [id, 4096, 0, 8192, 3];
+    let extents_from = |id: u32, bytes: u32| {
+        let words = [id, bytes, 0, 8192, 3];
         words.map(u32::to_be_bytes).concat()
     };
+    let extents = |id: u32| extents_from(id, 4096);
     let refused = option_reply(OPT_STRUCTURED_REPLY, REP_ERROR | 1, b"no");
     vec![
         (
@@ -162,6 +163,17 @@ fn other_sessions() -> Vec<(&'static str, Vec<u8>, bool)> {
                     chunk(0, CHUNK_STATUS, 1, &extents(1)),
                     chunk(0, CHUNK_STATUS, 1, &extents(1)),
                     chunk(1, CHUNK_STATUS, 1, &extents(2)),
+                ]
+                .concat(),
+            ),
+            false,
+        ),
+        (
+            "status-of-nothing",
+            statuses(
+                [
+                    chunk(0, CHUNK_STATUS, 1, &extents(1)),
+                    chunk(1, CHUNK_STATUS, 1, &extents_from(2, 0)),
                 ]
                 .concat(),
             ),
