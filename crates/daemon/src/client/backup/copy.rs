@@ -131,8 +131,7 @@ pub fn copy(args: &CopyArgs) -> CommandResult {
         Err(e) if args.open && matches!(e, CommandLineError::Value(..)) => return Err(e),
         Err(e) => return Err(super::undo(connection, id, token.as_deref(), e)),
     };
-    // Signals end the process again. Its files are there, and complete.
-    interrupt.release();
+    // The copy is complete: a signal would only keep it from being named and said. The end has a deadline.
     let ended = match super::end(&mut connection.open()?, id, true) {
         Ok(ended) => ended,
         Err(e) => {
