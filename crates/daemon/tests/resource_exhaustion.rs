@@ -370,7 +370,7 @@ fn memory_limit_refuses_new_disks_and_keeps_the_others() {
     // Less than the stack of a thread.
     set(Some(bytes + (1 << 20)));
     let refused = attach().unwrap_err().to_string();
-    assert!(refused.contains("cannot start a thread"), "{refused}");
+    assert!(refused.contains("no thread can be started"), "{refused}");
     assert_works(&mut device);
     set(None);
     attach().unwrap();
