@@ -285,9 +285,7 @@ impl Server {
                 Ok(())
             };
             with_deadline(&name, deadline, ask).map_err(|_| {
-                format!(
-                    "disk {name}: its storage does not answer; this process continues to serve; upgrade again when it answers"
-                )
+                format!("disk {name}: its storage does not answer; upgrade again when it answers")
             })
         })
     }
