@@ -35,8 +35,8 @@ pub struct Rights {
     sockets: Vec<(PathBuf, SocketAccess)>,
 }
 
-/// The files of a disk that only the operator may open, opened before this process became another user. Whoever keeps them
-/// decides how long they are open: that is a disk that is to be served and is not.
+/// The files of a disk that only the operator may open, opened before this process became another user. They are open as long
+/// as the disk is to be served and is not.
 pub struct OpenedAhead(Vec<FileAhead>);
 
 impl OpenedAhead {

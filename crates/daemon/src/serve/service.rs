@@ -56,7 +56,18 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let config = config.unwrap_or_default();
     let specs = [&command_line[..], &config.disks].concat();
     check_conflicts(&specs)?;
-    let hanging = report_hanging(&specs);
+    let directories = [
+        &args.allow_dir[..],
+        &config.allow,
+        &args.allow_backing,
+        &config.allow_backing,
+    ];
+    let single = [&args.fleece, &config.fleece, &args.state, &config.state];
+    let directories = directories.concat().into_iter();
+    let directories: Vec<_> = directories
+        .chain(single.into_iter().flatten().cloned())
+        .collect();
+    let hanging = report_hanging(&specs, &directories);
     // Their paths would make the sandbox wait. Those of the command line are waited for.
     let specs = [&command_line[..], &without(&config.disks, &hanging)].concat();
     let settings = Settings::new(args, &config)?;
@@ -157,22 +168,29 @@ fn in_force(config: Config, inherited: &Inherited, rights: &Rights) -> (Config, 
     (in_force, differs)
 }
 
-/// Reports disks whose storage does not answer, and returns their names.
-fn report_hanging(disks: &[DiskSpec]) -> Vec<String> {
+/// Reports directories that do not answer, and disks whose storage does not, and returns the names of these.
+fn report_hanging(disks: &[DiskSpec], directories: &[PathBuf]) -> Vec<String> {
     let path = |disk: &DiskSpec| match &disk.file {
         FileSpec::Path(path) => Some(path.clone()),
         FileSpec::Rbd(_) | FileSpec::Null(_) => None,
     };
-    let hanging = probe::hanging(disks.iter().filter_map(path).collect());
+    let asked = disks.iter().filter_map(path);
+    let hanging = probe::hanging(asked.chain(directories.iter().cloned()).collect());
+    // The log is not written before the sandbox is entered, which waits for these and for the paths of the command line.
+    let level = if log::is_journal() { "<3>" } else { "" };
+    let report = |what: String| {
+        let _ = writeln!(io::stderr(), "{level}ringdisk: {what}");
+    };
+    for directory in directories.iter().filter(|path| hanging.contains(path)) {
+        report(format!(
+            "{}: this directory does not answer, and the start waits for it",
+            directory.display()
+        ));
+    }
     let is_hanging = |disk: &&DiskSpec| path(disk).is_some_and(|path| hanging.contains(&path));
     let hanging = disks.iter().filter(is_hanging);
     for DiskSpec { name, file, .. } in hanging.clone() {
-        // The log is not written before the sandbox is entered, which waits for the paths of the command line.
-        let level = if log::is_journal() { "<3>" } else { "" };
-        let _ = writeln!(
-            io::stderr(),
-            "{level}ringdisk: disk {name}: {file}: its storage does not answer"
-        );
+        report(format!("disk {name}: {file}: its storage does not answer"));
     }
     hanging.map(|disk| disk.name.clone()).collect()
 }

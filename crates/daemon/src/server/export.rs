@@ -528,7 +528,7 @@ impl Frontends {
 
     /// After `stop`, between two messages of a front-end. False if a pause was wanted that does not begin: its queues go on.
     fn may_stop(&self, stop: BorrowedFd<'_>) -> bool {
-        // Taken out: whoever asks for the end must not wait for the lock.
+        // Taken out: a thread that asks for the end must not wait for the lock.
         let Some(mut wanted) = self.wanted_pause().take() else {
             return true;
         };
@@ -536,7 +536,7 @@ impl Frontends {
             *self.wanted_pause() = Some(wanted);
             return true;
         }
-        // Consumes the event. Whoever else has set it has set one of these before.
+        // Consumes the event. Others that set it set one of these first.
         let _ = rustix::io::read(stop, &mut [0; 8]);
         self.stopping.load(Ordering::Acquire) || self.remake.load(Ordering::Acquire)
     }

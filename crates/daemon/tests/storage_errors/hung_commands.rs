@@ -1,5 +1,8 @@
 //! Commands, reloads and upgrades on storage that does not answer.
 
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
 use super::hung::{UnhangOnDrop, upgrade};
 use super::*;
 
@@ -158,4 +161,32 @@ fn upgrade_beside_an_idle_disk_on_hung_storage_ends() {
         .change(|s| (s.hangs, s.silent) = (false, false));
     assert!(pid.is_none());
     drop(server);
+}
+
+/// A directory of the sandbox does not answer: the start names it, and SIGTERM ends it.
+#[test]
+fn start_names_a_directory_that_hangs() {
+    let Some(setup) = Setup::new("raw", 10) else {
+        return;
+    };
+    let file = setup.dir.path().join("a.raw");
+    std::fs::write(&file, vec![0; DISK_BYTES as usize]).unwrap();
+    let mount = setup.storage.file().parent().unwrap().to_owned();
+    let _thaw = UnhangOnDrop(&setup.storage);
+    setup.storage.change(|s| (s.hangs, s.silent) = (true, true));
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    command
+        .arg("serve")
+        .arg(&file)
+        .arg("--allow-dir")
+        .arg(&mount);
+    command.arg("--control").arg(setup.control());
+    let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let named = format!("{}: this directory does not answer", mount.display());
+    let found = lines.find(|line| line.as_ref().unwrap().contains(&named));
+    assert!(found.is_some());
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    child.wait().unwrap();
 }

@@ -102,7 +102,7 @@ fn write_that_finds_no_space_during_an_upgrade_is_not_reported() {
         let (pid, text) = std::thread::scope(|scope| {
             let asked = scope.spawn(|| upgrade(&setup));
             server.wait_for_log(&["upgrade: handing over to process"]);
-            // It waits for the writes by now. If not, it sees that they wait for space.
+            // It waits for the writes. If it does not yet, it will see that they wait for space.
             std::thread::sleep(Duration::from_secs(1));
             setup.storage.change(|s| (s.hangs, s.full) = (false, true));
             asked.join().unwrap()

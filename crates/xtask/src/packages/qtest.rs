@@ -17,7 +17,7 @@ use super::{install, run, succeeds};
 /// The suite of the sources.
 const SUITE: &str = "bookworm";
 
-/// What the build needs, besides a compiler.
+/// What the build needs in addition to a compiler.
 const PACKAGES: [&str; 7] = [
     "meson",
     "ninja-build",
