@@ -32,29 +32,27 @@ impl UpgradeSocket {
     /// Creates both files while this process may still write there. If that fails, it logs why, and disks are served
     /// without live upgrades. Until `patience` is over, waits for a process that is exiting to release the socket.
     pub fn open(control: &Path, patience: Duration) -> Option<Self> {
-        let path = path_of(control, "upgrade");
-        Self::open_at(control, &path, patience)
-    }
-
-    /// The same for a process that takes over, if nothing is there: the other process usually hands its socket over.
-    pub fn open_if_new(control: &Path) -> Option<Self> {
-        let path = path_of(control, "upgrade");
-        if path.symlink_metadata().is_ok() {
-            return None;
-        }
-        Self::open_at(control, &path, Duration::ZERO)
-    }
-
-    fn open_at(control: &Path, path: &Path, patience: Duration) -> Option<Self> {
         let deadline = Instant::now() + patience;
-        let socket = loop {
-            match Socket::bind_for_packets(path) {
+        loop {
+            match Socket::bind_for_packets(&path_of(control, "upgrade")) {
                 Err(SocketError::InUse(_)) if Instant::now() < deadline => {
                     thread::sleep(Duration::from_millis(20));
                 }
-                socket => break socket,
+                socket => return Self::new(control, socket),
             }
-        };
+        }
+    }
+
+    /// The same for a process that takes over, unless a process listens there: usually the other one, which hands its socket
+    /// over.
+    pub fn open_if_new(control: &Path) -> Option<Self> {
+        match Socket::bind_for_packets(&path_of(control, "upgrade")) {
+            Err(SocketError::InUse(_)) => None,
+            socket => Self::new(control, socket),
+        }
+    }
+
+    fn new(control: &Path, socket: Result<Socket, SocketError>) -> Option<Self> {
         // The socket is bound: no other process writes the file now.
         let opened = socket.map_err(io::Error::other).and_then(|socket| {
             LaunchRecord::here()?.write(control)?;

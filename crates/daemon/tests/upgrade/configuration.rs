@@ -1,6 +1,8 @@
 //! What has been edited in the configuration before an upgrade: no guest is disturbed, and nothing counts as in effect that
 //! is not.
 
+use std::os::unix::net::UnixListener;
+
 use super::*;
 
 /// Keys of a disk that a guest or its front-end would notice, each with another value.
@@ -189,6 +191,8 @@ fn an_edited_control_socket_is_that_of_the_next_upgrade() {
     let _first = Server::ringdisk(binary, &[config]).unwrap();
     let mut guest = Device::connect(path("a.sock"), &super::config()).unwrap();
     write("n.qmp");
+    // A process that was killed has left it.
+    drop(UnixListener::bind(path("n.qmp.upgrade")).unwrap());
     let mut pid = 0;
     for control in ["c.qmp", "n.qmp", "n.qmp"] {
         let mut upgrade = Command::new(binary);
