@@ -55,6 +55,11 @@ impl OpenedAhead {
         matches!(&disk.file, FileSpec::Path(path) if self.file(path, !disk.read_only).is_some())
     }
 
+    /// Whether no other process can open one of them as long as this exists.
+    pub fn is_claim(&self) -> bool {
+        self.0.iter().any(|it| it.is_claim)
+    }
+
     /// The disk could not be served: its locks would stay with these descriptors.
     pub fn unlock(&self) {
         for it in &self.0 {
@@ -80,6 +85,8 @@ struct FileAhead {
     file: File,
     /// Where it was then.
     at: PathBuf,
+    /// A block device that the kernel gives to one process only.
+    is_claim: bool,
 }
 
 impl FileAhead {
@@ -92,7 +99,8 @@ impl FileAhead {
         // Opening anything else may have side effects.
         let found = fs::metadata(path).ok().filter(is_disk)?;
         let mut flags = libc::O_NONBLOCK | libc::O_NOCTTY;
-        if exclusive && found.file_type().is_block_device() {
+        let is_claim = exclusive && found.file_type().is_block_device();
+        if is_claim {
             // As for any disk: not while it is mounted.
             flags |= libc::O_EXCL;
         }
@@ -105,6 +113,7 @@ impl FileAhead {
             writable,
             at: place_of(&file)?,
             file,
+            is_claim,
         })
     }
 }

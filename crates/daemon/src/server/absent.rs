@@ -273,6 +273,32 @@ impl Server {
         }
     }
 
+    /// Closes block devices of absent disks that only one process can have open, for the process that takes over: it opens them
+    /// as root, while this process cannot open them any more. Storage that does not answer is not waited for.
+    pub fn close_claims(&self) {
+        let claims: Vec<_> = {
+            let mut state = self.state();
+            let absent = state.absent.values_mut();
+            let claims = absent.filter(|a| a.ahead.as_ref().is_some_and(|it| it.is_claim()));
+            let close = |absent: &mut AbsentDisk| {
+                absent.is_opening = false;
+                absent.ahead.take()
+            };
+            claims.filter_map(close).collect()
+        };
+        if claims.is_empty() {
+            return;
+        }
+        let (done, closed) = mpsc::channel::<()>();
+        let close = move || {
+            drop(claims);
+            drop(done);
+        };
+        // Without a thread, they are closed here.
+        let _ = thread::Builder::new().name("closing".into()).spawn(close);
+        let _ = closed.recv_timeout(MOMENT);
+    }
+
     /// The configuration of an absent disk.
     pub(super) fn absent_spec(&self, name: &str) -> Option<DiskSpec> {
         let state = self.state();
@@ -450,6 +476,11 @@ impl Server {
         let opened = self.open_new_in(spec.clone(), &context);
         let is_open = ahead.as_ref().is_some_and(|ahead| ahead.has(spec));
         let is_denied = opened.is_err() && !is_open && self.is_denied(spec);
+        if let (Err(_), Some(ahead)) = (&opened, &ahead) {
+            ahead.unlock();
+        }
+        // A handover, which is waited for, may close it.
+        let ahead = ahead.map(|ahead| Arc::downgrade(&ahead));
         let inhibitor = self.handover.wait_and_inhibit();
         let is_wanted = {
             let state = self.state();
@@ -460,7 +491,9 @@ impl Server {
             if let (Ok(node), Ok(_)) = (opened, inhibitor) {
                 close(node.into(), "which is not to be served any more");
             }
-            self.end_opening(name, ahead.as_ref());
+            if let Some(ahead) = &ahead {
+                self.end_opening(name, ahead);
+            }
             return None;
         }
         let served = opened
@@ -474,7 +507,7 @@ impl Server {
             Ok(_) => self.came_back(name),
             Err(e) => {
                 let is_locked = e.is_locked();
-                if let Some(ahead) = &ahead {
+                if let Some(ahead) = ahead.and_then(|ahead| ahead.upgrade()) {
                     ahead.unlock();
                 }
                 if let Some(absent) = self.state().absent.get_mut(name) {
@@ -487,7 +520,7 @@ impl Server {
                         false => "entered its sandbox",
                     };
                     format!(
-                        "{}: was not there when ringdisk {before}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') \
+                        "{}: cannot be opened since ringdisk {before}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') \
                          has it served, and VMs stay connected",
                         spec.file
                     )
@@ -503,13 +536,12 @@ impl Server {
     }
 
     /// A thread does not open an absent disk any more, and has not served it. Others may use now what was opened ahead.
-    fn end_opening(&self, name: &str, ahead: Option<&Arc<OpenedAhead>>) {
+    fn end_opening(&self, name: &str, ahead: &Weak<OpenedAhead>) {
         let mut state = self.state();
-        let absent = state.absent.get_mut(name).zip(ahead);
-        let same = |(absent, ahead): &(&mut AbsentDisk, &Arc<OpenedAhead>)| {
-            (absent.ahead.as_ref()).is_some_and(|its| Arc::ptr_eq(its, ahead))
+        let Some((absent, ahead)) = state.absent.get_mut(name).zip(ahead.upgrade()) else {
+            return;
         };
-        if let Some((absent, ahead)) = absent.filter(same) {
+        if (absent.ahead.as_ref()).is_some_and(|its| Arc::ptr_eq(its, &ahead)) {
             ahead.unlock();
             absent.is_opening = false;
         }

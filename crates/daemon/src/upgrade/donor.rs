@@ -186,6 +186,7 @@ fn hand_over(
     let flushed = server.flush_metadata(begin + PAUSE, Node::flush_for_successor);
     flushed.map_err(UpgradeError::Storage)?;
     let flushed_after = begin.elapsed();
+    server.close_claims();
     let deadline = Instant::now() + PAUSE;
     send(server, &paused, &channel, deadline).map_err(UpgradeError::Send)?;
     expect(&channel, Step::Prepared, deadline).map_err(UpgradeError::Prepare)?;

@@ -1,7 +1,10 @@
 //! Root, before it becomes `--user`, lends that user no access: what the user's process or an image names is opened with
 //! the user's rights, and only what the operator names with root's.
 
+use std::os::unix::fs::OpenOptionsExt;
+
 use super::*;
+use crate::support::loop_device::LoopDevice;
 
 /// Files that anyone may use, in a directory that anyone may use.
 struct Shared {
@@ -121,4 +124,71 @@ fn backing_files_are_opened_as_the_user_unless_their_directory_is_named() {
     drop(start(&[allowed]).unwrap());
     set_mode(&base, 0o644);
     drop(start(&[]).unwrap());
+}
+
+/// An image on root's block device, which the kernel gives to one process only, lacks its backing file. The process that takes
+/// over opens the device while it is root, also after an upgrade that failed: when the file comes back, the disk is served.
+#[test]
+fn absent_disk_on_a_block_device_of_root_outlasts_upgrades() {
+    let test = "absent_disk_on_a_block_device_of_root_outlasts_upgrades";
+    if !is_root(test) {
+        return;
+    }
+    let Some(device) = LoopDevice::new() else {
+        return;
+    };
+    let (shared, disk) = (Shared::new(), Disk::new());
+    let base = shared.file("base.raw", 0o644);
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
+    let made = create.arg(&base).arg(&device.device).status();
+    if !made.is_ok_and(|status| status.success()) {
+        return println!("skipped: {test}: there is no qemu-img");
+    }
+    let away = shared.path("away");
+    fs::rename(&base, &away).unwrap();
+    let config = shared.path("r.toml");
+    let text = format!(
+        "allow-dir = {0:?}\nallow-backing = [{0:?}]\n[[disk]]\nname = 'i'\nformat = 'qcow2'\nfile = {1:?}\nsocket = {2:?}\n",
+        shared.dir.path(),
+        device.device,
+        shared.path("i.sock")
+    );
+    fs::write(&config, text).unwrap();
+    set_mode(&disk.file, 0o666);
+    let control = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let arguments = [
+        format!("--config={}", config.display()),
+        "--user=nobody".into(),
+        disk.argument("queues=2"),
+    ];
+    let mut served = Served::start_in(control, &arguments, None);
+    let lacks_base = |served: &Served| {
+        let problem = served.disk("i")["problem"].clone();
+        problem.as_str().is_some_and(|it| it.contains("base.raw"))
+    };
+    support::wait_until("the reason", || lacks_base(&served));
+    served.upgrade(&[]);
+    support::wait_until("the reason", || lacks_base(&served));
+    // It has received everything.
+    let hello = send_message(r#"{"protocol":2,"version":"x"}"#);
+    let failing = served.script("fails", &format!("{hello}; {RECEIVE_MESSAGE}; exit 1"));
+    served.assert_upgrade_fails(&failing, "cannot serve");
+    served.upgrade(&[]);
+    fs::rename(&away, &base).unwrap();
+    support::wait_until("the disk", || served.disk("i")["storage"] == "works");
+    let mut guest = Device::connect(shared.path("i.sock"), &DeviceConfig::default()).unwrap();
+    assert_eq!(guest.queues[0].read(0, 512).unwrap(), [7; 512]);
+    // Nobody else gets the device, and it stays so.
+    let is_taken = || {
+        let mut exclusive = fs::File::options();
+        exclusive.read(true).custom_flags(libc::O_EXCL);
+        let opened = exclusive.open(&device.device);
+        opened.is_err_and(|e| e.kind() == io::ErrorKind::ResourceBusy)
+    };
+    assert!(is_taken());
+    served.upgrade(&[]);
+    assert!(is_taken());
+    assert_eq!(guest.queues[0].read(0, 512).unwrap(), [7; 512]);
+    served.end();
 }
