@@ -456,9 +456,13 @@ pub fn emulation_failed(folder: &Path) -> bool {
 fn translation_failed(folder: &Path) -> bool {
     let log = fs::read(folder.join("qemu.log")).unwrap_or_default();
     let log = String::from_utf8_lossy(&log);
-    ["iotlb_to_section", "msix_table_mmio_read", "msix_table_mmio_write"]
-        .iter()
-        .any(|function| log.contains(&format!("{function}: Assertion")))
+    [
+        "iotlb_to_section",
+        "msix_table_mmio_read",
+        "msix_table_mmio_write",
+    ]
+    .iter()
+    .any(|function| log.contains(&format!("{function}: Assertion")))
 }
 
 /// Three reports take the guest's kernel more than a minute.
