@@ -94,6 +94,12 @@ impl BoundPath {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The file of `new`, which was made at this path again, is the one of this path's socket from now on.
+    pub fn renew(&self, new: &mut Socket) {
+        *self.lock() = new.place.lock().take();
+        new.owned = false;
+    }
+
     pub fn look(&self) -> PathStatus {
         match fs::symlink_metadata(&self.path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => PathStatus::Nothing,
@@ -191,8 +197,13 @@ impl Socket {
 
     /// Continues with the listener of `new`, which was made at the same path.
     pub fn renew(&mut self, mut new: Self) {
+        self.place.renew(&mut new);
+        self.listen_at(new);
+    }
+
+    /// Continues with the listener of `new`, whose file its path [has](BoundPath::renew) already.
+    pub fn listen_at(&mut self, mut new: Self) {
         std::mem::swap(&mut self.listener, &mut new.listener);
-        *self.place.lock() = new.place.lock().take();
     }
 
     /// Whether this process owns it.

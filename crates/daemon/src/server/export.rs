@@ -17,12 +17,12 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tracing::{error, info, warn};
 
 use crate::config::export::ExportSpec;
-use crate::config::spec::SocketAccess;
 use crate::inherited::{Gate, InheritedExport};
 use crate::node::Node;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::device::{BlockDevice, ServedDisk};
 use crate::server::error::ExportError;
+use crate::server::handover::locked;
 use crate::server::iothreads::NamedThread;
 use crate::socket::accept::Backoff;
 use crate::socket::{self, PathStatus, Socket};
@@ -46,9 +46,36 @@ pub struct Export {
     pause: Arc<Mutex<Option<WantedPause>>>,
     /// `stop` means the end, even if a pause is requested.
     stopping: Arc<AtomicBool>,
-    /// `stop` means that the socket has to be created again.
-    remake: Arc<AtomicBool>,
+    renewed: Arc<RenewedSocket>,
     listener: Option<JoinHandle<()>>,
+}
+
+/// A socket that was made again, until the thread of front-ends listens there. The session of a connected front-end is not
+/// interrupted for it.
+struct RenewedSocket {
+    socket: Mutex<Option<Socket>>,
+    /// Readable when there may be one.
+    event: OwnedFd,
+}
+
+impl RenewedSocket {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            socket: Mutex::default(),
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        })
+    }
+
+    fn set(&self, socket: Socket) {
+        *locked(&self.socket) = Some(socket);
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+
+    fn take(&self) -> Option<Socket> {
+        // Consumes the event.
+        let _ = rustix::io::read(&self.event, &mut [0; 8]);
+        locked(&self.socket).take()
+    }
 }
 
 /// The front-end that is connected.
@@ -155,6 +182,8 @@ impl Export {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| system("make an event descriptor")(e.into()))?;
         let stop = Arc::new(stop);
+        let renewed = RenewedSocket::new().map_err(system("make an event descriptor"))?;
+        let renewed = Arc::new(renewed);
         let front_end = Arc::new(FrontEnd::default());
         let (export_id, node_name) = (id.clone(), node.name().to_owned());
         let on_node = Arc::downgrade(&node);
@@ -181,15 +210,13 @@ impl Export {
             socket: bound,
             device: device.clone(),
             front_end: front_end.clone(),
-            access: spec.socket_access,
             pause: Arc::default(),
             stopping: Arc::default(),
-            remake: Arc::default(),
+            renewed: renewed.clone(),
             lines: Lines::default(),
             accepting: Backoff::default(),
         };
         let (pause, stopping) = (front.pause.clone(), front.stopping.clone());
-        let remake = front.remake.clone();
         let its_stop = stop.clone();
         let listener = thread::Builder::new()
             .name(format!("vhost-{id}"))
@@ -208,7 +235,7 @@ impl Export {
             stop,
             pause,
             stopping,
-            remake,
+            renewed,
             listener: Some(listener),
         })
     }
@@ -254,11 +281,25 @@ impl Export {
         match self.place.look() {
             PathStatus::Itself => None,
             PathStatus::Nothing => {
-                self.remake.store(true, Ordering::Release);
-                self.interrupt();
+                self.make_socket_again();
                 None
             }
             PathStatus::Other(what) => Some(what),
+        }
+    }
+
+    fn make_socket_again(&self) {
+        let (id, path) = (&self.id, self.place.path());
+        match Socket::bind(path, self.spec.socket_access) {
+            Ok(mut socket) => {
+                self.place.renew(&mut socket);
+                self.renewed.set(socket);
+                let path = path.display();
+                warn!("disk {id}: {path} had been removed; ringdisk has created it again");
+            }
+            Err(e) => {
+                error!("disk {id}: its socket had been removed, and cannot be created again: {e}")
+            }
         }
     }
 
@@ -282,7 +323,7 @@ impl Export {
             stop: _,
             pause: _,
             stopping: _,
-            remake: _,
+            renewed: _,
             listener: _,
         } = self;
         ExportOverride {
@@ -409,11 +450,10 @@ struct Frontends {
     name: String,
     socket: Socket,
     device: Arc<ServedDisk>,
-    access: SocketAccess,
     front_end: Arc<FrontEnd>,
     pause: Arc<Mutex<Option<WantedPause>>>,
     stopping: Arc<AtomicBool>,
-    remake: Arc<AtomicBool>,
+    renewed: Arc<RenewedSocket>,
     lines: Lines,
     accepting: Backoff,
 }
@@ -465,11 +505,20 @@ impl Frontends {
         }
     }
 
+    /// Listens at the socket that was made again, if it was.
+    fn renew_socket(&mut self) {
+        if let Some(socket) = self.renewed.take() {
+            self.socket.listen_at(socket);
+        }
+    }
+
     fn wait(&mut self, stop: BorrowedFd<'_>) -> Waited {
-        let name = &self.name;
         loop {
+            self.renew_socket();
+            let name = &self.name;
             let mut ready = [
                 PollFd::new(&stop, PollFlags::IN),
+                PollFd::new(&self.renewed.event, PollFlags::IN),
                 PollFd::new(&self.socket.listener, PollFlags::IN),
             ];
             match poll(&mut ready, None) {
@@ -479,6 +528,7 @@ impl Frontends {
                     return Waited::Failed;
                 }
                 Ok(_) if !ready[0].revents().is_empty() => return Waited::Stopped,
+                Ok(_) if !ready[1].revents().is_empty() => continue,
                 Ok(_) => {}
             }
             match self.socket.listener.accept() {
@@ -536,29 +586,12 @@ impl Frontends {
             *self.wanted_pause() = Some(wanted);
             return true;
         }
-        // Consumes the event. Others that set it set one of these first.
+        // Consumes the event. Another that sets it sets this first.
         let _ = rustix::io::read(stop, &mut [0; 8]);
-        self.stopping.load(Ordering::Acquire) || self.remake.load(Ordering::Acquire)
+        self.stopping.load(Ordering::Acquire)
     }
 
-    fn make_socket_again(&mut self) {
-        let (name, path) = (&self.name, self.socket.path().to_owned());
-        match Socket::bind(&path, self.access) {
-            Ok(socket) => {
-                warn!(
-                    "disk {name}: {} had been removed; ringdisk has created it again",
-                    path.display()
-                );
-                self.socket.renew(socket);
-            }
-            Err(e) => {
-                error!("disk {name}: its socket had been removed, and cannot be created again: {e}")
-            }
-        }
-    }
-
-    /// After `stop`: creates the socket again, or pauses and sends copies for a handover, and continues if that fails.
-    /// `None` means the end.
+    /// After `stop`: pauses and sends copies for a handover, and continues if that fails. `None` means the end.
     fn paused(
         &mut self,
         session: Option<(UnixStream, SavedSession)>,
@@ -569,9 +602,7 @@ impl Frontends {
         if self.stopping.load(Ordering::Acquire) {
             return None;
         }
-        if self.remake.swap(false, Ordering::AcqRel) && self.socket.is_removed() {
-            self.make_socket_again();
-        }
+        self.renew_socket();
         let wanted = self.wanted_pause().take();
         let Some(wanted) = wanted.and_then(|mut wanted| wanted.begins().then_some(wanted)) else {
             return Some(session);

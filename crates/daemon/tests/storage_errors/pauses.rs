@@ -1,5 +1,6 @@
 //! A VM is paused and resumed while its requests wait for storage: each is completed once, as without the pause.
 
+use rustix::process::{Pid, Signal, kill_process};
 use testkit::driver::RegionEntries;
 
 use super::hung::upgrade;
@@ -119,4 +120,37 @@ fn write_that_finds_no_space_during_an_upgrade_is_not_reported() {
         );
         assert!(server.terminate().unwrap().success());
     }
+}
+
+/// The socket was removed and is made again while writes wait for space, and the front-end keeps no record of requests in
+/// flight: the guest is told of no error.
+#[test]
+fn writes_wait_for_space_while_the_socket_is_made_again() {
+    let Some(setup) = Setup::new("raw", 34) else {
+        return;
+    };
+    let mut server = setup.serve("cache=none,werror=enospc", &[]);
+    let config = DeviceConfig {
+        inflight: false,
+        ..config()
+    };
+    let mut device = Device::connect(setup.socket(), &config).unwrap();
+    setup.storage.change(|s| s.full = true);
+    submit(&mut device, Op::Write);
+    wait_until("writes wait", || {
+        stats(&setup.control())["storage"] == "fails"
+    });
+    std::fs::remove_file(setup.socket()).unwrap();
+    let pid = Pid::from_raw(server.pid() as i32).unwrap();
+    kill_process(pid, Signal::HUP).unwrap();
+    server.wait_for_log(&["ringdisk has created it again"]);
+    assert!(setup.socket().exists());
+    assert_eq!(device.config().unwrap().num_queues, config.queues);
+    setup.storage.change(|s| s.full = false);
+    assert_eq!(finish(&mut device), vec![OK; usize::from(DEPTH)]);
+    drop(device);
+    let mut device = Device::connect(setup.socket(), &config).unwrap();
+    let read = device.queues[0].read(0, LEN as usize).unwrap();
+    assert_eq!(read, content(0, LEN as usize));
+    assert!(server.terminate().unwrap().success());
 }

@@ -1,5 +1,8 @@
 //! Sockets and other files of a process across upgrades.
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+
 use testkit::driver::Op;
 use testkit::vm::Qmp;
 
@@ -145,4 +148,29 @@ fn removed_sockets_are_recreated() {
     sockets
         .iter()
         .for_each(|socket| assert!(!socket.exists(), "{socket:?}"));
+}
+
+/// A front-end is in the middle of a message when its socket is made again: it is not cut off.
+#[test]
+fn socket_is_recreated_in_the_middle_of_a_message() {
+    let disk = Disk::new();
+    let served = Served::start(&[disk.argument("queues=2,name=disk")]);
+    let mut front_end = UnixStream::connect(&disk.socket).unwrap();
+    front_end.set_read_timeout(Some(HANG)).unwrap();
+    // VHOST_USER_GET_FEATURES, version 1, without a payload.
+    let words = [1u32, 1, 0].map(u32::to_ne_bytes);
+    let (first, rest) = words.as_flattened().split_at(7);
+    front_end.write_all(first).unwrap();
+    support::wait_until("the front-end", || served.disk("disk")["connected"] == true);
+    fs::remove_file(&disk.socket).unwrap();
+    let pid = Pid::from_raw(served.pid as i32).unwrap();
+    kill_process(pid, Signal::HUP).unwrap();
+    wait_for_path(&disk.socket);
+    let mut reply = [0; 20];
+    front_end.write_all(rest).unwrap();
+    front_end.read_exact(&mut reply).unwrap();
+    assert_eq!(reply[..4], words[0]);
+    drop(front_end);
+    assert!(Device::connect(&disk.socket, &config()).is_ok());
+    served.end();
 }
