@@ -29,6 +29,8 @@ enum Command {
     List(client::ListArgs),
     /// Serve another disk
     Attach(client::AttachArgs),
+    /// Print how a VM connects to a disk: options of QEMU, libvirt's XML, and arguments for Proxmox VE
+    ConnectInfo(client::ConnectInfoArgs),
     /// Stop serving a disk
     Detach(client::DetachArgs),
     /// Let NBD clients, such as backup programs, read or write a disk
@@ -118,6 +120,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Profile(args) => return Ok(profile::run(args)?),
         Command::List(args) => client::list(args),
         Command::Attach(args) => client::attach(args),
+        Command::ConnectInfo(args) => client::connect_info(args),
         Command::Detach(args) => client::detach(args),
         Command::Export(args) => client::export(args),
         Command::Resize(args) => client::resize(args),

@@ -75,6 +75,19 @@ pub struct AttachArgs {
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  ringdisk connect-info vm2
+  ringdisk connect-info vm2 --json | jq -r .libvirt.disk
+
+'ringdisk serve' and 'ringdisk attach' print the same when they begin to serve a disk.")]
+pub struct ConnectInfoArgs {
+    /// Name of the disk
+    name: String,
+    #[command(flatten)]
+    connection: Connection,
+}
+
+#[derive(clap::Args)]
 #[command(after_help = "Example:
   ringdisk detach vm2
 
@@ -384,6 +397,19 @@ pub fn attach(args: &AttachArgs) -> CommandResult {
         .open()?
         .call("x-ringdisk-attach", arguments)?;
     let text = reply["paste"].as_str().unwrap_or_default();
+    args.connection.say(&reply, text);
+    Ok(())
+}
+
+pub fn connect_info(args: &ConnectInfoArgs) -> CommandResult {
+    let arguments = json!({ "id": args.name });
+    let mut client = args.connection.open()?;
+    let mut reply = client.call("x-ringdisk-connect-info", arguments)?;
+    let text = reply["paste"].take();
+    if let Value::Object(members) = &mut reply {
+        members.remove("paste");
+    }
+    let text = text.as_str().unwrap_or_default().trim_end();
     args.connection.say(&reply, text);
     Ok(())
 }

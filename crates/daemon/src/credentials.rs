@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use nix::unistd::{Gid, Uid, setgid, setgroups, setuid};
 use rustix::fs::{Dir, Mode, OFlags};
 use rustix::io::Errno;
-use rustix::process::geteuid;
+use rustix::process::{getegid, geteuid};
 
 /// A user that this process can become.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,6 +55,37 @@ pub fn group(name: &str) -> Result<u32, String> {
         .ok_or_else(|| {
             format!("there is no group '{name}' in /etc/group; a number below 4294967295 will do")
         })
+}
+
+/// QEMU's group: `qemu` on Fedora, RHEL and Gentoo, `kvm` on Debian and its kin. None for a user whose own QEMU needs no
+/// group, and who may not give files to this one.
+pub fn qemu_group() -> Option<u32> {
+    let groups = &accounts().groups;
+    let there = ["qemu", "kvm"].iter();
+    let group = there.filter_map(|name| column(groups, name, 2)).next()?;
+    (geteuid().is_root() || getegid().as_raw() == group).then_some(group)
+}
+
+/// The name of a group, or its number.
+pub fn group_name(id: u32) -> String {
+    let mut lines = accounts().groups.lines();
+    let is_it = |line: &&str| line.split(':').nth(2).and_then(|gid| gid.parse().ok()) == Some(id);
+    let name = lines.find(is_it).and_then(|line| line.split(':').next());
+    name.map_or_else(|| id.to_string(), str::to_owned)
+}
+
+/// The users of whom a group consists, or whose main group it is.
+pub fn members(group: u32) -> Vec<u32> {
+    let Accounts { users, groups } = accounts();
+    let number = |line: &str, at| line.split(':').nth(at).and_then(|n| n.parse().ok());
+    let mut named = groups.lines().filter(|line| number(line, 2) == Some(group));
+    let named = named.next().and_then(|line| line.rsplit(':').next());
+    let named = named.unwrap_or_default().split(',');
+    let named = named.filter_map(|name| column(users, name, 2));
+    let main = users.lines().filter(|line| number(line, 3) == Some(group));
+    named
+        .chain(main.filter_map(|line| number(line, 2)))
+        .collect()
 }
 
 /// The id of a user, given by name or number.
@@ -150,10 +181,13 @@ fn is_own_file(name: &OsStr) -> bool {
 /// # Errors
 /// It cannot be created, or belongs to another user, who could place files there.
 pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Result<()> {
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(directory)?;
+    if let Some(parent) = directory.parent() {
+        // Such as the directory of the sockets, which others must be able to pass.
+        let mut passable = DirBuilder::new();
+        passable.recursive(true).mode(0o755).create(parent)?;
+    }
+    let mut private = DirBuilder::new();
+    private.recursive(true).mode(0o700).create(directory)?;
     // The directory that is checked is the one that is given away: links are not followed.
     let mut flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
     flags.set(OFlags::NOFOLLOW, user.is_some());

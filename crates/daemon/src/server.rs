@@ -53,7 +53,7 @@ use crate::server::connection_info::ConnectionInfo;
 use crate::server::error::ExportError;
 use crate::server::export::{Export, ExportContext, ExportSocket};
 use crate::server::iothreads::IoThreads;
-use crate::socket::Socket;
+use crate::socket::{Socket, reach};
 use crate::state::Remembered;
 use crate::state::store::{Configured, StateStore};
 
@@ -369,7 +369,7 @@ impl Server {
             (Some(inherited), _) => ExportSocket::Inherited(Box::new(inherited)),
             (None, Some(socket)) => ExportSocket::Bound(socket),
             (None, None) => {
-                let bind = || Socket::bind(&spec.socket, access);
+                let bind = || Socket::bind(&spec.socket, reach::of_guests(access));
                 let bound = rights.with_socket(&spec.socket, access, bind);
                 ExportSocket::Bound(bound.map_err(ExportError::from)?)
             }
@@ -390,7 +390,18 @@ impl Server {
         export.measure(!matches!(state.watch, LatencyMode::No));
         let ready = export.ready();
         state.exports.insert(spec.id.clone(), export);
+        drop(state);
+        reach::warn_if_closed(&spec.id, &spec.socket, reach::of_guests(access));
         Ok(ready)
+    }
+
+    /// How to connect a VM to a disk.
+    ///
+    /// # Errors
+    /// The disk is not served.
+    pub fn connect_info(&self, id: &str) -> Result<ConnectionInfo, ServerError> {
+        let ready = self.state().exports.get(id).map(Export::ready);
+        ready.ok_or_else(|| self.not_there(id))
     }
 
     /// Stops serving a disk, which stays open.

@@ -1,6 +1,7 @@
 //! Listening sockets, and what is at their paths.
 
 pub mod accept;
+pub mod reach;
 
 use std::fs;
 use std::io;

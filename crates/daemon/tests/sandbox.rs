@@ -234,6 +234,17 @@ fn sockets_get_their_configured_owner() {
             socket.gid(),
         )
     };
+    let groups = fs::read_to_string("/etc/group").unwrap();
+    let of_qemu = ["qemu", "kvm"].iter().find_map(|name| {
+        let line = groups
+            .lines()
+            .find(|line| line.starts_with(&format!("{name}:")))?;
+        line.split(':').nth(2)?.parse().ok()
+    });
+    match of_qemu {
+        Some(group) => assert_eq!(found(""), (0o660, 0, group)),
+        None => assert_eq!(found("").1, 0),
+    }
     assert_eq!(found("socket-mode=0606"), (0o606, 0, 0));
     assert_eq!(found("socket-group=nogroup"), (0o660, 0, 65534));
     let all = "socket-owner=nobody,socket-group=4,socket-mode=0620";
@@ -245,6 +256,34 @@ fn sockets_get_their_configured_owner() {
     };
     assert!(refused("socket-group=no-such-group").contains("no-such-group"));
     assert!(refused("socket-mode=rw").contains("0660"));
+}
+
+#[test]
+fn a_socket_that_qemu_cannot_reach_is_announced() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: a_socket_that_qemu_cannot_reach_is_announced: needs root");
+    }
+    let place = tempfile::tempdir_in("/run").unwrap();
+    let outer = place.path().display();
+    let disk = place.path().join("a.raw");
+    fs::File::create(&disk)
+        .and_then(|file| file.set_len(1 << 20))
+        .unwrap();
+    let log = |mode: u32| {
+        fs::set_permissions(place.path(), fs::Permissions::from_mode(mode)).unwrap();
+        let disk = disk.display();
+        let argument = format!("file={disk},socket={outer}/a.sock,socket-group=nogroup");
+        let mut server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[argument]).unwrap();
+        assert!(server.terminate().unwrap().success());
+        server.log()
+    };
+    let closed = log(0o700);
+    assert!(
+        closed.contains(&format!("'setfacl -m g:nogroup:x {outer}'")),
+        "{closed}"
+    );
+    let open = log(0o711);
+    assert!(!open.contains("setfacl"), "{open}");
 }
 
 /// Files that only root may open are served by an unprivileged user without root's rights.

@@ -45,6 +45,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("virsh", "libvirt-clients"),
     ("libvirtd", "libvirt-daemon"),
     ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
+    ("apparmor_parser", "apparmor"),
     ("patch", "patch"),
     ("xmllint", "libxml2-utils"),
     ("xz", "xz-utils"),

@@ -13,6 +13,13 @@ record! {
 }
 
 record! {
+    /// Arguments of `x-ringdisk-connect-info`.
+    RingdiskConnectInfo {
+        id: String = "id",
+    }
+}
+
+record! {
     /// Arguments of `x-ringdisk-resize`.
     RingdiskResize {
         id: String = "id",

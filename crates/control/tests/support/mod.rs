@@ -148,6 +148,7 @@ impl Handler for FakeDisks {
             Command::RingdiskAttach(RingdiskAttach { disk, .. }) => {
                 return Ok(json!({ "name": disk, "socket": format!("/run/{disk}.sock") }));
             }
+            Command::RingdiskConnectInfo(wanted) => return Ok(json!({ "name": wanted.id })),
             Command::RingdiskResize(RingdiskResize { size, .. }) => {
                 let size = size.unwrap_or(1 << 30);
                 return Ok(RingdiskResized { size }.to_json());

@@ -114,7 +114,7 @@ pub static DISK_KEYS: &[DiskKey] = &[
             Form::Text("MODE"),
             "permissions of the socket, as in `0660`; connecting requires permission to write",
         )
-        .by_default("as for any file that ringdisk creates"),
+        .by_default("0660 with a group, otherwise as for any file that ringdisk creates"),
         |disk, text| mode(text).map(|mode| disk.socket_access.mode = Some(mode)),
         |disk| disk.socket_access.mode.map(|mode| format!("{mode:04o}")),
     ),
@@ -124,7 +124,7 @@ pub static DISK_KEYS: &[DiskKey] = &[
             Form::Text("GROUP"),
             "group of the socket, as in `kvm`",
         )
-        .by_default("as for any file that ringdisk creates"),
+        .by_default("QEMU's, if root runs ringdisk and sets no owner or mode: `qemu` or `kvm`"),
         |disk, text| credentials::group(text).map(|id| disk.socket_access.group = Some(id)),
         |disk| disk.socket_access.group.map(|id| id.to_string()),
     ),

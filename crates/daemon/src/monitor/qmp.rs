@@ -21,7 +21,7 @@ use tracing::debug;
 
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::monitor::{explain, stats};
-use crate::server::connection_info;
+use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::handover::HandoverInProgress;
 use crate::server::iothreads::IoThreadError;
 use crate::server::reload::Reloader;
@@ -145,6 +145,7 @@ impl Qmp {
                 Ok(RingdiskResized { size }.to_json())
             }
             Command::RingdiskReplace(wanted) => replace(server, wanted),
+            Command::RingdiskConnectInfo(wanted) => connect_info(server.connect_info(&wanted.id)?),
             Command::RingdiskExplain(_) => Ok(explain::all(server)),
             Command::RingdiskResume(wanted) => {
                 let report = wanted.report.unwrap_or(false);
@@ -205,9 +206,13 @@ fn block_resize(server: &Server, wanted: BlockResize) -> Reply {
 fn attach(server: &Server, wanted: RingdiskAttach) -> Reply {
     let spec: Result<DiskSpec, _> = wanted.disk.parse();
     let spec = spec.map_err(|e| CommandError::generic(e.to_string()))?;
-    let ready = server.attach(relative_to(spec, wanted.directory))?;
-    let mut reply = serde_json::to_value(&ready).unwrap_or_default();
-    reply["paste"] = connection_info::text(&[ready]).into();
+    connect_info(server.attach(relative_to(spec, wanted.directory))?)
+}
+
+/// How to connect a VM, also as text.
+fn connect_info(disk: ConnectionInfo) -> Reply {
+    let mut reply = serde_json::to_value(&disk).unwrap_or_default();
+    reply["paste"] = connection_info::text(&[disk]).into();
     Ok(reply)
 }
 

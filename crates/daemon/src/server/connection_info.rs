@@ -20,6 +20,8 @@ pub struct ConnectionInfo {
     /// Arguments for QEMU; the memory's size is the VM's.
     pub qemu: Vec<String>,
     pub libvirt: Libvirt,
+    /// The value of `args:` in the configuration of a VM of Proxmox VE; the memory's size is the VM's.
+    pub proxmox: String,
 }
 
 /// Elements of a domain: one for the domain itself, the others for `<devices>`.
@@ -51,6 +53,26 @@ pub fn qemu(name: &str, socket: &str, queues: u16, queue_size: u16) -> Vec<Strin
     ]
     .map(str::to_owned)
     .to_vec()
+}
+
+/// The value of `args:` for Proxmox VE, which uses neither this address nor those after it on its second bridge: without an
+/// address, the disk would move when the VM gets another device.
+pub fn proxmox(name: &str, socket: &str, queues: u16, queue_size: u16) -> String {
+    let [chardev, device] = [
+        format!(
+            "socket,id={name},path={},reconnect-ms=1000",
+            socket.replace(',', ",,")
+        ),
+        format!(
+            "vhost-user-blk-pci,chardev={name},num-queues={queues},queue-size={queue_size},bus=pci.2,addr=0x19"
+        ),
+    ];
+    let memory = "-object memory-backend-memfd,id=ringmem,size=4096M,share=on -machine memory-backend=ringmem";
+    format!(
+        "{memory} -chardev {} -device {}",
+        quote(&chardev),
+        quote(&device)
+    )
 }
 
 /// XML for libvirt.
@@ -122,6 +144,15 @@ pub fn text(disks: &[ConnectionInfo]) -> String {
                 .lines()
                 .for_each(|line| text += &format!("    {line}\n"));
         }
+        text += &format!(
+            "\n  Proxmox VE (args: of the VM; size= is its memory:{}):\n    {}\n",
+            if first {
+                ""
+            } else {
+                "; another disk of the same VM needs only -chardev and -device, and another addr="
+            },
+            disk.proxmox
+        );
         text.push('\n');
     }
     text

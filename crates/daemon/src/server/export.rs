@@ -25,7 +25,7 @@ use crate::server::error::ExportError;
 use crate::server::handover::locked;
 use crate::server::iothreads::NamedThread;
 use crate::socket::accept::Backoff;
-use crate::socket::{self, PathStatus, Socket};
+use crate::socket::{self, PathStatus, Socket, reach};
 use crate::state::ExportOverride;
 
 /// A node in service. Dropping it finishes requests in flight, disconnects the front-end, and removes the socket.
@@ -290,7 +290,7 @@ impl Export {
 
     fn make_socket_again(&self) {
         let (id, path) = (&self.id, self.place.path());
-        match Socket::bind(path, self.spec.socket_access) {
+        match Socket::bind(path, reach::of_guests(self.spec.socket_access)) {
             Ok(mut socket) => {
                 self.place.renew(&mut socket);
                 self.renewed.set(socket);
@@ -364,6 +364,7 @@ impl Export {
             size: self.disk.size(),
             qemu: connection_info::qemu(&self.id, &socket, queues, queue_size),
             libvirt: connection_info::libvirt(&socket, queues, queue_size, fixed_buffers),
+            proxmox: connection_info::proxmox(&self.id, &socket, queues, queue_size),
             socket: self.socket.clone(),
             queues,
             queue_size,

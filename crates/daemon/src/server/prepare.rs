@@ -15,7 +15,7 @@ use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::Node;
 use crate::server::connection_info::ConnectionInfo;
-use crate::socket::{self, Socket};
+use crate::socket::{self, Socket, reach};
 
 /// How the target state differs from what is served now.
 pub struct TargetState<'a> {
@@ -171,7 +171,7 @@ impl Server {
 
     /// If another disk still has the path, a socket next to it.
     fn make_socket(&self, export: &ExportSpec) -> Result<Socket, ServerError> {
-        let (path, access) = (&export.socket, export.socket_access);
+        let (path, access) = (&export.socket, reach::of_guests(export.socket_access));
         self.sandbox.check_socket(path)?;
         let ours: Vec<_> = {
             let state = self.state();

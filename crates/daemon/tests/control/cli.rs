@@ -97,6 +97,15 @@ fn json_output() {
         (&2.into(), &(16 << 20).into())
     );
     assert!(attached["qemu"].is_array() && attached["libvirt"].is_object());
+    let mut again = ringdisk.json(&["connect-info", "vm1"]);
+    again["paste"] = attached["paste"].clone();
+    assert_eq!(again, attached);
+    let printed = ringdisk.ringdisk(&["connect-info", "vm1"]);
+    let pasted = attached["paste"].as_str().unwrap();
+    assert_eq!(printed.out.trim_end(), pasted.trim_end());
+    ringdisk
+        .ringdisk(&["connect-info", "vm2"])
+        .assert_fails(1, &["vm2"]);
     let mut device = Device::connect(
         attached["socket"].as_str().unwrap(),
         &DeviceConfig::default(),

@@ -92,6 +92,7 @@ fn text_matches_json_and_is_valid_shell_and_xml() {
     let server = TextServer::serve(&[argument]);
 
     let (qemu, libvirt) = server.text.split_once("  libvirt").unwrap();
+    let (libvirt, proxmox) = libvirt.split_once("  Proxmox VE").unwrap();
     let lines = qemu.lines().filter(|l| l.starts_with("    "));
     let pasted: String = lines.map(|l| format!("{l}\n")).collect();
     let (others, last) = pasted.trim_end().rsplit_once('\n').unwrap();
@@ -100,6 +101,15 @@ fn text_matches_json_and_is_valid_shell_and_xml() {
     let script = format!("printf '%s\\n' \\\n{pasted}\n");
     let (_, read) = run(Command::new("sh").args(["-c", &script]));
     assert_eq!(read.lines().collect::<Vec<_>>(), strings(&ready["qemu"]));
+
+    let arguments = proxmox.lines().find_map(|l| l.strip_prefix("    "));
+    assert_eq!(arguments, ready["proxmox"].as_str());
+    let script = format!("printf '%s\\n' {}", arguments.unwrap());
+    let (_, read) = run(Command::new("sh").args(["-c", &script]));
+    let chardev = strings(&ready["qemu"])[7].to_owned();
+    let device = format!("{},bus=pci.2,addr=0x19", strings(&ready["qemu"])[9]);
+    let read: Vec<_> = read.lines().skip(4).collect();
+    assert_eq!(read, ["-chardev", &chardev, "-device", &device]);
 
     let lines = libvirt.lines().filter_map(|l| l.strip_prefix("    "));
     let xml: String = lines.map(|l| format!("{l}\n")).collect();

@@ -48,8 +48,11 @@ fn the_installed_package_serves_disks() {
     check_files(&root);
     check_scripts(&control);
     check_allocator(&root, &control);
+    check_apparmor(&root, &control);
     service::install_and_use(built, &package, &newer, folder.path());
 }
+
+const APPARMOR_RULE: &str = "etc/apparmor.d/abstractions/libvirt-qemu.d/ringdisk";
 
 fn check_files(root: &Path) {
     for (path, mode) in [
@@ -57,6 +60,7 @@ fn check_files(root: &Path) {
         ("usr/lib/systemd/system/ringdisk.service", 0o644),
         ("usr/lib/sysusers.d/ringdisk.conf", 0o644),
         ("etc/ringdisk/ringdisk.toml", 0o644),
+        (APPARMOR_RULE, 0o644),
         ("usr/share/doc/ringdisk/copyright", 0o644),
         ("usr/share/doc/ringdisk/getting-started.md", 0o644),
         ("usr/share/doc/ringdisk/operating/configuration.md", 0o644),
@@ -74,7 +78,10 @@ fn check_files(root: &Path) {
 /// The scripts keep the user's configuration, and an upgrade does not stop running disks.
 fn check_scripts(control: &Path) {
     let read = |name: &str| fs::read_to_string(control.join(name)).unwrap();
-    assert_eq!(read("conffiles").trim(), "/etc/ringdisk/ringdisk.toml");
+    let kept = read("conffiles");
+    let kept: Vec<_> = kept.lines().collect();
+    let rule = format!("/{APPARMOR_RULE}");
+    assert_eq!(kept, ["/etc/ringdisk/ringdisk.toml", rule.as_str()]);
     let (postinst, prerm) = (read("postinst"), read("prerm"));
     assert!(postinst.contains("systemd-sysusers"), "{postinst}");
     assert!(postinst.contains("deb-systemd-invoke start"), "{postinst}");
@@ -83,6 +90,39 @@ fn check_scripts(control: &Path) {
     assert!(prerm.contains("\"$1\" = remove ]"), "{prerm}");
     for script in ["postinst", "prerm", "postrm"] {
         checked(Command::new("sh").arg("-n").arg(control.join(script)));
+    }
+}
+
+/// AppArmor accepts the rule, both where libvirt includes its directory and through the line that postinst adds.
+fn check_apparmor(root: &Path, control: &Path) {
+    if find_program("apparmor_parser").is_none() {
+        return println!("skipped: check_apparmor: apparmor_parser is missing");
+    }
+    let base = root.join("etc/apparmor.d");
+    let postinst = fs::read_to_string(control.join("postinst")).unwrap();
+    let mut quoted = postinst.split('\'');
+    let line = quoted.find(|text| text.starts_with("include if exists"));
+    let additions = base.join("local/abstractions/libvirt-qemu");
+    fs::create_dir_all(additions.parent().unwrap()).unwrap();
+    fs::write(&additions, format!("{}\n", line.unwrap())).unwrap();
+    let profile = base.join("profile");
+    for include in [
+        "abstractions/libvirt-qemu.d",
+        "local/abstractions/libvirt-qemu",
+    ] {
+        fs::write(
+            &profile,
+            format!("profile vm {{\n  include <{include}>\n}}\n"),
+        )
+        .unwrap();
+        let parse = |option: &str| {
+            let mut parser = Command::new("apparmor_parser");
+            parser.args(["--skip-kernel-load", "--skip-cache", option, "--base"]);
+            checked(parser.args([&base, &profile]))
+        };
+        parse("--quiet");
+        let read = String::from_utf8(parse("--preprocess").stdout).unwrap();
+        assert!(read.contains("/run/ringdisk/*.sock rw,"), "{read}");
     }
 }
 

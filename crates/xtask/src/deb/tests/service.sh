@@ -34,7 +34,8 @@ serves() {
     [ "$(disks)" = "$1" ]
     for disk in $1; do
         socket=/run/ringdisk/$disk.sock
-        [ "$(stat -c '%F %U:%G %A' $socket)" = 'socket ringdisk:kvm srwxrwx---' ]
+        grep -qF "${socket%/*}/*.sock rw," /etc/apparmor.d/abstractions/libvirt-qemu.d/ringdisk
+        [ "$(stat -c '%F %U:%G %A' $socket)" = 'socket ringdisk:kvm srw-rw----' ]
     done
 }
 # Runs a command with the rights of QEMU.
@@ -55,6 +56,8 @@ serves ''
 [ "$(stat -c '%U:%G %a' /run/ringdisk)" = 'ringdisk:kvm 750' ]
 [ "$(stat -c '%U:%G %a' /var/lib/ringdisk)" = 'ringdisk:kvm 750' ]
 [ "$(getent passwd ringdisk | cut -d : -f 6,7)" = /var/lib/ringdisk:/usr/sbin/nologin ]
+additions=/etc/apparmor.d/local/abstractions/libvirt-qemu
+grep -q '^include if exists <abstractions/libvirt-qemu.d> # ringdisk$' $additions
 # systemd ignores settings that it does not know, with a warning.
 [ -z "$(systemd-analyze verify --man=no ringdisk.service 2>&1 | grep -F ringdisk.service)" ]
 ok 'the package is installed, and its service runs'
@@ -263,6 +266,8 @@ dpkg -r ringdisk >/run/dpkg
 [ -e /etc/ringdisk/ringdisk.toml ]
 dpkg -P ringdisk >/run/dpkg
 [ ! -e /etc/ringdisk ]
+[ ! -e /etc/apparmor.d/abstractions/libvirt-qemu.d/ringdisk ]
+if grep ringdisk $additions; then exit 1; fi
 [ "$(is LoadState)" = not-found ]
 [ -e /var/lib/ringdisk/file.raw ]
 ok 'removing the package leaves only the disks'
