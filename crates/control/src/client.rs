@@ -93,6 +93,18 @@ pub enum ClientError {
         /// What was received instead.
         problem: String,
     },
+    /// The result is not what the command returns.
+    #[error(
+        "{path}: {command} returns {result}, which this ringdisk does not understand; run the one of the server's version, \
+         and check that the server is a ringdisk",
+        path = .path.display()
+    )]
+    Unexpected {
+        path: PathBuf,
+        command: String,
+        /// Its beginning.
+        result: String,
+    },
     /// The server has refused the command.
     #[error("{command}: {error}")]
     Refused {
@@ -163,6 +175,27 @@ impl Client {
     /// any more.
     pub fn call(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
         self.call_by(command, arguments, Instant::now() + self.timeout)
+    }
+
+    /// As `call`, for a result that is as `is_right` says.
+    ///
+    /// # Errors
+    /// As `call`; or the result is another.
+    pub fn call_for(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        is_right: impl FnOnce(&Value) -> bool,
+    ) -> Result<Value, ClientError> {
+        let result = self.call(command, arguments)?;
+        if is_right(&result) {
+            return Ok(result);
+        }
+        Err(ClientError::Unexpected {
+            path: self.path.clone(),
+            command: command.into(),
+            result: excerpt(&result.to_string()).into(),
+        })
     }
 
     /// As `call`, for a command that this side has already checked.

@@ -338,7 +338,7 @@ impl Connection {
 pub fn list(args: &ListArgs) -> CommandResult {
     if args.explain {
         let mut client = args.connection.open()?;
-        let disks = client.call("x-ringdisk-explain", json!({}))?;
+        let disks = client.call_for("x-ringdisk-explain", json!({}), is_list)?;
         args.connection.say(&disks, &explain::text(&disks));
         return Ok(());
     }
@@ -395,7 +395,9 @@ pub fn attach(args: &AttachArgs) -> CommandResult {
     let reply = args
         .connection
         .open()?
-        .call("x-ringdisk-attach", arguments)?;
+        .call_for("x-ringdisk-attach", arguments, |reply| {
+            reply["paste"].is_string()
+        })?;
     let text = reply["paste"].as_str().unwrap_or_default();
     args.connection.say(&reply, text);
     Ok(())
@@ -444,7 +446,9 @@ pub fn resize(args: &ResizeArgs) -> CommandResult {
         Some(size) => json!({ "id": args.name, "size": size }),
         None => json!({ "id": args.name }),
     };
-    let reply = client.call("x-ringdisk-resize", arguments)?;
+    let reply = client.call_for("x-ringdisk-resize", arguments, |reply| {
+        reply["size"].is_u64()
+    })?;
     let size = format_size(reply["size"].as_u64().unwrap_or(0));
     let text = format!("disk {} has {size} now", args.name);
     args.connection.say(&reply, &text);
@@ -560,7 +564,7 @@ pub fn resume(args: &ResumeArgs) -> CommandResult {
 
 pub fn reload(args: &ReloadArgs) -> CommandResult {
     let mut client = args.connection.open()?;
-    let reply = client.call("x-ringdisk-reload", json!({}))?;
+    let reply = client.call_for("x-ringdisk-reload", json!({}), Value::is_object)?;
     let sentences = ["left-out", "unreachable"].map(|key| reply[key].as_array());
     let sentences = sentences.into_iter().flatten().flatten();
     let sentences = sentences.filter_map(Value::as_str).map(escaped);
@@ -578,7 +582,22 @@ pub fn reload(args: &ReloadArgs) -> CommandResult {
 
 /// All disks and I/O threads with their statistics.
 pub fn answer(client: &mut Client) -> Result<Value, ClientError> {
-    client.call("x-ringdisk-stats", json!({}))
+    client.call_for("x-ringdisk-stats", json!({}), |reply| {
+        is_list(&reply["disks"])
+    })
+}
+
+/// The NBD server and its exports.
+fn nbd_server(client: &mut Client) -> Result<Value, ClientError> {
+    client.call_for("x-ringdisk-nbd", json!({}), |reply| {
+        is_list(&reply["exports"])
+    })
+}
+
+/// Whether a reply is a list of objects.
+fn is_list(reply: &Value) -> bool {
+    let all = reply.as_array();
+    all.is_some_and(|all| all.iter().all(Value::is_object))
 }
 
 fn limits_text(disk: &Value) -> String {

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::export::uri;
 use super::guest_agent::Frozen;
 use super::interrupt::Interrupt;
-use super::{CommandLineError, CommandResult, Connection, row, table};
+use super::{CommandLineError, CommandResult, Connection, is_list, nbd_server, row, table};
 use crate::config::nbd::id_of;
 use crate::server::connection_info::quote;
 use crate::server::handover::HandoverInProgress;
@@ -248,7 +248,7 @@ pub fn devices(
 /// # Errors
 /// There is no such backup.
 pub fn open_disks(client: &mut Client, id: &str) -> Result<Vec<Value>, CommandLineError> {
-    let open = client.call("x-ringdisk-backups", json!({}))?;
+    let open = open_backups(client)?;
     let mut open = open.as_array().into_iter().flatten();
     let found = open.find(|backup| backup["id"] == id);
     let found = found.ok_or_else(|| CommandLineError::NoBackup(id.into()))?;
@@ -298,7 +298,7 @@ pub fn open(
     }
     let bps = size("bps", &opening.bps)?;
     let mut client = connection.open()?;
-    let server = client.call("x-ringdisk-nbd", json!({}))?;
+    let server = nbd_server(&mut client)?;
     if server["address"].is_null() {
         return Err(CommandLineError::NoNbd);
     }
@@ -306,7 +306,7 @@ pub fn open(
     arguments["x-ringdisk-token"] = token.as_str().into();
     let caller = client.hang_up_handle()?;
     let frozen = Frozen::freeze(&opening.guest_agent, interrupt)?;
-    let setup = || client.call("backup-access-setup", arguments);
+    let setup = || client.call_for("backup-access-setup", arguments, is_list);
     let (begun, watched) = frozen.during(setup, || caller.hang_up());
     let begun = begun.map_err(CommandLineError::from);
     if let Err(CommandLineError::Refused(why)) = begun {
@@ -422,8 +422,16 @@ fn export(
     Ok((all, table(&rows) + "\n" + &notes.concat()))
 }
 
+/// The open backups, each with its devices.
+fn open_backups(client: &mut Client) -> Result<Value, ClientError> {
+    client.call_for("x-ringdisk-backups", json!({}), |reply| {
+        let mut all = reply.as_array().into_iter().flatten();
+        is_list(reply) && all.all(|backup| is_list(&backup["devices"]))
+    })
+}
+
 fn list(connection: &Connection) -> CommandResult {
-    let open = connection.open()?.call("x-ringdisk-backups", json!({}))?;
+    let open = open_backups(&mut connection.open()?)?;
     let heading = ["ID", "DISKS", "IN MEMORY", "IN FILE", "HELD", "STATE"];
     let mut rows = vec![row(heading)];
     for backup in open.as_array().into_iter().flatten() {

@@ -4,7 +4,7 @@ use block::{format_size, parse_size};
 use serde_json::{Value, json};
 
 use super::stats::check_present;
-use super::{CommandLineError, CommandResult, Connection, answer, row, table};
+use super::{CommandLineError, CommandResult, Connection, answer, is_list, row, table};
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -142,7 +142,7 @@ impl One {
 
 fn list(names: &[String], connection: &Connection) -> CommandResult {
     let mut client = connection.open()?;
-    let nodes = client.call("query-named-block-nodes", json!({}))?;
+    let nodes = client.call_for("query-named-block-nodes", json!({}), is_list)?;
     let nodes = nodes.as_array().cloned().unwrap_or_default();
     let name_of = |node: &Value| node["node-name"].as_str().unwrap_or_default().to_owned();
     let all: Vec<_> = nodes.iter().map(name_of).collect();

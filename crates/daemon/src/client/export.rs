@@ -6,7 +6,7 @@ use block::{format_size, parse_size};
 use control::Client;
 use serde_json::{Value, json};
 
-use super::{CommandLineError, CommandResult, Connection, row, table};
+use super::{CommandLineError, CommandResult, Connection, nbd_server, row, table};
 use crate::config::nbd::{NbdAddress, id_of};
 
 #[derive(clap::Args)]
@@ -60,7 +60,7 @@ pub fn export(args: &ExportArgs) -> CommandResult {
     let name = args.name.as_ref().unwrap_or(disk);
     if args.remove {
         let mode = if args.force { "hard" } else { "safe" };
-        let server = client.call("x-ringdisk-nbd", json!({}))?;
+        let server = nbd_server(&mut client)?;
         let exports = server["exports"].as_array();
         let mut named = exports
             .into_iter()
@@ -94,12 +94,12 @@ pub fn export(args: &ExportArgs) -> CommandResult {
         arguments["x-ringdisk-iops"] = iops.into();
     }
     if let Some(address) = &args.listen
-        && client.call("x-ringdisk-nbd", json!({}))?["address"] != address.to_string()
+        && nbd_server(&mut client)?["address"] != address.to_string()
     {
         client.call("nbd-server-start", json!({ "addr": legacy(address)? }))?;
     }
     client.call("block-export-add", arguments)?;
-    let server = client.call("x-ringdisk-nbd", json!({}))?;
+    let server = nbd_server(&mut client)?;
     let uri = uri(&server, name);
     let reply = json!({ "id": id_of(name), "name": name, "uri": uri });
     args.connection.say(&reply, &uri);
@@ -121,7 +121,7 @@ fn legacy(address: &NbdAddress) -> Result<Value, CommandLineError> {
 }
 
 fn list(client: &mut Client, connection: &Connection) -> CommandResult {
-    let mut server = client.call("x-ringdisk-nbd", json!({}))?;
+    let mut server = nbd_server(client)?;
     let mut exports = match server["exports"].take() {
         Value::Array(exports) => exports,
         _ => Vec::new(),

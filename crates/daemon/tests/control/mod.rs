@@ -23,3 +23,4 @@ mod replace;
 mod server;
 mod snapshot;
 pub mod stored_disk;
+mod unexpected_replies;

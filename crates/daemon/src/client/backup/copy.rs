@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use super::super::interrupt::Interrupt;
 use super::super::nbd_client::{Address, Extent, NbdClient, Stop, TRANSFER_MAX};
-use super::super::{CommandLineError, CommandResult, Connection};
+use super::super::{CommandLineError, CommandResult, Connection, nbd_server};
 use super::{CHECKPOINT, Opening};
 use crate::config::nbd::NbdAddress;
 use target::{Target, Writer};
@@ -107,7 +107,7 @@ pub fn copy(args: &CopyArgs) -> CommandResult {
     let interrupt = Interrupt::register();
     let (connection, id) = (&args.connection, &*args.id);
     let mut client = connection.open()?;
-    let server = client.call("x-ringdisk-nbd", json!({}))?;
+    let server = nbd_server(&mut client)?;
     let address = address_of(&server)?;
     let (disks, token) = if args.open {
         (super::open_disks(&mut client, id)?, None)
