@@ -5,7 +5,7 @@ use crate::support;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -146,6 +146,61 @@ fn journal_of_another_user_is_reported() {
     std::os::unix::fs::symlink(&elsewhere, &journal).unwrap();
     let refused = start(&nobody).err().unwrap().to_string();
     assert!(refused.contains("cannot be opened"), "{refused}");
+}
+
+/// A journal that the user of `--user` cannot look for may be there: the image is not served without it.
+#[test]
+fn journal_in_a_closed_directory_is_not_skipped() {
+    let test = "journal_in_a_closed_directory_is_not_skipped";
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: {test}: needs root");
+    }
+    let Some(image) = Image::new(test, "") else {
+        return;
+    };
+    let place = image.file.parent().unwrap();
+    let path = |name: &str| place.join(name);
+    let mode = |place: &Path, mode| {
+        fs::set_permissions(place, PermissionsExt::from_mode(mode)).unwrap();
+    };
+    mode(place, 0o755);
+    for own in [place, &image.file] {
+        chown(own, Some(65534), None).unwrap();
+    }
+    let nobody = ["--user", "nobody"];
+    let server = image.serve("runtime", &nobody).unwrap();
+    write(&server);
+    server.signal(Signal::KILL);
+    drop(server);
+
+    let runtime = path("runtime");
+    mode(&runtime, 0o700);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    let control = path("c.qmp").display().to_string();
+    command.args(["serve", "--json", "--allow-dir"]).arg(place);
+    command.args(nobody).args(["--control", &control]);
+    command.env("RUNTIME_DIRECTORY", &runtime);
+    let mut server = Server::ringdisk_command(command).unwrap();
+    let attach = |more: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(["attach", &format!("{}{more}", image.argument())]);
+        let output = command.args(["--control", &control]).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        (output.status.success(), text)
+    };
+    fs::remove_file(&image.disk.socket).unwrap();
+    for more in ["", ",readonly=on"] {
+        let (done, text) = attach(more);
+        assert!(!done && text.contains("cannot be seen"), "{text}");
+    }
+    mode(&runtime, 0o711);
+    let (done, text) = attach("");
+    assert!(done, "{text}");
+    server.wait_for_log(&["from the journal of a killed process"]);
+    let mut device = Device::connect(&image.disk.socket, &DeviceConfig::default()).unwrap();
+    assert_eq!(device.queues[0].read(9, 4096).unwrap(), content(9, 4096));
+    drop(device);
+    assert!(server.terminate().unwrap().success());
 }
 
 /// Anyone can guess a journal's file name and put a forged journal into their own directory: only the number stored in

@@ -20,7 +20,7 @@ pub use qcow2::{
     Allocation, Awaited, BITMAP_BYTES_MAX, CheckReport, Compression, Damage, DamagedPart, Fill,
     Generations, HeaderError, ImageError, JournalEvent, JournalFile, JournalOwner, OpenOptions,
     Pin, Pins, Prepared, Progress, Qcow2, Qcow2Error, Reclaimed, ThreadPins, UnusableBitmap,
-    ZeroMode, ZeroStep, journal_owner,
+    ZeroMode, ZeroStep, journal_owner, may_have_journal,
 };
 pub use storage::{PlainFile, Storage};
 

@@ -62,7 +62,7 @@ pub use compressed::Compression;
 pub use error::{Damage, DamagedPart, ImageError};
 pub use header::HeaderError;
 pub use journal::{Generations, JournalEvent, JournalFile, JournalOwner};
-pub use open::{OpenOptions, Qcow2Error, journal_owner};
+pub use open::{OpenOptions, Qcow2Error, journal_owner, may_have_journal};
 pub use pins::{Pin, Pins, ThreadPins};
 pub use progress::Progress;
 pub use reclaim::Reclaimed;

@@ -2,14 +2,14 @@
 //! killed.
 
 use std::fs::OpenOptions;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use engine::DiskFile;
-use image::{JournalEvent, JournalFile, JournalOwner, PlainFile, journal_owner};
+use image::{JournalEvent, JournalFile, JournalOwner, PlainFile, journal_owner, may_have_journal};
 use thiserror::Error;
 use tracing::{error, info, warn};
 
@@ -49,6 +49,13 @@ pub enum JournalError {
         path = .0.display(), error = .1
     )]
     Unusable(PathBuf, io::Error),
+    #[error(
+        "it says that it has a journal, and whether that is {path} cannot be seen: {error}; it may contain acknowledged writes \
+         of a killed ringdisk, which would be lost: give the user as which ringdisk runs access to the directories on the \
+         way ('setfacl -m u:USER:x DIRECTORY'), and serve the disk again",
+        path = .0.display(), error = .1
+    )]
+    Hidden(PathBuf, io::Error),
     #[error(
         "acknowledged writes of a killed ringdisk are not yet in {image}, but in its journal {journal}, and would be \
          missing: serve that image itself once, writable, as the same user and with the same runtime directory as before, \
@@ -92,11 +99,15 @@ impl Journals {
                 return Ok(Err(JournalError::AnotherUsers(path)));
             }
             let path = self.directory.join(&identity.file_name);
-            match self.try_open(disk, &identity, &path) {
-                Err(e) if path.symlink_metadata().is_ok() => {
-                    Ok(Err(JournalError::Unusable(path, e)))
-                }
-                journal => journal.map(|journal| Ok((journal, path))),
+            let e = match self.try_open(disk, &identity, &path) {
+                Ok(journal) => return Ok(Ok((journal, path))),
+                Err(e) => e,
+            };
+            match look(&path) {
+                Ok(true) => Ok(Err(JournalError::Unusable(path, e))),
+                Ok(false) => Err(e),
+                Err(_) if !may_have_journal(&readable(file)) => Err(e),
+                Err(hidden) => Ok(Err(JournalError::Hidden(path, hidden))),
             }
         });
         match opened {
@@ -122,14 +133,21 @@ impl Journals {
         let identity = Identity::of(file).ok();
         let found = identity.and_then(|identity| {
             let path = self.directory.join(&identity.file_name);
-            match journal_at(&path, &identity, file) {
-                // Errors are reported when the image is opened for writing.
-                Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => Some(path),
-                _ => self.of_another_user(disk, file, &identity),
+            if let Err(hidden) = look(&path) {
+                return Some(JournalError::Hidden(path, hidden));
             }
+            let journal = match journal_at(&path, &identity, file) {
+                // Errors are reported when the image is opened for writing.
+                Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => path,
+                _ => self.of_another_user(disk, file, &identity)?,
+            };
+            Some(JournalError::NotReplayed {
+                image: image.clone(),
+                journal,
+            })
         });
-        if let Some(journal) = found {
-            return Err(JournalError::NotReplayed { image, journal });
+        if let Some(error) = found {
+            return Err(error);
         }
         warn!(
             "disk {disk}: {} says that it has a journal, but there is none in {}. This is normal after a crash of the host, and \
@@ -239,18 +257,30 @@ impl Journals {
     }
 }
 
+/// Whether there is something at a path. An error means that nobody knows.
+fn look(path: &Path) -> io::Result<bool> {
+    match path.symlink_metadata() {
+        Ok(_) => Ok(true),
+        Err(e) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind()) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+fn readable(file: &Arc<DiskFile>) -> FileStorage {
+    FileStorage {
+        file: file.clone(),
+        flushes: false,
+    }
+}
+
 /// Which image the journal at a path belongs to; `None` if there is none or it cannot be opened.
 fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOwner> {
     let journal = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
-    let image = FileStorage {
-        file: file.clone(),
-        flushes: false,
-    };
     let journal = PlainFile(journal.ok()?);
-    Some(journal_owner(&journal, &identity.bytes, &image))
+    Some(journal_owner(&journal, &identity.bytes, &readable(file)))
 }
 
 /// Identifies an image, within a boot of the host.

@@ -136,6 +136,11 @@ pub fn journal_owner(
     }
 }
 
+/// Whether an image says that it has a journal somewhere, which may contain what the image lacks.
+pub fn may_have_journal(image: &dyn Storage) -> bool {
+    read_header(image).is_ok_and(|(header, _)| journal::journal_bits(&header).is_why_dirty())
+}
+
 /// Reads the header. Also returns the bytes of the first cluster.
 pub(crate) fn read_header(storage: &dyn Storage) -> Result<(Header, Vec<u8>), Qcow2Error> {
     let mut first = vec![0; 512];
