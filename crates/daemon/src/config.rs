@@ -1,5 +1,5 @@
-//! The configuration file: disks, groups of disks, and I/O threads. It is checked completely before any of it takes
-//! effect.
+//! The configuration file, and those in the directory beside it: disks, groups of disks, and I/O threads. All of it is
+//! checked before any of it takes effect.
 
 pub mod conflicts;
 pub mod cpus;
@@ -42,8 +42,11 @@ use self::nbd::{NbdAddress, NbdConfig, NbdExportSpec};
 use self::spec::DiskSpec;
 use self::values::{Entry, Mistake, Table, entries};
 
-/// The largest file that is read, in bytes.
+/// The most that is read, in bytes, of all files together.
 const BYTES_MAX: u64 = 4 << 20;
+
+/// The directory with more files, beside the file.
+const DIRECTORY: &str = "disks.d";
 
 /// The contents of a file. What is absent has the default of the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -93,8 +96,14 @@ pub struct ThreadSpec {
 pub enum ConfigError {
     #[error("{0}: cannot be read: {1}; is it the path of the configuration?")]
     Read(PathBuf, io::Error),
-    #[error("{0}: is larger than {BYTES_MAX} bytes; is it the right file?")]
+    #[error(
+        "{0}: is larger than {BYTES_MAX} bytes, with the files before it; is it the right file?"
+    )]
     TooLarge(PathBuf),
+    #[error(
+        "{0}: is not a file; move it out of the directory, or give it a name that does not end in .toml"
+    )]
+    NotAFile(PathBuf),
     /// The line counts from 1.
     #[error("{file}, line {line}: {problem}")]
     Line {
@@ -141,24 +150,29 @@ impl Config {
         }
     }
 
-    /// Reads and checks a file.
+    /// Reads and checks a file, and the files `*.toml` in the directory `disks.d` beside it, in the order of their names.
     ///
     /// # Errors
-    /// The file has a mistake; the error gives the line, the key and the allowed values of the first one.
+    /// A file has a mistake; the error gives the file, the line, the key and the allowed values of the first one.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let fail = |e| ConfigError::Read(path.into(), e);
-        let mut text = String::new();
-        let file = fs::File::open(path).map_err(fail)?;
-        file.take(BYTES_MAX + 1)
-            .read_to_string(&mut text)
-            .map_err(fail)?;
-        if text.len() as u64 > BYTES_MAX {
-            return Err(ConfigError::TooLarge(path.into()));
+        let mut left = BYTES_MAX;
+        let mut files = vec![(path.to_owned(), read_text(path, &mut left)?)];
+        for path in beside(path)? {
+            let is_file = fs::metadata(&path).is_ok_and(|there| there.is_file());
+            if !is_file {
+                return Err(ConfigError::NotAFile(path));
+            }
+            let text = read_text(&path, &mut left)?;
+            files.push((path, text));
         }
-        Self::parse(&text).map_err(|Mistake { at, problem }| ConfigError::Line {
-            file: path.into(),
-            line: line_at(&text, at),
-            problem,
+        let texts: Vec<_> = files.iter().map(|(_, text)| text.as_str()).collect();
+        Self::parse_all(&texts).map_err(|(which, Mistake { at, problem })| {
+            let (file, text) = &files[which];
+            ConfigError::Line {
+                file: file.clone(),
+                line: line_at(text, at),
+                problem,
+            }
         })
     }
 
@@ -176,44 +190,80 @@ impl Config {
         }
     }
 
-    fn parse(text: &str) -> Result<Self, Mistake> {
-        let table = DeTable::parse(text).map_err(|e| {
-            let at = e.span().map_or(0, |span| span.start);
-            Mistake::new(at..at, e.message().trim())
-        })?;
+    /// Reads the text of the file, and those of the files beside it, which have only tables. A mistake is in the text with
+    /// that index.
+    fn parse_all(texts: &[&str]) -> Result<Self, (usize, Mistake)> {
+        let parsed = texts.iter().enumerate().map(|(which, text)| {
+            DeTable::parse(text).map_err(|e| {
+                let at = e.span().map_or(0, |span| span.start);
+                (which, Mistake::new(at..at, e.message().trim()))
+            })
+        });
+        let parsed = parsed.collect::<Result<Vec<_>, _>>()?;
         let mut config = Self::default();
-        let (mut threads, mut groups) = (Vec::new(), Vec::new());
-        let (mut disks, mut exports) = (Vec::new(), Vec::new());
-        for entry in entries(table.get_ref()) {
-            match TOP_KEYS.iter().find(|top| top.key.name == entry.key) {
-                Some(top) => top.read(&mut config, &entry)?,
-                None => match entry.key {
-                    "iothread" => threads = entry.tables()?,
-                    "throttle-group" => groups = entry.tables()?,
-                    "disk" => disks = entry.tables()?,
-                    "export" => exports = entry.tables()?,
-                    _ => return Err(entry.unknown(&known_at_top())),
-                },
+        let mut tables = Tables::default();
+        for (which, table) in parsed.iter().enumerate() {
+            for entry in entries(table.get_ref()) {
+                config
+                    .read_entry(which, &entry, &mut tables)
+                    .map_err(|mistake| (which, mistake))?;
             }
         }
         let polling = config.polling();
-        for table in &threads {
-            config.threads.push(thread(table, polling)?);
-        }
-        for table in &groups {
-            config.groups.push(group(table)?);
-        }
-        unique("[[iothread]]", &config.threads, &threads)?;
-        unique("[[throttle-group]]", &config.groups, &groups)?;
+        let (mut threads, mut groups) = (HashSet::new(), HashSet::new());
+        each(&tables.threads, |table| {
+            let (id, spec) = thread(table, polling)?;
+            unique("[[iothread]]", &id, &mut threads, table)?;
+            config.threads.push((id, spec));
+            Ok(())
+        })?;
+        each(&tables.groups, |table| {
+            let (name, limits) = group(table)?;
+            unique("[[throttle-group]]", &name, &mut groups, table)?;
+            config.groups.push((name, limits));
+            Ok(())
+        })?;
         let mut checked = CheckedDisks::default();
-        for table in &disks {
-            config.add_disk(table, &mut checked)?;
-        }
+        each(&tables.disks, |table| config.add_disk(table, &mut checked))?;
         let mut names = HashSet::new();
-        for table in &exports {
-            config.add_export(table, &checked, &mut names)?;
-        }
+        each(&tables.exports, |table| {
+            config.add_export(table, &checked, &mut names)
+        })?;
         Ok(config)
+    }
+
+    fn read_entry<'a>(
+        &mut self,
+        which: usize,
+        entry: &Entry<'a>,
+        tables: &mut Tables<'a>,
+    ) -> Result<(), Mistake> {
+        let list = match entry.key {
+            "iothread" => &mut tables.threads,
+            "throttle-group" => &mut tables.groups,
+            "disk" => &mut tables.disks,
+            "export" => &mut tables.exports,
+            _ => {
+                return match TOP_KEYS.iter().find(|top| top.key.name == entry.key) {
+                    Some(top) if which == 0 => top.read(self, entry),
+                    Some(_) => {
+                        let problem = format!(
+                            "{} belongs into the file beside {DIRECTORY}, for all disks",
+                            entry.key
+                        );
+                        Err(Mistake::new(entry.key_span.clone(), problem))
+                    }
+                    None => Err(entry.unknown(&known_at_top())),
+                };
+            }
+        };
+        list.extend(entry.tables()?.into_iter().map(|table| (which, table)));
+        Ok(())
+    }
+
+    #[cfg(any(test, fuzzing))]
+    fn parse(text: &str) -> Result<Self, Mistake> {
+        Self::parse_all(&[text]).map_err(|(_, mistake)| mistake)
     }
 
     fn add_disk(&mut self, table: &Table<'_>, checked: &mut CheckedDisks) -> Result<(), Mistake> {
@@ -261,6 +311,60 @@ impl Config {
         self.exports.push(export);
         Ok(())
     }
+}
+
+/// The tables of all files, each with the index of its file.
+#[derive(Default)]
+struct Tables<'a> {
+    threads: Vec<(usize, Table<'a>)>,
+    groups: Vec<(usize, Table<'a>)>,
+    disks: Vec<(usize, Table<'a>)>,
+    exports: Vec<(usize, Table<'a>)>,
+}
+
+fn each<'a>(
+    tables: &[(usize, Table<'a>)],
+    mut read: impl FnMut(&Table<'a>) -> Result<(), Mistake>,
+) -> Result<(), (usize, Mistake)> {
+    tables
+        .iter()
+        .try_for_each(|(which, table)| read(table).map_err(|mistake| (*which, mistake)))
+}
+
+/// Reads a file of at most `left` bytes.
+fn read_text(path: &Path, left: &mut u64) -> Result<String, ConfigError> {
+    let fail = |e| ConfigError::Read(path.into(), e);
+    let mut text = String::new();
+    let file = fs::File::open(path).map_err(fail)?;
+    file.take(*left + 1)
+        .read_to_string(&mut text)
+        .map_err(fail)?;
+    match left.checked_sub(text.len() as u64) {
+        Some(rest) => *left = rest,
+        None => return Err(ConfigError::TooLarge(path.into())),
+    }
+    Ok(text)
+}
+
+/// The files in the directory beside a file, sorted. Names that do not end in `.toml` are those of editors and package
+/// managers.
+fn beside(path: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let directory = path.with_file_name(DIRECTORY);
+    let fail = |e| ConfigError::Read(directory.clone(), e);
+    let entries = match fs::read_dir(&directory) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(fail)?,
+    };
+    let mut files = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(fail)?.path();
+        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+        if name.ends_with(b".toml") && !name.starts_with(b".") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 /// The number of a line, from 1, by a place in it.
@@ -497,15 +601,17 @@ fn mapping(entry: &Entry<'_>, queues: &mut Option<u16>) -> Result<Vec<String>, M
     }
 }
 
-fn unique<T>(what: &str, named: &[(String, T)], tables: &[Table<'_>]) -> Result<(), Mistake> {
-    let mut seen = HashSet::new();
-    for ((name, _), table) in named.iter().zip(tables) {
-        if !seen.insert(name) {
-            let problem = format!("there are two {what} named '{name}'");
-            return Err(Mistake::new(table.span(), problem));
-        }
+fn unique(
+    what: &str,
+    name: &str,
+    seen: &mut HashSet<String>,
+    table: &Table<'_>,
+) -> Result<(), Mistake> {
+    if seen.insert(name.to_owned()) {
+        return Ok(());
     }
-    Ok(())
+    let problem = format!("there are two {what} named '{name}'");
+    Err(Mistake::new(table.span(), problem))
 }
 
 #[cfg(test)]

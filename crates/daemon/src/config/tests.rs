@@ -172,6 +172,49 @@ fn error_names_line_and_key() {
 }
 
 #[test]
+fn the_files_beside_it_are_read_too() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ringdisk.toml");
+    let beside = directory.path().join("disks.d");
+    fs::create_dir(&beside).unwrap();
+    let write = |name: &str, text: &str| fs::write(beside.join(name), text).unwrap();
+    fs::write(
+        &path,
+        "nbd = \"/run/n\"\n[[disk]]\nfile = \"a.raw\"\n[[throttle-group]]\nname = \"slow\"\niops = 100\n",
+    )
+    .unwrap();
+    write(
+        "20-vm2.toml",
+        "[[disk]]\nfile = \"c.raw\"\nthrottle-group = \"slow\"\n[[export]]\ndisk = \"b\"\n",
+    );
+    write("10-vm1.toml", "[[disk]]\nfile = \"b.raw\"\n");
+    for unread in ["10-vm1.toml~", ".10-vm1.toml", "README", "a.toml.dpkg-new"] {
+        write(unread, "not TOML");
+    }
+    let config = Config::read(&path).unwrap();
+    let names: Vec<_> = config.disks.iter().map(|disk| disk.name.as_str()).collect();
+    assert_eq!(names, ["a", "b", "c"]);
+    assert_eq!(config.exports.len(), 1);
+
+    let error = || Config::read(&path).unwrap_err().to_string();
+    write("30.toml", "\n[[disk]]\nfile = \"d.raw\"\nname = \"a\"\n");
+    assert!(error().contains("disks.d/30.toml, line 2: "), "{}", error());
+    write("30.toml", "user = \"nobody\"\n");
+    let says = "30.toml, line 1: user belongs into the file beside disks.d";
+    assert!(error().contains(says), "{}", error());
+    write(
+        "30.toml",
+        &format!("#{}", " ".repeat(BYTES_MAX as usize - 10)),
+    );
+    assert!(error().contains("30.toml: is larger than"), "{}", error());
+    fs::remove_file(beside.join("30.toml")).unwrap();
+    fs::create_dir(beside.join("30.toml")).unwrap();
+    assert!(error().contains("30.toml: is not a file"), "{}", error());
+    fs::remove_dir(beside.join("30.toml")).unwrap();
+    assert_eq!(Config::read(&path).unwrap(), config);
+}
+
+#[test]
 fn unreadable_and_oversized_files_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let error = |path: &str| {

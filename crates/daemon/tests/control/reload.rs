@@ -582,3 +582,35 @@ fn queues_run_on_their_configured_threads() {
     verify(&mut device.queues[3]);
     assert_eq!(ringdisk.disk("a")["connected"], Value::Bool(true));
 }
+
+/// A file for each VM comes, changes and goes with a reload, under the sandbox.
+#[test]
+fn files_beside_the_configuration_are_reloaded() {
+    let disk =
+        |name: &str| format!("[[disk]]\nfile = \"DIR/{name}.raw\"\nsocket = \"DIR/{name}.sock\"\n");
+    let configured = Configured::start(&disk("a"));
+    let mut device = configured.device("a");
+    let beside = configured.ringdisk.path("disks.d");
+    fs::create_dir(&beside).unwrap();
+    let place = configured.ringdisk.dir.path().to_str().unwrap().to_owned();
+    let put = |name: &str, text: &str| {
+        fs::write(beside.join(name), text.replace("DIR", &place)).unwrap();
+    };
+    put("vm-b.toml", &disk("b"));
+    put("vm-c.toml", &disk("c"));
+    configured.ringdisk.json(&["reload"]);
+    assert_eq!(configured.names(), ["a", "b", "c"]);
+    verify(&mut configured.device("b").queues[0]);
+
+    put("vm-c.toml", &format!("{}sckt = 1\n", disk("c")));
+    let refused = configured.ringdisk.ringdisk(&["reload"]);
+    refused.assert_fails(1, &["disks.d/vm-c.toml, line 4", "sckt"]);
+    assert_eq!(configured.names(), ["a", "b", "c"]);
+
+    fs::remove_file(beside.join("vm-c.toml")).unwrap();
+    configured.ringdisk.json(&["reload"]);
+    assert_eq!(configured.names(), ["a", "b"]);
+    verify(&mut device.queues[0]);
+    let restarted = configured.ringdisk.kill_and_restart();
+    assert_eq!(restarted.json(&["list"]).as_array().unwrap().len(), 2);
+}
