@@ -206,7 +206,9 @@ fn block_resize(server: &Server, wanted: BlockResize) -> Reply {
 fn attach(server: &Server, wanted: RingdiskAttach) -> Reply {
     let spec: Result<DiskSpec, _> = wanted.disk.parse();
     let spec = spec.map_err(|e| CommandError::generic(e.to_string()))?;
-    connect_info(server.attach(relative_to(spec, wanted.directory))?)
+    let attached = server.attach(relative_to(spec, wanted.directory))?;
+    server.add_configured_exports(&attached.name);
+    connect_info(attached)
 }
 
 /// How to connect a VM, also as text.

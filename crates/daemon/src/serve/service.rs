@@ -38,7 +38,7 @@ use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
 use crate::server::nbd::ReadyNbd;
 use crate::server::nbd::listener::BoundNbd;
-use crate::server::reload::{ReloadError, Reloader};
+use crate::server::reload::{ReloadError, Reloader, waits_for_detached};
 use crate::server::{Server, ServerError};
 use crate::socket::Socket;
 use crate::state::Overrides;
@@ -498,6 +498,13 @@ impl Service {
         for export in exports {
             let name = export.name.clone();
             if server.export_when_there(&export) {
+                continue;
+            }
+            let mut configured = server.configured().disks.into_iter();
+            let is_detached = server.node_of(&export.node).is_none()
+                && configured.any(|disk| disk.name == export.node);
+            if is_detached {
+                info!("{}", waits_for_detached(&export));
                 continue;
             }
             if let Err(e) = server.add_nbd_export(export) {

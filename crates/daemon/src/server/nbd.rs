@@ -25,7 +25,7 @@ use std::time::Instant;
 
 use control::{BlockExportDeleted, Event};
 use nbd::EXPORTS_MAX;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use super::clients::END_TIMEOUT;
 use super::device::ServedDisk;
@@ -341,6 +341,22 @@ impl Server {
         );
         exports.by_id.insert(export.id.clone(), Arc::new(export));
         Ok(())
+    }
+
+    /// Adds the NBD exports that the configuration has for a disk which a command serves again.
+    pub fn add_configured_exports(&self, disk: &str) {
+        if self.nbd.address().is_none() {
+            return;
+        }
+        let there = self.nbd.exports();
+        let is_there = |id: &String| there.iter().any(|other| other.id == *id);
+        let exports = self.configured().nbd.exports.into_iter();
+        for export in exports.filter(|it| it.node == disk && !is_there(&it.id)) {
+            let name = export.name.clone();
+            if let Err(e) = self.add_nbd_export(export) {
+                error!("NBD: '{name}' is not exported: {e}");
+            }
+        }
     }
 
     /// Removes an NBD export. Returns false if there is none with this id.

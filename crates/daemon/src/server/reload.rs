@@ -110,6 +110,8 @@ impl Reloader {
             .map(|disk| left_out(server, disk))
             .collect();
         left_out.extend(change.postponed.iter().map(postponed));
+        let exports = change.waiting_exports.iter();
+        left_out.extend(exports.map(|export| waits_for_detached(export)));
         left_out.extend(ended);
         left_out.extend(after_restart);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
@@ -149,6 +151,8 @@ struct Change<'a> {
     absent: Vec<DiskSpec>,
     /// Disks whose configuration has changed, and that stay detached since a command has detached them.
     detached: Vec<&'a DiskSpec>,
+    /// New exports of detached disks. They are added with their disks.
+    waiting_exports: Vec<&'a NbdExportSpec>,
 }
 
 /// A disk that has to be restarted, which its front-end sees as a lost connection.
@@ -211,6 +215,7 @@ impl<'a> Change<'a> {
             postponed: Vec::new(),
             absent: Vec::new(),
             detached: Vec::new(),
+            waiting_exports: Vec::new(),
         };
         for disk in &new.disks {
             match old.disks.iter().find(|other| other.name == disk.name) {
@@ -248,6 +253,17 @@ impl<'a> Change<'a> {
             !disks.any(|other| other.name == disk.name) && is_there
         };
         change.removed.extend(old.disks.iter().filter(gone));
+        let waits = |export: &&NbdExportSpec| {
+            let name = &export.node;
+            let mut both = [&old.disks, &new.disks].into_iter();
+            both.all(|disks| disks.iter().any(|disk| disk.name == *name))
+                && server.node_of(name).is_none()
+                && server.absent_spec(name).is_none()
+                && !old.exports.contains(export)
+        };
+        change
+            .waiting_exports
+            .extend(new.exports.iter().filter(waits));
         change
     }
 
@@ -407,7 +423,9 @@ impl<'a> Change<'a> {
             let is_there = there.iter().any(|other| other.id == export.id);
             (is_added || !self.old.exports.contains(export)) && !is_there
         };
-        for export in self.new.exports.iter().filter(is_new) {
+        let waits = |export: &NbdExportSpec| self.waiting_exports.contains(&export);
+        let new = self.new.exports.iter().filter(is_new);
+        for export in new.filter(|export| !waits(export)) {
             if !server.export_when_there(export) {
                 let result = server.add_nbd_export(export.clone());
                 if failed.note("exporting", &export.name, result) {
@@ -542,6 +560,14 @@ fn left_out(server: &Server, disk: &DiskSpec) -> String {
         "disk {name}: was detached by command, and stays so; what has changed of it is left out.{where_it_was} To serve it again: \
          ringdisk attach {spec}",
         spec = quote(&last.to_string())
+    )
+}
+
+/// Of an export whose disk a command has detached.
+pub fn waits_for_detached(export: &NbdExportSpec) -> String {
+    format!(
+        "NBD: '{}' is not exported: its disk '{}' was detached by command; 'ringdisk attach' of the disk exports it as well",
+        export.name, export.node
     )
 }
 

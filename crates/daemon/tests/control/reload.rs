@@ -614,3 +614,36 @@ fn files_beside_the_configuration_are_reloaded() {
     let restarted = configured.ringdisk.kill_and_restart();
     assert_eq!(restarted.json(&["list"]).as_array().unwrap().len(), 2);
 }
+
+/// A command has detached a disk for which the configuration gets an export: the reload says so once, and the export comes
+/// with the disk.
+#[test]
+fn export_of_a_detached_disk_comes_with_the_disk() {
+    let (nbd, disks) = ("nbd = \"DIR/nbd.sock\"\n", disk("a", "") + &disk("b", ""));
+    let with_exports = format!("{nbd}{disks}[[export]]\ndisk = \"a\"\n[[export]]\ndisk = \"b\"\n");
+    let config = Configured::start(&format!("{nbd}{disks}"));
+    let exported = |ringdisk: &Controlled| {
+        let exports = ringdisk.json(&["export"]);
+        let exports = exports.as_array().unwrap().iter();
+        exports
+            .map(|it| it["disk"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    config.ringdisk.json(&["detach", "b"]);
+    config.write(&with_exports);
+    for says_so in [true, false] {
+        let reloaded = config.ringdisk.ringdisk(&["reload"]);
+        assert_eq!(reloaded.code, Some(0), "{reloaded:?}");
+        let sentence = "'b' is not exported: its disk 'b' was detached";
+        assert_eq!(reloaded.out.contains(sentence), says_so, "{reloaded:?}");
+        assert_eq!(exported(&config.ringdisk), ["a"]);
+    }
+    let attach = format!("b.raw,socket={}", config.socket("b").display());
+    config.ringdisk.json(&["attach", &attach]);
+    assert_eq!(exported(&config.ringdisk), ["a", "b"]);
+    // Also if it is detached and attached again.
+    config.ringdisk.json(&["detach", "b", "--force"]);
+    assert_eq!(exported(&config.ringdisk), ["a"]);
+    config.ringdisk.json(&["attach", &attach]);
+    assert_eq!(exported(&config.ringdisk), ["a", "b"]);
+}
