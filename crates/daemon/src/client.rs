@@ -13,6 +13,7 @@ mod top;
 pub use backup::{BackupArgs, backup};
 pub use bitmap::{BitmapArgs, bitmap};
 pub use export::{ExportArgs, export};
+use stats::check_present;
 pub use stats::{StatsArgs, stats};
 pub use top::{TopArgs, top};
 
@@ -457,16 +458,20 @@ pub fn resize(args: &ResizeArgs) -> CommandResult {
 
 /// A disk as it is now, if there is one with this name.
 fn disk_now(client: &mut Client, name: &str) -> Result<Option<Value>, CommandLineError> {
-    let mut all = answer(client)?;
-    let disks = all["disks"].as_array_mut().map(std::mem::take);
+    Ok(find_disk(answer(client)?, name))
+}
+
+fn find_disk(mut answer: Value, name: &str) -> Option<Value> {
+    let disks = answer["disks"].as_array_mut().map(std::mem::take);
     let its = |disk: &Value| disk["name"] == name || disk["export"] == name;
-    Ok(disks.unwrap_or_default().into_iter().find(its))
+    disks.unwrap_or_default().into_iter().find(its)
 }
 
 /// The size of a disk in bytes.
 fn size_now(client: &mut Client, name: &str) -> Result<u64, CommandLineError> {
-    let disk = disk_now(client, name)?;
-    let size = disk.and_then(|disk| disk["size"].as_u64());
+    let all = answer(client)?;
+    check_present(&all, name)?;
+    let size = find_disk(all, name).and_then(|disk| disk["size"].as_u64());
     size.ok_or_else(|| {
         CommandLineError::Refused(format!("no disk '{name}'; 'ringdisk list' shows all"))
     })

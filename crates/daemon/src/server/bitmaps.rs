@@ -35,6 +35,7 @@ impl Server {
     /// Nothing has changed, except after [`BitmapError::NotDurable`].
     pub fn change_bitmaps(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
         check_names(actions)?;
+        self.check_not_absent(actions)?;
         self.check_not_in_backups(actions)?;
         self.noted_disks(actions).iter().try_for_each(sync)?;
         self.change_bitmaps_at_once(actions)?;
@@ -44,6 +45,21 @@ impl Server {
                 .map_err(|e| BitmapError::NotDurable(device.disk.name.clone(), e.to_string()))?;
         }
         Ok(())
+    }
+
+    /// Checks that no bitmap is on a disk that is to be served and cannot be. Other missing disks are found later.
+    fn check_not_absent(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+        let on_disk = |action: &BitmapAction| match action {
+            BitmapAction::Abort => Vec::new(),
+            BitmapAction::Change(target, BitmapChange::Merge(from)) => {
+                let all = from.iter().chain([target]);
+                all.map(|bitmap| bitmap.disk.clone()).collect()
+            }
+            BitmapAction::Change(target, _) => vec![target.disk.clone()],
+        };
+        let absent = |disk: &String| self.node_of(disk).is_none() && self.is_absent(disk);
+        let absent = actions.iter().flat_map(on_disk).find(absent);
+        absent.map_or(Ok(()), |disk| Err(self.not_there(&disk)))
     }
 
     /// Checks that no open backup is about any of the bitmaps.

@@ -76,7 +76,14 @@ fn missing_disk_does_not_stop_the_others_and_is_served_when_it_is_there() {
     assert!(problem(&ringdisk).contains("no such file"));
     let throttled = ringdisk.ringdisk(&["throttle", "bad", "iops=5"]);
     throttled.assert_fails(1, &["'bad' is not served at present", "no such file"]);
-    for command in [&["stats", "bad"][..], &["bitmap", "list", "bad"]] {
+    for command in [
+        &["stats", "bad"][..],
+        &["resize", "bad", "+1M"],
+        &["bitmap", "list", "bad"],
+        &["bitmap", "add", "bad", "b"],
+        &["bitmap", "remove", "bad", "b"],
+        &["bitmap", "merge", "bad", "b", "--from", "c"],
+    ] {
         let refused = ringdisk.ringdisk(command);
         refused.assert_fails(1, &["'bad' is not served at present", "no such file"]);
     }

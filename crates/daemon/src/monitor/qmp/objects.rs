@@ -324,5 +324,5 @@ fn spec_of(server: &Server, node: &str) -> Result<DiskSpec, CommandError> {
             found = Some(disk.node.spec.clone());
         }
     });
-    found.ok_or_else(|| ServerError::NoNode(node.into()).into())
+    found.ok_or_else(|| server.not_there(node).into())
 }
