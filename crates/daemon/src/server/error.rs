@@ -118,7 +118,8 @@ pub enum ServerError {
     #[error("disk {0}: cannot be resized: {1}")]
     Resize(String, String),
     #[error(
-        "it is done, but a restart of ringdisk will lose it: {0}; then 'ringdisk reload' saves it"
+        "it is done, but a restart of ringdisk will lose it: {0}; then the next change saves it as well, and so does 'ringdisk \
+         reload' of a ringdisk that has a configuration file"
     )]
     Unsaved(io::Error),
     #[error("disk {0}: its new location cannot be persisted: {1}")]

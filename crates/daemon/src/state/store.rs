@@ -82,6 +82,12 @@ pub enum StateError {
          that commands have moved to other files would be served from their old ones"
     )]
     Read(PathBuf, String),
+    #[error(
+        "{0}: cannot be read: {1}; repair it if possible. Without it, each disk whose configuration gives no number of queues \
+         gets the one that follows from this host's CPUs now: if that is another than before, VMs that were made for the \
+         previous number may not connect"
+    )]
+    ReadQueues(PathBuf, String),
 }
 
 /// The state directory, locked by this process.
@@ -382,18 +388,18 @@ impl Inventory {
 /// Reads both files.
 fn read(directory: &Path) -> Result<Overrides, StateError> {
     let (path, queues_path) = (directory.join(NAME), directory.join(QUEUES_NAME));
-    let fail = |path: &PathBuf| {
-        let path = path.clone();
-        move |problem| StateError::Read(path, problem)
+    let parse = |bytes: Option<Vec<u8>>| bytes.as_deref().map(Overrides::parse).transpose();
+    let state = read_file(&path).and_then(parse);
+    let mut overrides = state
+        .map_err(|problem| StateError::Read(path, problem))?
+        .unwrap_or_default();
+    let parse = |bytes: Option<Vec<u8>>| {
+        let queues = bytes.map(|bytes| serde_json::from_slice(&bytes));
+        queues.transpose().map_err(|e| e.to_string())
     };
-    let state = read_file(&path).map_err(fail(&path))?;
-    let parsed = state.as_deref().map(Overrides::parse).transpose();
-    let mut overrides = parsed.map_err(fail(&path))?.unwrap_or_default();
-    if let Some(bytes) = read_file(&queues_path).map_err(fail(&queues_path))? {
-        let queues = serde_json::from_slice(&bytes).map_err(|e| e.to_string());
-        let added = queues.and_then(|queues| overrides.add_queues(queues));
-        added.map_err(fail(&queues_path))?;
-    }
+    let queues = read_file(&queues_path).and_then(parse);
+    let added = queues.and_then(|queues| overrides.add_queues(queues.unwrap_or_default()));
+    added.map_err(|problem| StateError::ReadQueues(queues_path, problem))?;
     Ok(overrides)
 }
 

@@ -104,7 +104,7 @@ fn persisted_state_of_root_is_given_to_a_user() {
 }
 
 /// The state directory is away: a change is made, and the command says that a restart will lose it. When the directory is
-/// back, a reload saves it.
+/// back, a reload saves it, and so does the next change.
 #[test]
 fn change_that_cannot_be_persisted_is_an_error() {
     let kept = Stateful::start();
@@ -113,7 +113,14 @@ fn change_that_cannot_be_persisted_is_an_error() {
     let throttled = kept.ringdisk.ringdisk(&["throttle", "a", "iops=77"]);
     throttled.assert_fails(
         1,
-        &["it is done", "a restart", "will lose it", "state.json"],
+        &[
+            "it is done",
+            "a restart",
+            "will lose it",
+            "state.json",
+            "the next change saves it",
+            "a configuration file",
+        ],
     );
     let limits = kept.disk("a")["limits"].clone();
     assert_ne!(limits, json!({}));
@@ -123,6 +130,13 @@ fn change_that_cannot_be_persisted_is_an_error() {
     kept.ringdisk.json(&["reload"]);
     let kept = kept.restart();
     assert_eq!(kept.disk("a")["limits"], limits);
+    fs::rename(&state, &away).unwrap();
+    let throttled = kept.ringdisk.ringdisk(&["throttle", "a", "iops=99"]);
+    throttled.assert_fails(1, &["it is done"]);
+    fs::rename(&away, &state).unwrap();
+    kept.ringdisk.json(&["throttle", "b", "iops=5"]);
+    let kept = kept.restart();
+    assert_eq!(kept.disk("a")["limits"]["iops"], 99);
 }
 
 /// The file of a disk is deleted: the list says so, and only a forced detach gives its data up.
@@ -567,6 +581,15 @@ fn state_directory_is_exclusive_and_damage_is_refused() {
         ran.assert_fails(1, &["state.json", says, "configuration alone"]);
     }
     fs::write(&file, text).unwrap();
+    let queues = file.with_file_name("queues.json");
+    let before = fs::read(&queues).unwrap();
+    for damaged in ["{", r#"{"a": 0}"#, "[]"] {
+        fs::write(&queues, damaged).unwrap();
+        let ran = serve("null:1M");
+        ran.assert_fails(1, &["queues.json: cannot be read", "number of queues"]);
+        assert!(!ran.err.contains("configuration alone"), "{ran:?}");
+    }
+    fs::write(&queues, before).unwrap();
     let disk = format!("null:1M,socket={}.null", kept.ringdisk.control.display());
     let server = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &[state, disk]);
     let log = server.unwrap().log();
