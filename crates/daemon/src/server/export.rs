@@ -22,7 +22,6 @@ use crate::node::Node;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::device::{BlockDevice, ServedDisk};
 use crate::server::error::ExportError;
-use crate::server::handover::locked;
 use crate::server::iothreads::NamedThread;
 use crate::socket::accept::Backoff;
 use crate::socket::{self, PathStatus, Socket, reach};
@@ -67,14 +66,18 @@ impl RenewedSocket {
     }
 
     fn set(&self, socket: Socket) {
-        *locked(&self.socket) = Some(socket);
+        *self.socket() = Some(socket);
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
     fn take(&self) -> Option<Socket> {
         // Consumes the event.
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
-        locked(&self.socket).take()
+        self.socket().take()
+    }
+
+    fn socket(&self) -> MutexGuard<'_, Option<Socket>> {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
