@@ -56,18 +56,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let config = config.unwrap_or_default();
     let specs = [&command_line[..], &config.disks].concat();
     check_conflicts(&specs)?;
-    let directories = [
-        &args.allow_dir[..],
-        &config.allow,
-        &args.allow_backing,
-        &config.allow_backing,
-    ];
-    let single = [&args.fleece, &config.fleece, &args.state, &config.state];
-    let directories = directories.concat().into_iter();
-    let directories: Vec<_> = directories
-        .chain(single.into_iter().flatten().cloned())
-        .collect();
-    let hanging = report_hanging(&specs, &directories);
+    let hanging = report_hanging(&specs, &directories(args, &config));
     // Their paths would make the sandbox wait. Those of the command line are waited for.
     let specs = [&command_line[..], &without(&config.disks, &hanging)].concat();
     let settings = Settings::new(args, &config)?;
@@ -152,6 +141,19 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     service.server.retry_absent();
     let reloads = service.run(signals, reload);
     service.stop(control, &reloads)
+}
+
+/// The directories that the command line and the configuration name.
+fn directories(args: &Args, config: &Config) -> Vec<PathBuf> {
+    let lists = [
+        &args.allow_dir[..],
+        &config.allow,
+        &args.allow_backing,
+        &config.allow_backing,
+    ];
+    let single = [&args.fleece, &config.fleece, &args.state, &config.state];
+    let single = single.into_iter().flatten().cloned();
+    lists.concat().into_iter().chain(single).collect()
 }
 
 /// The disks without those of these names.
