@@ -4,16 +4,12 @@
 use crate::support;
 
 use std::collections::BTreeSet;
-use std::io;
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::support::memory::{Event, Memory, Replay, What};
-use crate::support::{Disk, HostFiles, READ, WRITE};
-use image::{
-    AllowedDirectories, DataFile, FileRole, LayerFormat, OpenFiles, Storage, ZeroMode, check,
-};
+use crate::support::memory::{DataInMemory, Event, Memory, Replay, What};
+use crate::support::{Disk, READ, WRITE};
+use image::{AllowedDirectories, LayerFormat, ZeroMode, check};
 use testkit::images as variants;
 use testkit::qemu_img as qemu;
 use testkit::random::{Random, seeds};
@@ -129,33 +125,8 @@ fn open(memory: &[Memory], directory: &Path, how: support::How) -> Disk {
     let allowed = AllowedDirectories::of_image(&directory.join("x")).unwrap();
     let path = directory.join("disk.qcow2");
     let storage = Arc::new(memory[0].clone());
-    let mut data = InMemory(memory.get(1));
+    let mut data = DataInMemory(memory.get(1));
     Disk::with_files(storage, &path, LayerFormat::Qcow2, &allowed, how, &mut data).unwrap()
-}
-
-/// Opens all but the data file as it is.
-struct InMemory<'a>(Option<&'a Memory>);
-
-impl OpenFiles for InMemory<'_> {
-    fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
-        HostFiles.open(file, path, role)
-    }
-
-    fn data_file(
-        &mut self,
-        image: &Path,
-        named: Option<&str>,
-        write: bool,
-    ) -> io::Result<DataFile> {
-        let data = HostFiles.data_file(image, named, write)?;
-        let Some(memory) = self.0 else {
-            return Ok(data);
-        };
-        Ok(DataFile {
-            storage: Arc::new(memory.clone()),
-            ..data
-        })
-    }
 }
 
 fn story(name: &'static str, grows: bool, seed: u64, directory: &Path, trouble: Trouble) -> Story {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use block::FileOffset;
 
-use crate::support::memory::Memory;
+use crate::support::memory::{DataInMemory, Memory};
 use crate::support::{Disk, READ, WRITE};
 use image::{AllowedDirectories, ImageError, LayerFormat, Storage, ZeroMode, check};
 use testkit::images as variants;
@@ -371,6 +371,83 @@ fn an_extended_device_is_used() {
         disk.chain.close().unwrap();
         let report = check(&memory).unwrap();
         assert_eq!((report.errors, report.leaks), (0, 0), "{options}");
+    }
+}
+
+/// Images whose external data file is on a block device: one that is too short is named, with what it needs, and one that was
+/// extended since is used. Nothing that was on the device before is on the disk.
+#[test]
+fn an_extended_data_device_is_used() {
+    if !qemu::is_there("an_extended_data_device_is_used") {
+        return;
+    }
+    const CLUSTER: u64 = 65536;
+    // The last cluster of the disk is a part of one.
+    const DISK: u64 = (1 << 20) + 512;
+    for is_raw in [true, false] {
+        let raw = if is_raw { "on" } else { "off" };
+        let directory = tempfile::tempdir().unwrap();
+        let options = format!("data_file=data,data_file_raw={raw}");
+        let create = format!("create -q -f qcow2 -o {options} disk.qcow2 {DISK}");
+        qemu::img(directory.path(), &create);
+        let path = directory.path().join("disk.qcow2");
+        let memory = Memory::new(std::fs::read(&path).unwrap());
+        let device = Memory::new(Vec::new());
+        let open = || {
+            let allowed = AllowedDirectories::of_image(&path).unwrap();
+            let storage = Arc::new(memory.clone());
+            let mut data = DataInMemory(Some(&device));
+            Disk::with_files(
+                storage,
+                &path,
+                LayerFormat::Qcow2,
+                &allowed,
+                WRITE,
+                &mut data,
+            )
+        };
+        let is_short = |error: &ImageError, size: u64, needed: u64| {
+            let expected = matches!(error, ImageError::ShortDataDevice { size: is, needed: must }
+                if (*is, *must) == (size, needed));
+            assert!(expected, "{raw}: {error}");
+            assert!(error.is_no_space() && !error.is_permanent(), "{error}");
+            let advice = format!("has {size}; extend the device (lvextend -L {needed}b)");
+            assert!(error.to_string().contains(&advice), "{error}");
+        };
+        device.be_device(DISK / 2);
+        let Err(error) = open() else {
+            panic!("the device is shorter than the disk")
+        };
+        let error = error.to_string();
+        assert!(error.contains(&format!("lvextend -L {DISK}b")), "{error}");
+        device.be_device(DISK);
+        let disk = open().unwrap();
+        let mut model = vec![7; DISK as usize];
+        disk.write(0, &model[..1 << 20]).unwrap();
+        match disk.write(1 << 20, &[7; 512]) {
+            Ok(()) => assert!(is_raw),
+            // Zeroes are written to the rest of the cluster.
+            Err(error) => {
+                is_short(&error, DISK, (1 << 20) + CLUSTER);
+                device.be_device((1 << 20) + CLUSTER);
+                disk.write(1 << 20, &[7; 512]).unwrap();
+            }
+        }
+        let size = device.size().unwrap();
+        is_short(&disk.grow(2 * DISK).unwrap_err(), size, 2 * DISK);
+        assert_eq!(disk.chain.size(), DISK);
+        device.be_device(2 * DISK);
+        disk.grow(2 * DISK).unwrap();
+        model.resize(2 * DISK as usize, 0);
+        assert!(disk.content().unwrap() == model, "{raw}");
+        disk.write(3 << 19, &[8; 1024]).unwrap();
+        model[3 << 19..][..1024].fill(8);
+        disk.chain.close().unwrap();
+        drop(disk);
+        let disk = open().unwrap();
+        assert!(disk.content().unwrap() == model, "{raw}");
+        assert!(!is_raw || device.bytes() == model);
+        assert_eq!(check(&memory).unwrap().errors, 0);
     }
 }
 

@@ -33,6 +33,12 @@ pub enum ImageError {
         new space with the next attempt"
     )]
     NoSpace,
+    /// The block device that the external data file is on is shorter than the disk.
+    #[error(
+        "the disk needs {needed} bytes in its external data file, and the block device that this is on has {size}; extend \
+        the device (lvextend -L {needed}b), and try again"
+    )]
+    ShortDataDevice { size: u64, needed: u64 },
     /// The format cannot address a larger file.
     #[error("the image is full: {0}")]
     Full(&'static str),
@@ -109,7 +115,7 @@ impl ImageError {
         match self {
             Self::Io { source, .. } | Self::Lost { source } => source.raw_os_error().unwrap_or(EIO),
             Self::Damaged(_) => EIO,
-            Self::NoSpace | Self::Full(_) => ENOSPC,
+            Self::NoSpace | Self::ShortDataDevice { .. } | Self::Full(_) => ENOSPC,
             Self::ReadOnly => EROFS,
             Self::Unsupported(_) => EOPNOTSUPP,
         }
@@ -120,7 +126,7 @@ impl ImageError {
     pub fn is_permanent(&self) -> bool {
         match self {
             Self::Io { source, .. } => source.kind() == io::ErrorKind::InvalidData,
-            Self::NoSpace => false,
+            Self::NoSpace | Self::ShortDataDevice { .. } => false,
             Self::Lost { .. }
             | Self::Damaged(_)
             | Self::Full(_)
@@ -132,7 +138,7 @@ impl ImageError {
     /// Whether it is a lack of space, which goes away when there is more.
     pub fn is_no_space(&self) -> bool {
         match self {
-            Self::NoSpace => true,
+            Self::NoSpace | Self::ShortDataDevice { .. } => true,
             Self::Io { source, .. } => source.raw_os_error().is_some_and(block::is_no_space),
             _ => false,
         }

@@ -91,21 +91,24 @@ impl FileEnd {
                 self.end.store(reached, SeqCst);
                 Ok(())
             }
-            Err(error) if error.kind() == ErrorKind::Unsupported => self.grow_with_device(to),
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                match self.grow_with_device(to)? {
+                    size if size < least => Err(ImageError::NoSpace),
+                    _ => Ok(()),
+                }
+            }
             Err(error) => Err(error).doing("making the file longer", to),
         }
     }
 
-    /// Takes what was added to the block device since its size was last read.
-    fn grow_with_device(&self, to: HostOffset) -> Result<(), ImageError> {
+    /// Takes what was added to the block device since its size was last read. Returns its size in bytes, which may be less
+    /// than `to`.
+    fn grow_with_device(&self, to: HostOffset) -> Result<u64, ImageError> {
         self.is_device.store(true, SeqCst);
         let size = self.storage.size();
         let size = size.doing("reading the size of the block device", to)?;
         self.end.fetch_max(size, SeqCst);
-        if size < to.bytes() {
-            return Err(ImageError::NoSpace);
-        }
-        Ok(())
+        Ok(size)
     }
 
     /// Whether what is given up is returned to the file system.
@@ -162,12 +165,23 @@ impl FileEnd {
     /// Extends the file to exactly `to`, if it is shorter: other programs may read a data file, and take its
     /// length for that of the disk. Only one thread at a time may call this.
     pub fn grow_exactly(&self, to: HostOffset) -> Result<(), ImageError> {
-        if to > self.get() {
-            let grown = self.storage.set_size(to.bytes());
-            grown.doing("making the data file longer", to)?;
-            self.end.store(to.bytes(), SeqCst);
+        if to <= self.get() {
+            return Ok(());
         }
-        Ok(())
+        let needed = to.bytes();
+        match self.storage.set_size(needed) {
+            Ok(()) => {
+                self.end.store(needed, SeqCst);
+                Ok(())
+            }
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                match self.grow_with_device(to)? {
+                    size if size < needed => Err(ImageError::ShortDataDevice { size, needed }),
+                    _ => Ok(()),
+                }
+            }
+            Err(error) => Err(error).doing("making the data file longer", to),
+        }
     }
 
     pub fn write(&self, doing: &'static str, pieces: &[Piece]) -> Result<(), ImageError> {

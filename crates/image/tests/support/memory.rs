@@ -2,12 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use block::FileOffset;
-use image::Storage;
+use image::{DataFile, FileRole, OpenFiles, Storage};
 
 use testkit::random::Random;
+
+use super::HostFiles;
 
 /// What a crash leaves whole.
 const SECTOR: usize = 512;
@@ -296,6 +300,31 @@ impl Storage for Memory {
 
     fn block_size(&self) -> u32 {
         512
+    }
+}
+
+/// Opens all but the data file as it is.
+pub struct DataInMemory<'a>(pub Option<&'a Memory>);
+
+impl OpenFiles for DataInMemory<'_> {
+    fn open(&mut self, file: OwnedFd, path: &Path, role: FileRole) -> io::Result<Arc<dyn Storage>> {
+        HostFiles.open(file, path, role)
+    }
+
+    fn data_file(
+        &mut self,
+        image: &Path,
+        named: Option<&str>,
+        write: bool,
+    ) -> io::Result<DataFile> {
+        let data = HostFiles.data_file(image, named, write)?;
+        let Some(memory) = self.0 else {
+            return Ok(data);
+        };
+        Ok(DataFile {
+            storage: Arc::new(memory.clone()),
+            ..data
+        })
     }
 }
 
