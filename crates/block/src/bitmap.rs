@@ -348,16 +348,21 @@ impl DirtyBitmap {
         let first = at >> self.granularity_bits;
         let bits = size.div_ceil(self.granularity());
         let word_at = |bit: u64| self.word(bit / 64).map_or(0, |word| word.load(Relaxed));
-        let is_dirty = word_at(first) >> (first % 64) & 1 != 0;
+        // Read once: with another value of the first bit, the part would be empty.
+        let mut word = word_at(first);
+        let is_dirty = word >> (first % 64) & 1 != 0;
         let mut bit = first;
-        while bit < bits {
-            let word = word_at(bit);
+        loop {
             let differs = if is_dirty { !word } else { word } >> (bit % 64);
             if differs != 0 {
                 bit += u64::from(differs.trailing_zeros());
                 break;
             }
             bit = (bit / 64 + 1) * 64;
+            if bit >= bits {
+                break;
+            }
+            word = word_at(bit);
         }
         let end = bit
             .min(bits)

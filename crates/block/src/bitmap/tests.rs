@@ -1,3 +1,4 @@
+use std::sync::atomic::Ordering::{Acquire, Release};
 use std::thread;
 
 use super::*;
@@ -81,6 +82,33 @@ fn extents_within_a_range() {
     assert_eq!(bitmap.extent_within(12288, u64::MAX), Some((false, rest)));
     assert_eq!(bitmap.extent_within(1 << 20, 1), None);
     assert_eq!(bitmap.extent_within(0, 0), None);
+}
+
+/// A guest writes where a client asks, at the same moment: the part that begins there is never empty.
+#[test]
+fn extents_beside_writes_are_not_empty() {
+    const SIZE: u64 = (1 << 16) << 12;
+    let bitmap = bitmap(12, SIZE);
+    let (asked, mut wrong) = (AtomicU64::new(0), false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut marked = 0;
+            while marked < SIZE {
+                if asked.load(Acquire) >= marked {
+                    bitmap.mark(marked, 4096);
+                    marked += 4096;
+                }
+            }
+        });
+        for at in (0..SIZE).step_by(4096) {
+            asked.store(at, Release);
+            for _ in 0..8 {
+                let (_, len) = bitmap.extent_within(at + 512, 8192).unwrap();
+                wrong |= len == 0 || len > 8192;
+            }
+        }
+    });
+    assert!(!wrong);
 }
 
 #[test]
