@@ -79,9 +79,11 @@ fn answering(paths: &[PathBuf]) -> io::Result<Vec<bool>> {
             }
         }
     }
-    // One of its threads may wait for storage: it is not waited for.
     let _ = child.kill();
-    let _ = child.try_wait();
+    if left == 0 {
+        let _ = child.wait();
+    }
+    // Otherwise one of its threads waits for storage, and it is not waited for.
     Ok(answers)
 }
 

@@ -38,6 +38,8 @@ const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// # Errors
 /// The thread cannot be started.
 pub fn serve(listener: TcpListener, text: impl Fn() -> Vec<u8> + Send + 'static) -> io::Result<()> {
+    // In an upgrade, two processes may accept for a moment.
+    listener.set_nonblocking(true)?;
     thread::Builder::new()
         .name("metrics".into())
         .spawn(move || run(&listener, text))?;
@@ -55,6 +57,7 @@ fn run(listener: &TcpListener, text: impl Fn() -> Vec<u8>) {
                     accepting.succeeded();
                     clients.asking.push(client);
                 }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                 Err(e) => accepting.failed(|left_out| {
                     let e = block::explain(&e, "ringdisk tries again");
                     warn!("metrics: cannot serve a client: {e}{left_out}");
