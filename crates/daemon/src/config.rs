@@ -20,7 +20,7 @@ mod values;
 use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs;
-use std::io::{self, Read};
+use std::io::{self, ErrorKind, Read};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -45,8 +45,11 @@ use self::values::{Entry, Mistake, Table, entries};
 /// The most that is read, in bytes, of all files together.
 const BYTES_MAX: u64 = 4 << 20;
 
-/// The directory with more files, beside the file.
+/// The directory with more files, beside the file of a host's service.
 const DIRECTORY: &str = "disks.d";
+
+/// The name of that file.
+const NAME: &str = "ringdisk.toml";
 
 /// The contents of a file. What is absent has the default of the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -81,6 +84,8 @@ pub struct Config {
     pub disks: Vec<DiskSpec>,
     /// What NBD clients find.
     pub exports: Vec<NbdExportSpec>,
+    /// Whether there was a directory with more files.
+    pub has_directory: bool,
 }
 
 /// The settings of an I/O thread.
@@ -94,8 +99,21 @@ pub struct ThreadSpec {
 
 #[derive(Debug, Error)]
 pub enum ConfigError {
-    #[error("{0}: cannot be read: {1}; is it the path of the configuration?")]
+    #[error(
+        "{0}: cannot be read: {1}; {advice}",
+        advice = match .1.kind() {
+            ErrorKind::PermissionDenied => {
+                "let ringdisk's user read it; if it is a link to a directory that was not there when ringdisk started, \
+                 'ringdisk upgrade' reads it"
+            }
+            _ => "is it the path of the configuration?",
+        }
+    )]
     Read(PathBuf, io::Error),
+    #[error(
+        "{0}: is not there any more, so that all its disks would be removed; put it back, or make an empty one if that is meant"
+    )]
+    DirectoryGone(PathBuf),
     #[error(
         "{0}: is larger than {BYTES_MAX} bytes, with the files before it; is it the right file?"
     )]
@@ -150,14 +168,16 @@ impl Config {
         }
     }
 
-    /// Reads and checks a file, and the files `*.toml` in the directory `disks.d` beside it, in the order of their names.
+    /// Reads and checks a file, and the files `*.toml` in [the directory beside it](directory_of), in the order of their names.
     ///
     /// # Errors
     /// A file has a mistake; the error gives the file, the line, the key and the allowed values of the first one.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let mut left = BYTES_MAX;
         let mut files = vec![(path.to_owned(), read_text(path, &mut left)?)];
-        for path in beside(path)? {
+        let beside = beside(path)?;
+        let has_directory = beside.is_some();
+        for path in beside.unwrap_or_default() {
             let is_file = fs::metadata(&path).is_ok_and(|there| there.is_file());
             if !is_file {
                 return Err(ConfigError::NotAFile(path));
@@ -166,14 +186,31 @@ impl Config {
             files.push((path, text));
         }
         let texts: Vec<_> = files.iter().map(|(_, text)| text.as_str()).collect();
-        Self::parse_all(&texts).map_err(|(which, Mistake { at, problem })| {
+        let config = Self::parse_all(&texts);
+        let config = config.map_err(|(which, Mistake { at, problem })| {
             let (file, text) = &files[which];
             ConfigError::Line {
                 file: file.clone(),
                 line: line_at(text, at),
                 problem,
             }
+        })?;
+        Ok(Self {
+            has_directory,
+            ..config
         })
+    }
+
+    /// As [`read`](Self::read), when this configuration is in effect.
+    ///
+    /// # Errors
+    /// As of [`read`](Self::read); or the directory, which this configuration has, is gone.
+    pub fn read_again(&self, path: &Path) -> Result<Self, ConfigError> {
+        let new = Self::read(path)?;
+        if self.has_directory && !new.has_directory {
+            return Err(ConfigError::DirectoryGone(directory_of(path)));
+        }
+        Ok(new)
     }
 
     /// A mistake in the value of a key at the top of a file that was read before, which shows only when it is used.
@@ -248,7 +285,7 @@ impl Config {
                     Some(top) if which == 0 => top.read(self, entry),
                     Some(_) => {
                         let problem = format!(
-                            "{} belongs into the file beside {DIRECTORY}, for all disks",
+                            "{} is for all disks, and belongs into the file beside this directory",
                             entry.key
                         );
                         Err(Mistake::new(entry.key_span.clone(), problem))
@@ -346,13 +383,41 @@ fn read_text(path: &Path, left: &mut u64) -> Result<String, ConfigError> {
     Ok(text)
 }
 
-/// The files in the directory beside a file, sorted. Names that do not end in `.toml` are those of editors and package
-/// managers.
-fn beside(path: &Path) -> Result<Vec<PathBuf>, ConfigError> {
-    let directory = path.with_file_name(DIRECTORY);
+/// The directory with more files: `disks.d` beside `ringdisk.toml`, and `NAME.d` beside any other `NAME.toml`, so that each of
+/// several files has its own.
+fn directory_of(path: &Path) -> PathBuf {
+    if path.file_name().is_some_and(|name| name == NAME) {
+        path.with_file_name(DIRECTORY)
+    } else {
+        path.with_extension("d")
+    }
+}
+
+/// The directories that must be readable to read a configuration again: links lead out of its own.
+pub fn read_directories(path: &Path) -> Vec<PathBuf> {
+    let parent = |path: &Path| path.parent().map(Path::to_owned);
+    let directory = directory_of(path);
+    let mut files = vec![path.to_owned()];
+    files.extend(beside(path).ok().flatten().unwrap_or_default());
+    let mut all = vec![parent(path).unwrap_or_else(|| path.to_owned())];
+    all.extend(fs::canonicalize(directory));
+    all.extend(
+        files
+            .iter()
+            .filter_map(|file| parent(&fs::canonicalize(file).ok()?)),
+    );
+    all.sort();
+    all.dedup();
+    all
+}
+
+/// The files in the directory beside a file, sorted; `None` if there is no such directory. Names that do not end in `.toml` are
+/// those of editors and package managers.
+fn beside(path: &Path) -> Result<Option<Vec<PathBuf>>, ConfigError> {
+    let directory = directory_of(path);
     let fail = |e| ConfigError::Read(directory.clone(), e);
     let entries = match fs::read_dir(&directory) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         entries => entries.map_err(fail)?,
     };
     let mut files = Vec::new();
@@ -364,7 +429,7 @@ fn beside(path: &Path) -> Result<Vec<PathBuf>, ConfigError> {
         }
     }
     files.sort();
-    Ok(files)
+    Ok(Some(files))
 }
 
 /// The number of a line, from 1, by a place in it.

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use nix::unistd::{Gid, Uid, setgid, setgroups, setuid};
-use rustix::fs::{Dir, Mode, OFlags};
+use rustix::fs::{Dir, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{getegid, geteuid};
 
@@ -40,9 +40,10 @@ fn accounts() -> &'static Accounts {
     })
 }
 
-/// Reads both files, before the sandbox hides them.
+/// Reads both files, before the sandbox hides them, and decides what depends on the user at the start.
 pub fn read() {
     accounts();
+    qemu_group();
 }
 
 /// The id of a group, given by name or number.
@@ -58,19 +59,47 @@ pub fn group(name: &str) -> Result<u32, String> {
 }
 
 /// QEMU's group: `qemu` on Fedora, RHEL and Gentoo, `kvm` on Debian and its kin. None for a user whose own QEMU needs no
-/// group, and who may not give files to this one.
+/// group, and who may not give files to this one. Decided once: who becomes another user has sockets of this group already.
 pub fn qemu_group() -> Option<u32> {
+    static GROUP: OnceLock<Option<u32>> = OnceLock::new();
+    *GROUP.get_or_init(find_qemu_group)
+}
+
+fn find_qemu_group() -> Option<u32> {
     let groups = &accounts().groups;
     let there = ["qemu", "kvm"].iter();
     let group = there.filter_map(|name| column(groups, name, 2)).next()?;
     (geteuid().is_root() || getegid().as_raw() == group).then_some(group)
 }
 
+static LATER_USER: OnceLock<u32> = OnceLock::new();
+
+/// The user that this process, which root has started, becomes.
+pub fn later_user() -> Option<u32> {
+    LATER_USER.get().copied()
+}
+
+/// This process becomes that user later.
+pub fn set_later_user(user: &UserAccount) {
+    let _ = LATER_USER.set(user.uid);
+}
+
 /// The name of a group, or its number.
 pub fn group_name(id: u32) -> String {
-    let mut lines = accounts().groups.lines();
-    let is_it = |line: &&str| line.split(':').nth(2).and_then(|gid| gid.parse().ok()) == Some(id);
-    let name = lines.find(is_it).and_then(|line| line.split(':').next());
+    name_in(&accounts().groups, id)
+}
+
+/// The name of a user, or its number.
+fn user_name(id: u32) -> String {
+    name_in(&accounts().users, id)
+}
+
+fn name_in(file: &str, id: u32) -> String {
+    let is_it = |line: &&str| line.split(':').nth(2).and_then(|n| n.parse().ok()) == Some(id);
+    let name = file
+        .lines()
+        .find(is_it)
+        .and_then(|line| line.split(':').next());
     name.map_or_else(|| id.to_string(), str::to_owned)
 }
 
@@ -175,6 +204,28 @@ fn is_own_file(name: &OsStr) -> bool {
         || extensions.any(|own| Path::new(name).extension().is_some_and(|e| e == *own))
 }
 
+/// Creates a directory for sockets, if it does not exist, which then belongs to the user that this process becomes: otherwise
+/// that user could not make a socket there.
+///
+/// # Errors
+/// It cannot be created.
+pub fn make_socket_directory(directory: &Path, user: Option<&UserAccount>) -> io::Result<()> {
+    let mut passable = DirBuilder::new();
+    passable.mode(0o755);
+    if let Some(parent) = directory.parent() {
+        passable.recursive(true).create(parent)?;
+    }
+    match passable.recursive(false).create(directory) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Ok(()) if let Some(user) = user => {
+            let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let made = rustix::fs::open(directory, flags, Mode::empty())?;
+            fchown(&made, Some(user.uid), Some(user.gid))
+        }
+        made => made,
+    }
+}
+
 /// Creates a directory for ringdisk's own files, if it does not exist, for this user and for `user` later. One that this user
 /// has used before is given to `user` with its files.
 ///
@@ -204,8 +255,10 @@ pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Resul
     }
     match user {
         Some(user) if owner == user.uid => Ok(()),
-        _ if owner != geteuid().as_raw() => Err(io::Error::other("it belongs to another user")),
+        _ if owner != geteuid().as_raw() => Err(io::Error::other(of_another(directory, owner))),
         Some(user) => {
+            // A ringdisk that runs as this user keeps it. Locked until it is given away.
+            let _lock = lock_to_give(&opened)?;
             // The operator may have named this directory by mistake.
             let mut own = Vec::new();
             for entry in Dir::read_from(&opened)? {
@@ -235,6 +288,32 @@ pub fn make_directory(directory: &Path, user: Option<&UserAccount>) -> io::Resul
             fchown(&opened, Some(user.uid), Some(user.gid))
         }
         None => Ok(()),
+    }
+}
+
+fn of_another(directory: &Path, owner: u32) -> String {
+    let (name, me) = (user_name(owner), user_name(geteuid().as_raw()));
+    format!(
+        "it belongs to user {name}; if no ringdisk runs as {name}, 'chown -R {me}: {0}' gives it to {me}",
+        directory.display()
+    )
+}
+
+/// The lock in a directory that is to be given away, if there is one.
+///
+/// # Errors
+/// Another process uses the directory.
+fn lock_to_give(directory: &File) -> io::Result<Option<File>> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let lock = match rustix::fs::openat(directory, OWN_FILES[0], flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(None),
+        lock => File::from(lock?),
+    };
+    match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => Err(io::Error::other(
+            "another ringdisk uses it; stop that one, or name another directory",
+        )),
+        locked => Ok(locked.map(|()| Some(lock))?),
     }
 }
 

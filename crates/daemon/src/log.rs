@@ -1,6 +1,7 @@
 //! The log, on standard error. Threads queue their lines and do not wait: a full disk or a pipe without a reader costs
 //! lines, never the time of an I/O thread.
 
+use std::cell::RefCell;
 use std::fmt::{self, Debug, Write as _};
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,6 +55,13 @@ impl Log {
         };
         *waiting_lines() = Some(waiting);
         LOG.get_or_init(|| log).clone()
+    }
+
+    fn queue(&self, line: Vec<u8>) {
+        match self.lines.try_send(line) {
+            Ok(()) => self.counts.handed_over.fetch_add(1, Ordering::Release),
+            Err(_) => self.counts.lost.fetch_add(1, Ordering::Relaxed),
+        };
     }
 
     /// Whether systemd's journal reads the log: it adds times, and takes a level before each line (sd-daemon(3)).
@@ -203,6 +211,35 @@ impl<'a> MakeWriter<'a> for Log {
     }
 }
 
+thread_local! {
+    /// The lines that this thread holds back.
+    static HELD: RefCell<Option<Vec<Vec<u8>>>> = const { RefCell::new(None) };
+}
+
+/// Lines that were held back.
+#[must_use]
+pub struct Held(Vec<Vec<u8>>);
+
+/// Runs something whose lines are held back, until it is known whether they say anything new.
+pub fn hold<T>(run: impl FnOnce() -> T) -> (T, Held) {
+    HELD.with(|held| *held.borrow_mut() = Some(Vec::new()));
+    let result = run();
+    let lines = HELD.with(|held| held.borrow_mut().take());
+    (result, Held(lines.unwrap_or_default()))
+}
+
+impl Held {
+    /// Queues them.
+    pub fn release(self) {
+        if let Some(log) = LOG.get() {
+            self.0.into_iter().for_each(|line| log.queue(line));
+        }
+    }
+
+    /// They were written before.
+    pub fn forget(self) {}
+}
+
 /// One line. Dropping it queues it.
 pub struct Line<'a> {
     log: &'a Log,
@@ -222,11 +259,17 @@ impl Write for Line<'_> {
 
 impl Drop for Line<'_> {
     fn drop(&mut self) {
-        let Log { lines, counts, .. } = self.log;
-        match lines.try_send(std::mem::take(&mut self.bytes)) {
-            Ok(()) => counts.handed_over.fetch_add(1, Ordering::Release),
-            Err(_) => counts.lost.fetch_add(1, Ordering::Relaxed),
-        };
+        let line = std::mem::take(&mut self.bytes);
+        let queued = HELD.with(|held| match &mut *held.borrow_mut() {
+            Some(lines) if lines.len() < LINES_MAX => {
+                lines.push(line);
+                None
+            }
+            _ => Some(line),
+        });
+        if let Some(line) = queued {
+            self.log.queue(line);
+        }
     }
 }
 

@@ -29,9 +29,9 @@ use tracing::{info, warn};
 
 use files::{AllowedPaths, Files};
 
-use crate::config::SandboxMode as Mode;
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
+use crate::config::{self, SandboxMode as Mode};
 use crate::credentials::{self, UserAccount};
 use crate::rights::Rights;
 
@@ -257,15 +257,9 @@ fn paths(
         paths.sockets(directory);
     }
     options.readable.iter().for_each(|d| paths.readable(d));
-    if let Some(file) = config_file {
-        // The directory, because editors replace the file.
-        paths.readable(file.parent().unwrap_or(file));
-        // If the file is a link, also the directory of its target.
-        let real = file.canonicalize().ok();
-        if let Some(directory) = real.as_deref().and_then(Path::parent) {
-            paths.readable(directory);
-        }
-    }
+    // Directories, because editors replace files.
+    let read_again = config_file.map(config::read_directories);
+    read_again.iter().flatten().for_each(|d| paths.readable(d));
     // No disk is configured: commands may attach disks at any path.
     paths.anywhere = disks.is_empty() && options.allow.is_empty();
     paths.cluster |= paths.anywhere;

@@ -148,6 +148,35 @@ fn journal_of_another_user_is_reported() {
     assert!(refused.contains("cannot be opened"), "{refused}");
 }
 
+/// The same where the sandbox allows neither process to look at the other's journals.
+#[test]
+fn journal_of_another_user_is_found_from_the_sandbox() {
+    let test = "journal_of_another_user_is_found_from_the_sandbox";
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: {test}: needs root");
+    }
+    let users: [&[&str]; 2] = [&[], &["--user", "nobody"]];
+    for (before, now) in [(0, 1), (1, 0)] {
+        let Some(image) = Image::new(test, "") else {
+            return;
+        };
+        let place = tempfile::tempdir().unwrap();
+        let runtime = place.path().join("run").display().to_string();
+        let server = image.serve(&runtime, users[before]).unwrap();
+        write(&server);
+        server.signal(Signal::KILL);
+        drop(server);
+        let refused = image.serve(&runtime, users[now]).err().unwrap();
+        assert!(
+            refused.to_string().contains("ran as another user"),
+            "{refused}"
+        );
+        let server = image.serve(&runtime, users[before]).unwrap();
+        server.wait_for_log(&["from the journal of a killed process"]);
+        verify(&server);
+    }
+}
+
 /// A journal that the user of `--user` cannot look for may be there: the image is not served without it.
 #[test]
 fn journal_in_a_closed_directory_is_not_skipped() {
@@ -168,12 +197,14 @@ fn journal_in_a_closed_directory_is_not_skipped() {
         chown(own, Some(65534), None).unwrap();
     }
     let nobody = ["--user", "nobody"];
+    // Root's, as it was before.
+    let runtime = path("runtime");
+    fs::create_dir(&runtime).unwrap();
     let server = image.serve("runtime", &nobody).unwrap();
     write(&server);
     server.signal(Signal::KILL);
     drop(server);
 
-    let runtime = path("runtime");
     mode(&runtime, 0o700);
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
     let control = path("c.qmp").display().to_string();

@@ -1,6 +1,7 @@
 //! Default paths of sockets.
 
 use std::path::PathBuf;
+use std::sync::OnceLock;
 
 use crate::config::spec::DiskSpec;
 
@@ -13,7 +14,14 @@ pub fn path(spec: &DiskSpec) -> PathBuf {
 /// The default directory of sockets: that of the service manager (systemd.exec(5), `RuntimeDirectory`), otherwise the
 /// user's runtime directory. Never one that others may write to: a process that replaces the socket would receive the
 /// guest's memory.
+///
+/// Decided once: a process that becomes another user keeps its sockets where VMs know them.
 pub fn directory() -> PathBuf {
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(decide).clone()
+}
+
+fn decide() -> PathBuf {
     let root = rustix::process::geteuid().is_root();
     if let Some(first) = std::env::var_os("RUNTIME_DIRECTORY")
         .and_then(|all| std::env::split_paths(&all).next())

@@ -200,7 +200,7 @@ fn the_files_beside_it_are_read_too() {
     write("30.toml", "\n[[disk]]\nfile = \"d.raw\"\nname = \"a\"\n");
     assert!(error().contains("disks.d/30.toml, line 2: "), "{}", error());
     write("30.toml", "user = \"nobody\"\n");
-    let says = "30.toml, line 1: user belongs into the file beside disks.d";
+    let says = "30.toml, line 1: user is for all disks";
     assert!(error().contains(says), "{}", error());
     write(
         "30.toml",

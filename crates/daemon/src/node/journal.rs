@@ -1,10 +1,12 @@
 //! Journals of images: they contain the changes of acknowledged writes that are not flushed yet, in case ringdisk is
 //! killed.
 
-use std::fs::OpenOptions;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,6 +19,9 @@ use crate::config::sockets;
 use crate::credentials::{self, UserAccount};
 use crate::node::storage::FileStorage;
 
+/// The extension of the files.
+const EXTENSION: &str = "journal";
+
 /// The directory of the journals, one for each writable image, in the directory of the disks' default sockets. That
 /// directory is a tmpfs on nearly every host, which suffices: journals are useless after a crash of the host.
 #[derive(Clone, Debug)]
@@ -26,6 +31,78 @@ pub struct Journals {
     owner: Option<(u32, u32)>,
     /// Why the directory cannot be used.
     problem: Option<String>,
+    /// Those of other users, as they were at the start.
+    others: Arc<[OtherJournals]>,
+}
+
+/// The directory of another user's journals. This process may not be able to look there later: it enters its sandbox, and may
+/// become another user.
+#[derive(Debug)]
+struct OtherJournals {
+    directory: PathBuf,
+    /// What was there at the start, by name.
+    kept: BTreeMap<OsString, File>,
+}
+
+/// Whether another user has the journal of an image.
+enum Elsewhere {
+    Nothing,
+    Found(PathBuf),
+    /// It may be here, where this process cannot look.
+    Hidden(PathBuf, io::Error),
+}
+
+/// How a journal of another user is opened.
+fn options_of_others() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options
+}
+
+impl OtherJournals {
+    /// All in the directory `sockets`, but for `own`.
+    fn find(sockets: &Path, own: &Path) -> Arc<[Self]> {
+        let entries = std::fs::read_dir(sockets).into_iter().flatten().flatten();
+        let directories = entries.filter(|entry| {
+            let name = entry.file_name();
+            name.as_encoded_bytes().starts_with(b"journals") && entry.path() != own
+        });
+        directories.map(|entry| Self::new(entry.path())).collect()
+    }
+
+    fn new(directory: PathBuf) -> Self {
+        let entries = std::fs::read_dir(&directory)
+            .into_iter()
+            .flatten()
+            .flatten();
+        let journals = entries.filter(|entry| {
+            let name = entry.path();
+            name.extension().is_some_and(|end| end == EXTENSION)
+        });
+        let kept = journals.filter_map(|entry| {
+            let journal = options_of_others().open(entry.path()).ok()?;
+            Some((entry.file_name(), journal))
+        });
+        let kept = kept.collect();
+        Self { directory, kept }
+    }
+
+    /// The journal of this name, if there is one.
+    fn open(&self, name: &str) -> io::Result<Option<File>> {
+        // One that was removed since was replayed.
+        if let Some(kept) = self.kept.get(OsStr::new(name))
+            && kept.metadata()?.nlink() > 0
+        {
+            return Ok(Some(kept.try_clone()?));
+        }
+        match options_of_others().open(self.directory.join(name)) {
+            Ok(journal) => Ok(Some(journal)),
+            Err(e) if is_absence(&e) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
 }
 
 /// An image has a journal that cannot be replayed.
@@ -51,8 +128,8 @@ pub enum JournalError {
     Unusable(PathBuf, io::Error),
     #[error(
         "it says that it has a journal, and whether that is {path} cannot be seen: {error}; it may contain acknowledged writes \
-         of a killed ringdisk, which would be lost: give the user as which ringdisk runs access to the directories on the \
-         way ('setfacl -m u:USER:x DIRECTORY'), and serve the disk again",
+         of a killed ringdisk, which would be lost. Start ringdisk as the same user as before; or, if the image is a copy, or \
+         the host has crashed since, 'qemu-img amend -o compat=v3' clears the mark",
         path = .0.display(), error = .1
     )]
     Hidden(PathBuf, io::Error),
@@ -70,9 +147,13 @@ impl Journals {
     /// another user's image.
     pub fn new(user: Option<&UserAccount>) -> Self {
         let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
-        let directory = sockets::directory().join(name);
-        let problem = credentials::make_directory(&directory, user).err();
+        let sockets = sockets::directory();
+        let directory = sockets.join(name);
+        let made = credentials::make_socket_directory(&sockets, user)
+            .and_then(|()| credentials::make_directory(&directory, user));
+        let problem = made.err();
         Self {
+            others: OtherJournals::find(&sockets, &directory),
             directory,
             owner: user.map(|user| (user.uid, user.gid)),
             problem: problem.map(|e| e.to_string()),
@@ -95,10 +176,18 @@ impl Journals {
         file: &Arc<DiskFile>,
     ) -> Result<Option<(JournalFile, PathBuf)>, JournalError> {
         let opened = Identity::of(file).and_then(|identity| {
-            if let Some(path) = self.of_another_user(disk, file, &identity) {
-                return Ok(Err(JournalError::AnotherUsers(path)));
-            }
             let path = self.directory.join(&identity.file_name);
+            match self.of_another_user(disk, file, &identity) {
+                Elsewhere::Found(path) => return Ok(Err(JournalError::AnotherUsers(path))),
+                // The image's own may be here.
+                Elsewhere::Hidden(other, e)
+                    if look(&path).is_ok_and(|is_there| !is_there)
+                        && may_have_journal(&readable(file)) =>
+                {
+                    return Ok(Err(JournalError::Hidden(other, e)));
+                }
+                Elsewhere::Hidden(..) | Elsewhere::Nothing => {}
+            }
             let e = match self.try_open(disk, &identity, &path) {
                 Ok(journal) => return Ok(Ok((journal, path))),
                 Err(e) => e,
@@ -139,7 +228,11 @@ impl Journals {
             let journal = match journal_at(&path, &identity, file) {
                 // Errors are reported when the image is opened for writing.
                 Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => path,
-                _ => self.of_another_user(disk, file, &identity)?,
+                _ => match self.of_another_user(disk, file, &identity) {
+                    Elsewhere::Found(path) => path,
+                    Elsewhere::Hidden(path, e) => return Some(JournalError::Hidden(path, e)),
+                    Elsewhere::Nothing => return None,
+                },
             };
             Some(JournalError::NotReplayed {
                 image: image.clone(),
@@ -159,37 +252,34 @@ impl Journals {
     }
 
     /// A journal of this image in the directory of another user. It is not replayed: that user may not be allowed to
-    /// write the image. Only root can see it.
-    fn of_another_user(
-        &self,
-        disk: &str,
-        file: &Arc<DiskFile>,
-        identity: &Identity,
-    ) -> Option<PathBuf> {
-        let entries = std::fs::read_dir(self.directory.parent()?).ok()?;
-        let mut paths = entries
-            .flatten()
-            .filter(|entry| {
-                entry
-                    .file_name()
-                    .as_encoded_bytes()
-                    .starts_with(b"journals")
-            })
-            .map(|entry| entry.path())
-            .filter(|directory| *directory != self.directory)
-            .map(|directory| directory.join(&identity.file_name));
-        paths.find(|path| {
-            let owner = journal_at(path, identity, file);
-            let is_ours = owner == Some(JournalOwner::ThisImage);
-            if owner.is_some() && !is_ours {
-                warn!(
-                    "disk {disk}: {} has the name of this image's journal, but is not that of this image, or is damaged; \
-                     ringdisk leaves it alone",
-                    path.display()
-                );
+    /// write the image.
+    fn of_another_user(&self, disk: &str, file: &Arc<DiskFile>, identity: &Identity) -> Elsewhere {
+        let mut found = Elsewhere::Nothing;
+        for other in &*self.others {
+            let path = other.directory.join(&identity.file_name);
+            let owner = match other.open(&identity.file_name) {
+                Ok(Some(journal)) => owner_of(journal, identity, file),
+                Ok(None) => continue,
+                Err(e) => {
+                    found = Elsewhere::Hidden(path, e);
+                    continue;
+                }
+            };
+            if owner == JournalOwner::ThisImage {
+                return Elsewhere::Found(path);
             }
-            is_ours
-        })
+            warn!(
+                "disk {disk}: {} has the name of this image's journal, but is not that of this image, or is damaged; \
+                 ringdisk leaves it alone",
+                path.display()
+            );
+        }
+        found
+    }
+
+    /// The directories of other users' journals.
+    pub fn of_others(&self) -> impl Iterator<Item = PathBuf> {
+        self.others.iter().map(|other| other.directory.clone())
     }
 
     fn try_open(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {
@@ -261,9 +351,14 @@ impl Journals {
 fn look(path: &Path) -> io::Result<bool> {
     match path.symlink_metadata() {
         Ok(_) => Ok(true),
-        Err(e) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind()) => Ok(false),
+        Err(e) if is_absence(&e) => Ok(false),
         Err(e) => Err(e),
     }
+}
+
+/// Whether an error says that nothing is there.
+fn is_absence(e: &io::Error) -> bool {
+    [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind())
 }
 
 fn readable(file: &Arc<DiskFile>) -> FileStorage {
@@ -275,12 +370,12 @@ fn readable(file: &Arc<DiskFile>) -> FileStorage {
 
 /// Which image the journal at a path belongs to; `None` if there is none or it cannot be opened.
 fn journal_at(path: &Path, identity: &Identity, file: &Arc<DiskFile>) -> Option<JournalOwner> {
-    let journal = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(path);
-    let journal = PlainFile(journal.ok()?);
-    Some(journal_owner(&journal, &identity.bytes, &readable(file)))
+    let journal = options_of_others().open(path).ok()?;
+    Some(owner_of(journal, identity, file))
+}
+
+fn owner_of(journal: File, identity: &Identity, file: &Arc<DiskFile>) -> JournalOwner {
+    journal_owner(&PlainFile(journal), &identity.bytes, &readable(file))
 }
 
 /// Identifies an image, within a boot of the host.
@@ -298,7 +393,7 @@ impl Identity {
         bytes[24..].copy_from_slice(&inode.to_le_bytes());
         Ok(Self {
             bytes,
-            file_name: format!("{device:x}-{inode:x}.journal"),
+            file_name: format!("{device:x}-{inode:x}.{EXTENSION}"),
         })
     }
 }

@@ -60,11 +60,11 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     // Their paths would make the sandbox wait. Those of the command line are waited for.
     let specs = [&command_line[..], &without(&config.disks, &hanging)].concat();
     let settings = Settings::new(args, &config)?;
+    settings.user.iter().for_each(credentials::set_later_user);
     let journals = Journals::new(settings.user.as_ref());
-    let persistent = persistent_directories(&settings, &journals)?;
     let own_upgrade_socket = settings.open_upgrade_socket(args.take_over);
     // While this is the only thread.
-    let sandbox = settings.enter_sandbox(args, &config, &specs, &persistent)?;
+    let sandbox = settings.enter_sandbox(args, &config, &specs, &journals)?;
     // Until here, a signal ends the process at once, also while it waits for storage.
     let (signals, stop) = handle_signals()?;
     let rights = Arc::new(sandbox.assume_rights(&specs)?);
@@ -307,8 +307,9 @@ impl Settings {
         args: &Args,
         config: &Config,
         disks: &[DiskSpec],
-        persistent: &[PathBuf],
+        journals: &Journals,
     ) -> Result<Arc<Sandbox>, ServeError> {
+        let persistent = persistent_directories(self, journals)?;
         for directory in &config.allow {
             if let (Err(e), Some(file)) = (std::fs::read_dir(directory), &args.config) {
                 let problem = format!("{}: {e}; name an existing directory", directory.display());
@@ -318,7 +319,12 @@ impl Settings {
         let options = SandboxOptions {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),
-            readable: self.tls.iter().map(|tls| tls.dir.clone()).collect(),
+            readable: self
+                .tls
+                .iter()
+                .map(|tls| tls.dir.clone())
+                .chain(journals.of_others())
+                .collect(),
             user: self.user.clone(),
             listens: self.metrics.is_some() || matches!(self.nbd, Some(NbdAddress::Tcp(_))),
         };
@@ -328,7 +334,7 @@ impl Settings {
         }
         let config_file = args.config.as_deref();
         let backing = &self.backing;
-        let sandbox = Sandbox::enter(&options, config_file, disks, &sockets, backing, persistent)?;
+        let sandbox = Sandbox::enter(&options, config_file, disks, &sockets, backing, &persistent)?;
         Ok(Arc::new(sandbox))
     }
 }

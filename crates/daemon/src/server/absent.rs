@@ -19,6 +19,7 @@ use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
+use crate::log;
 use crate::node::context::OpenContext;
 use crate::rights::OpenedAhead;
 use crate::sd_notify;
@@ -81,6 +82,13 @@ enum Attempt {
     Asked,
     /// Nobody. A file that is being restored must not be served before it is complete.
     Unasked,
+}
+
+/// Whether a disk was absent for the same reason before.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reason {
+    New,
+    Known,
 }
 
 /// How the start waits for disks.
@@ -473,7 +481,7 @@ impl Server {
             ahead: ahead.as_ref().map_or_else(Weak::new, Arc::downgrade),
             ..self.context.clone()
         };
-        let opened = self.open_new_in(spec.clone(), &context);
+        let (opened, lines) = log::hold(|| self.open_new_in(spec.clone(), &context));
         let is_open = ahead.as_ref().is_some_and(|ahead| ahead.has(spec));
         let is_denied = opened.is_err() && !is_open && self.is_denied(spec);
         if let (Err(_), Some(ahead)) = (&opened, &ahead) {
@@ -488,6 +496,7 @@ impl Server {
             absent.is_some_and(|absent| absent.spec == *spec)
         };
         if inhibitor.is_err() || self.handover.is_stopping() || !is_wanted {
+            lines.release();
             if let (Ok(node), Ok(_)) = (opened, inhibitor) {
                 close(node.into(), "which is not to be served any more");
             }
@@ -504,32 +513,48 @@ impl Server {
                 served.inspect_err(|_| drop(self.remove_node(name)))
             });
         match &served {
-            Ok(_) => self.came_back(name),
+            Ok(_) => {
+                lines.release();
+                self.came_back(name);
+            }
             Err(e) => {
                 let is_locked = e.is_locked();
+                let socket = sockets::path(spec);
+                let is_outside = || self.sandbox.check_socket(&socket).is_err();
+                let was_root = self.context.rights.has_changed();
+                let is_socket_denied = self.is_of_configuration(spec)
+                    && (was_root && e.is_socket_refused() || is_outside());
                 if let Some(ahead) = ahead.and_then(|ahead| ahead.upgrade()) {
                     ahead.unlock();
                 }
                 if let Some(absent) = self.state().absent.get_mut(name) {
-                    (absent.is_denied, absent.is_locked) = (is_denied, is_locked);
+                    absent.is_denied = is_denied || is_socket_denied;
+                    absent.is_locked = is_locked;
                     absent.file = FileState::of(&spec.file);
                 }
-                let reason = if is_denied {
-                    let before = match self.context.rights.has_changed() {
+                let reason = if is_denied || is_socket_denied {
+                    let since = match was_root {
                         true => "became another user",
                         false => "entered its sandbox",
                     };
+                    let what = match is_denied {
+                        true => format!("{}: cannot be opened", spec.file),
+                        false => format!("{}: the socket cannot be made", socket.display()),
+                    };
                     format!(
-                        "{}: cannot be opened since ringdisk {before}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') \
-                         has it served, and VMs stay connected",
-                        spec.file
+                        "{what} since ringdisk {since}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') has the disk \
+                         served, and VMs stay connected"
                     )
                 } else if is_locked {
                     format!("{e}; when it is free, 'ringdisk reload' has it served")
                 } else {
                     e.to_string()
                 };
-                self.set_reason(name, reason, false);
+                // An image may name many files, and is tried again every few seconds.
+                match self.set_reason(name, reason, false) {
+                    Reason::New => lines.release(),
+                    Reason::Known => lines.forget(),
+                }
             }
         }
         Some(served)
@@ -555,13 +580,6 @@ impl Server {
             return false;
         };
         let was_root = self.context.rights.has_changed();
-        let is_candidate = {
-            let state = self.state();
-            let absent = state.absent.get(&spec.name);
-            let mut configured = state.configured.disks.iter();
-            absent.is_some_and(|absent| absent.is_known)
-                && configured.any(|disk| disk.name == spec.name && disk.file == spec.file)
-        };
         let opened = || {
             let mut options = OpenOptions::new();
             // Not to wait for the other end of a FIFO.
@@ -569,9 +587,18 @@ impl Server {
             options.open(path)
         };
         let is_refused = || opened().is_err_and(|e| e.kind() == ErrorKind::PermissionDenied);
-        is_candidate
+        self.is_of_configuration(spec)
             && (was_root || is_there(path, spec.read_only))
             && (self.sandbox.check_file(&spec.file).is_err() || is_refused())
+    }
+
+    /// Whether a disk is absent, and the one of the configuration.
+    fn is_of_configuration(&self, spec: &DiskSpec) -> bool {
+        let state = self.state();
+        let absent = state.absent.get(&spec.name);
+        let mut configured = state.configured.disks.iter();
+        absent.is_some_and(|absent| absent.is_known)
+            && configured.any(|disk| disk.name == spec.name && disk.file == spec.file)
     }
 
     /// A disk is served, which may have been absent.
@@ -593,14 +620,14 @@ impl Server {
     }
 
     /// A disk could not be opened, for this reason. A reason that is new is reported, if the disk has been.
-    fn set_reason(&self, name: &str, reason: String, is_opening: bool) {
+    fn set_reason(&self, name: &str, reason: String, is_opening: bool) -> Reason {
         let mut state = self.state();
         let Some(absent) = state.absent.get_mut(name) else {
-            return;
+            return Reason::New;
         };
         absent.is_opening = is_opening;
         if absent.reason == reason {
-            return;
+            return Reason::Known;
         }
         let is_known = absent.is_known;
         absent.reason = reason;
@@ -608,6 +635,7 @@ impl Server {
         if is_known {
             self.report_absent(name);
         }
+        Reason::New
     }
 
     fn report_absent(&self, name: &str) {

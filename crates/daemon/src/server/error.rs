@@ -274,6 +274,19 @@ impl ServerError {
         matches!(self, Self::Node(error) if error.locked().is_some())
     }
 
+    /// Whether this user may not make the disk's socket.
+    pub(super) fn is_socket_refused(&self) -> bool {
+        let Self::Export(ExportError::Socket(error)) = self else {
+            return false;
+        };
+        match error {
+            SocketError::Bind(_, e) | SocketError::Directory(_, e) | SocketError::Access(_, e) => {
+                e.kind() == io::ErrorKind::PermissionDenied
+            }
+            SocketError::InUse(_) | SocketError::NotASocket(_) => false,
+        }
+    }
+
     /// Adds the name of the disk.
     pub fn of_disk(self, disk: &str) -> Self {
         Self::Disk(disk.to_owned(), Box::new(self))

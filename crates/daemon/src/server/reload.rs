@@ -96,7 +96,7 @@ impl Reloader {
 
     fn apply(&self, server: &Server, restarts: Restarts) -> Result<Vec<String>, ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
-        let new = Config::read(&self.path)?;
+        let new = old.read_again(&self.path)?;
         let change = Change::between(&old, &new, server, restarts);
         let prepared = change.prepare(server)?;
         let ended = change.what_ends(server);
@@ -530,6 +530,7 @@ impl<'a> Failed<'a> {
             groups: new.groups.clone(),
             disks: new.disks.clone(),
             exports: new.exports.clone(),
+            has_directory: new.has_directory,
             ..old.clone()
         };
         for (id, spec) in &mut config.threads {

@@ -437,12 +437,14 @@ fn write(directory: &Path, name: &str, text: &str) -> Result<(), WriteError> {
     let (path, new) = (directory.join(name), directory.join("state.new"));
     // Before anything changes, because descriptors may have run out.
     let directory = File::open(directory)?;
-    let mut file = OpenOptions::new()
-        .create(true)
-        .truncate(true)
-        .write(true)
-        .mode(0o600)
-        .open(&new)?;
+    // Left by a process that was killed, or placed there by another user.
+    match fs::remove_file(&new) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e.into()),
+        _ => {}
+    }
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600);
+    let mut file = options.open(&new)?;
     file.write_all(text.as_bytes())?;
     file.sync_all()?;
     fs::rename(&new, &path)?;

@@ -24,3 +24,4 @@ mod server;
 mod snapshot;
 pub mod stored_disk;
 mod unexpected_replies;
+mod user_sockets;
