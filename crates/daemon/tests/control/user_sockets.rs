@@ -48,7 +48,9 @@ fn a_user_keeps_the_place_of_its_sockets() {
     let mut server = Server::ringdisk_command(command).unwrap();
     let socket = |name: &str| {
         let pid = server.pid();
-        PathBuf::from(format!("/proc/{pid}/root/run/ringdisk/{name}.sock"))
+        // The process has mounted it.
+        let root = PathBuf::from(format!("/proc/{pid}")).join("root");
+        root.join(format!("run/ringdisk/{name}.sock"))
     };
     let groups = fs::read_to_string("/etc/group").unwrap();
     let has_qemu = ["qemu:", "kvm:"]
