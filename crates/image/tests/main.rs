@@ -5,6 +5,7 @@ mod bitmaps;
 mod changed_bitmaps;
 mod checks;
 mod crash;
+mod free_clusters;
 mod golden;
 mod journal;
 mod model;

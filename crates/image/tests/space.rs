@@ -22,7 +22,7 @@ const OPTIONS: &[&str] = &[
     "cluster_size=64k,compat=0.10",
 ];
 
-fn open(memory: &Memory) -> Disk {
+pub fn open(memory: &Memory) -> Disk {
     let allowed = AllowedDirectories::new::<&str>([]).unwrap();
     let (path, format) = (Path::new("/disk.qcow2"), LayerFormat::Qcow2);
     Disk::with(Arc::new(memory.clone()), path, format, &allowed, WRITE).unwrap()

@@ -176,6 +176,7 @@ impl Qcow2 {
             return Err(error.into());
         }
         state.metadata.add_table(run.first);
+        state.refcounts.linked(run);
         if let Some(old) = old {
             state.unlink(Run::one(old.cluster(g)));
         }

@@ -21,8 +21,16 @@
 //! all free clusters to which no table refers is returned. Those that an allocation may take meanwhile are its own: this is
 //! done under the state lock, for the clusters of one refcount block at a time.
 //!
+//! That is done again when space is missing later, around the clusters that were taken since. A file system may make more space
+//! for a write than the write needs, as XFS does, so a new cluster makes its free neighbours occupy space. No table has to be
+//! read then: after a search that found no table to refer to a free cluster, none ever does. This process frees a cluster only
+//! when no durable table refers to it any more, and a free cluster may be overwritten at any moment ([flush](super::flush)).
+//! What a write that failed had around its clusters is returned too, but is no reason to try again: the same write would only
+//! occupy it again. Only a cluster that a table has begun to refer to since is one, so that requests that find no space end.
+//!
 //! An image in which anything is not understood keeps its leaks. So does one whose tables would take too long to read; a
-//! flush waits meanwhile. There is one search for each time that an image is opened: this process leaks nothing itself.
+//! flush waits meanwhile. There is one search for each time that an image is opened: this process leaks nothing
+//! itself.
 
 use std::ops::ControlFlow;
 
@@ -40,14 +48,15 @@ const READ_MAX: u64 = 4 << 30;
 const RUNS_MAX: usize = 1 << 16;
 
 impl Qcow2 {
-    /// Frees leaked clusters, unless they were searched for before. The caller holds the flush lock. Blocks.
+    /// Frees leaked clusters, and returns the space of free ones. If they were searched for before, only the latter, around
+    /// those taken since. The caller holds the flush lock. Blocks.
     pub(super) fn free_leaked(&self) -> Result<(), ImageError> {
         if !self.begin_leak_search() {
-            return Ok(());
+            return self.return_around_taken();
         }
         let result = self.write_back().and_then(|()| {
             // Damage is reported when it is in the way of a request.
-            let leaked = self.find_leaked().unwrap_or_default();
+            let (leaked, is_sound) = self.find_leaked().unwrap_or_default();
             for run in &leaked {
                 let bytes = run.clusters << self.g.cluster_bits;
                 self.file.give_back(run.first.start(&self.g), bytes);
@@ -56,11 +65,12 @@ impl Qcow2 {
                     state.refcounts.free_leaked(&self.file, cluster)?;
                 }
             }
-            Ok(leaked.len())
+            Ok((leaked.len(), is_sound))
         });
         let mut state = self.lock();
-        state.refcounts.end_search();
-        if result.as_ref().is_ok_and(|&runs| runs >= RUNS_MAX) {
+        let is_sound = result.as_ref().is_ok_and(|&(_, is_sound)| is_sound);
+        state.refcounts.end_search(is_sound);
+        if result.as_ref().is_ok_and(|&(runs, _)| runs >= RUNS_MAX) {
             // There are more.
             let full = self.full_size();
             state.refcounts.search_before_growth_beyond(full);
@@ -68,6 +78,25 @@ impl Qcow2 {
         drop(state);
         self.write_freed();
         result.map(|_| ())
+    }
+
+    /// Returns the space of the free clusters around those that were taken since this was done last.
+    fn return_around_taken(&self) -> Result<(), ImageError> {
+        // Before it is done: what is linked meanwhile may need it again.
+        let linked = self.lock().refcounts.take_linked();
+        let mut found = false;
+        loop {
+            let mut state = self.lock();
+            let state = &mut *state;
+            let (refcounts, metadata) = (&mut state.refcounts, &state.metadata);
+            if !refcounts.return_around_taken(&self.file, metadata)? {
+                if found && linked {
+                    refcounts.found_space();
+                }
+                return Ok(());
+            }
+            found = true;
+        }
     }
 
     /// Returns false if there was a search before.
@@ -86,14 +115,15 @@ impl Qcow2 {
         true
     }
 
-    /// Finds leaked runs, in ascending order.
-    fn find_leaked(&self) -> Result<Vec<Run>, ScanError> {
+    /// Finds leaked runs, in ascending order. Returns also whether all free clusters were seen, and no table refers to one.
+    fn find_leaked(&self) -> Result<(Vec<Run>, bool), ScanError> {
         let header = self.lock().header.clone();
         if header.bitmaps.is_some() && header.autoclear & AUTOCLEAR_BITMAPS == 0 {
             // Nobody knows whether anything is still in their clusters.
-            return Ok(Vec::new());
+            return Ok(<_>::default());
         }
         let mut leaked: Vec<Run> = Vec::new();
+        let mut is_sound = true;
         let mut scan = Scan::new(self.file.storage(), &header, true)?;
         if scan.windows() * scan.table_bytes() > READ_MAX {
             return Err(ScanError::TooMuch);
@@ -101,7 +131,7 @@ impl Qcow2 {
         for window in 0..scan.windows() {
             let (range, counts) = scan.count(window, &mut |_| ControlFlow::Continue(()))?;
             if !scan.findings.is_empty() {
-                return Ok(Vec::new());
+                return Ok(<_>::default());
             }
             let unused = |cluster| range.position(cluster).is_some_and(|at| counts[at] == 0);
             let first = range.first.refcount_at(&self.g).0.number();
@@ -112,13 +142,17 @@ impl Qcow2 {
                 let (refcounts, metadata) = (&mut state.refcounts, &state.metadata);
                 let found = refcounts.unused_in(&self.file, metadata, block, range, unused)?;
                 leaked.extend(found.leaked);
+                is_sound &= !found.is_damaged;
                 refcounts.return_free(&self.file, &found.free);
+                if !found.free.is_empty() {
+                    refcounts.found_space();
+                }
                 if leaked.len() >= RUNS_MAX {
                     leaked.truncate(RUNS_MAX);
-                    return Ok(leaked);
+                    return Ok((leaked, false));
                 }
             }
         }
-        Ok(leaked)
+        Ok((leaked, is_sound))
     }
 }

@@ -158,6 +158,8 @@ impl Refcounts {
         }
         if refcount == 0 {
             self.search.held.remove(&cluster);
+        } else {
+            self.taken(Run::one(cluster));
         }
         self.changes.push(Change::Refcount {
             run: Run::one(cluster),
@@ -493,6 +495,7 @@ impl Refcounts {
         });
         metadata.add_table(at);
         self.set(end, at, 1)?;
+        self.linked(Run::one(at));
         self.used_up_to(at + 1);
         Ok(())
     }

@@ -202,7 +202,8 @@ impl Qcow2 {
         }
         let mut state = self.lock();
         if allocation.new {
-            for cluster in self.host_clusters(&allocation) {
+            state.refcounts.taken(self.host_run(&allocation));
+            for cluster in self.host_run(&allocation).each() {
                 // A cluster that cannot be freed is leaked; `qemu-img check` finds it.
                 let _ = state.refcounts.decrement(&self.file, cluster);
             }
@@ -210,12 +211,11 @@ impl Qcow2 {
         end_of(&mut state, &allocation);
     }
 
-    fn host_clusters(&self, allocation: &Allocation) -> impl Iterator<Item = HostCluster> {
-        let run = Run {
+    fn host_run(&self, allocation: &Allocation) -> Run {
+        Run {
             first: allocation.host.cluster(&self.g),
             clusters: allocation.last - allocation.first + 1,
-        };
-        run.each()
+        }
     }
 
     /// Ready when what is awaited has ended; otherwise wakes `waker` when it ends.
@@ -516,7 +516,7 @@ impl Qcow2 {
         may_block: MayBlock,
     ) -> Result<bool, Retry> {
         let clusters = || {
-            let hosts = (0..).zip(self.host_clusters(allocation));
+            let hosts = (0..).zip(self.host_run(allocation).each());
             hosts.map(|(index, host)| (allocation.first + index, host))
         };
         if !is_pending(state, allocation) {
@@ -538,6 +538,9 @@ impl Qcow2 {
             let new = self.committed(allocation, old, cluster, host);
             self.publish_entry(state, cluster, new)?;
             self.unlink(state, old, Some(host.start(&self.g)));
+        }
+        if allocation.new {
+            state.refcounts.linked(self.host_run(allocation));
         }
         end_of(state, allocation);
         Ok(recorded)

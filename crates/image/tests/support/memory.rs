@@ -65,6 +65,8 @@ struct Space {
     free: u64,
     /// Those in use, by file.
     used: BTreeSet<(usize, u64)>,
+    /// A write to a block that is not in use makes all of so many be in use, from a multiple of that in the file.
+    together: u64,
 }
 
 /// A file in memory. Clones are the same file.
@@ -128,7 +130,11 @@ impl Memory {
             blocks.map(move |block| (file, block))
         });
         let used = used.collect();
-        state.space = Some(Space { free: blocks, used });
+        state.space = Some(Space {
+            free: blocks,
+            used,
+            together: 1,
+        });
     }
 
     /// The same, where the file has holes instead of blocks of zeroes.
@@ -145,6 +151,11 @@ impl Memory {
         if let Some(space) = &mut state.space {
             (space.used).retain(|(file, block)| *file != self.file || !is_hole(block));
         }
+    }
+
+    /// From now on, the file system whose space is limited uses so many blocks together, as XFS does by an extent size hint.
+    pub fn use_together(&self, blocks: u64) {
+        self.state().space.as_mut().expect("it is limited").together = blocks;
     }
 
     /// Leaves this many free blocks on a file system whose space is limited.
@@ -186,8 +197,17 @@ impl ImageState {
             return Ok(());
         };
         let blocks = at / BLOCK..(at + len).div_ceil(BLOCK);
-        let new = blocks.map(|block| (file, block));
-        let new: Vec<_> = new.filter(|block| !space.used.contains(block)).collect();
+        let is_new = |block: &u64| !space.used.contains(&(file, *block));
+        let (together, end) = (
+            space.together,
+            (self.files[file].len() as u64).div_ceil(BLOCK),
+        );
+        let around = |block: u64| {
+            let first = block / together * together;
+            first..(first + together).min(end.max(block + 1))
+        };
+        let new = blocks.filter(is_new).flat_map(around).filter(is_new);
+        let new: BTreeSet<_> = new.map(|block| (file, block)).collect();
         let left = space.free.checked_sub(new.len() as u64);
         space.free = left.ok_or_else(no_space)?;
         space.used.extend(new);
