@@ -207,10 +207,17 @@ impl Config {
     /// As of [`read`](Self::read); or the directory, which this configuration has, is gone.
     pub fn read_again(&self, path: &Path) -> Result<Self, ConfigError> {
         let new = Self::read(path)?;
-        if self.has_directory && !new.has_directory {
-            return Err(ConfigError::DirectoryGone(directory_of(path)));
-        }
+        new.check_directory(path, self.has_directory)?;
         Ok(new)
+    }
+
+    /// # Errors
+    /// The configuration in force `had` a directory, and this one has none.
+    pub fn check_directory(&self, path: &Path, had: bool) -> Result<(), ConfigError> {
+        match had && !self.has_directory {
+            true => Err(ConfigError::DirectoryGone(directory_of(path))),
+            false => Ok(()),
+        }
     }
 
     /// A mistake in the value of a key at the top of a file that was read before, which shows only when it is used.

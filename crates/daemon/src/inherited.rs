@@ -61,6 +61,8 @@ pub struct InheritedParts {
     pub knows_default_queues: bool,
     /// What the configuration says about NBD that is in force in the old process. Older versions do not pass it on.
     pub nbd_config: Option<NbdConfig>,
+    /// The configuration in force there has a directory with more files.
+    pub has_directory: bool,
     /// Disks that the old process was to serve and could not.
     pub absent: Vec<String>,
     /// Disks that other hosts may have locked.
@@ -321,6 +323,11 @@ impl Inherited {
         let (its, others): (Vec<_>, Vec<_>) = all.partition(|(of, _)| of == disk);
         parts.bitmaps = others;
         its.into_iter().map(|(_, bitmap)| bitmap).collect()
+    }
+
+    /// Whether the configuration in force in the old process has a directory with more files.
+    pub fn has_directory(&self) -> bool {
+        self.parts().has_directory
     }
 
     /// Whether the old process continues to serve if this one exits now.

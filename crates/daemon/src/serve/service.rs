@@ -102,7 +102,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let open = |directory| rights.as_operator(|| StateStore::open(directory, inherited.lock()));
     let store = settings.state.as_deref().map(open).transpose()?;
     // If the configuration has changed since, a reload applies that once guests are served.
-    let (config, reload) = in_force(config, &inherited, &rights);
+    let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights)?;
     let configured = Configured::new(&command_line, &config);
     let nbd_exports = config.exports.clone();
     server.set_configured(configured.clone());
@@ -163,11 +163,22 @@ fn without(disks: &[DiskSpec], names: &[String]) -> Vec<DiskSpec> {
 }
 
 /// The configuration that is in force from now on, and whether that differs from the one that was read.
-fn in_force(config: Config, inherited: &Inherited, rights: &Rights) -> (Config, bool) {
+///
+/// # Errors
+/// Disks of the old process would be removed because their files are away.
+fn in_force(
+    config: Config,
+    path: Option<&Path>,
+    inherited: &Inherited,
+    rights: &Rights,
+) -> Result<(Config, bool), ServeError> {
+    if let Some(path) = path {
+        config.check_directory(path, inherited.has_directory())?;
+    }
     // The identity of data files that the configuration names counts.
     let in_force = rights.as_operator(|| inherited.carry(&config));
     let differs = in_force != config;
-    (in_force, differs)
+    Ok((in_force, differs))
 }
 
 /// Reports directories that do not answer, and disks whose storage does not, and returns the names of these.

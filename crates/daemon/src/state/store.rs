@@ -35,6 +35,8 @@ pub struct Configured {
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
     pub nbd: NbdConfig,
+    /// The configuration has a directory with more files.
+    pub has_directory: bool,
 }
 
 impl Configured {
@@ -46,6 +48,7 @@ impl Configured {
             groups: config.groups.clone(),
             threads: config.threads.clone(),
             nbd: config.nbd_config(),
+            has_directory: config.has_directory,
         }
     }
 }

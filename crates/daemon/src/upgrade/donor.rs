@@ -390,6 +390,7 @@ fn send(
     let mut sockets = state.socket_files();
     sockets.extend(paused.iter().filter_map(|p| socket_file(&p.socket)));
     let overrides = server.overrides();
+    let configured = server.configured();
     let mut handover = Handover {
         files: files.len(),
         lock: lock.is_some(),
@@ -411,7 +412,8 @@ fn send(
         sockets,
         exports: Vec::new(),
         nbd: nbd.as_ref().map(handover_nbd),
-        nbd_config: Some(handover_nbd_config(&server.configured().nbd)),
+        nbd_config: Some(handover_nbd_config(&configured.nbd)),
+        has_directory: configured.has_directory,
         queues: Some(overrides.queues()),
         tls: (server.nbd.tls().iter())
             .map(|(id, spec)| (id.clone(), handover_tls(spec)))

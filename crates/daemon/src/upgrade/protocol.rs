@@ -135,6 +135,9 @@ pub struct Handover {
     /// What the configuration that is in force says about NBD.
     #[serde(default)]
     pub nbd_config: Option<HandoverNbdConfig>,
+    /// The configuration that is in force has a directory with more files. Older versions have none.
+    #[serde(default)]
+    pub has_directory: bool,
     /// The numbers of queues that are defaults, by export. Older versions give every disk a number.
     #[serde(default)]
     pub queues: Option<BTreeMap<String, u16>>,

@@ -140,6 +140,7 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
         let added = overrides.add_queues(queues);
         added.map_err(|e| invalid("number of queues", e))?;
     }
+    parts.has_directory = handover.has_directory;
     parts.nbd_config = handover.nbd_config.map(nbd_config).transpose()?;
     Ok(parts)
 }

@@ -586,9 +586,7 @@ fn queues_run_on_their_configured_threads() {
 /// A file for each VM comes, changes and goes with a reload, under the sandbox.
 #[test]
 fn files_beside_the_configuration_are_reloaded() {
-    let disk =
-        |name: &str| format!("[[disk]]\nfile = \"DIR/{name}.raw\"\nsocket = \"DIR/{name}.sock\"\n");
-    let configured = Configured::start(&disk("a"));
+    let configured = Configured::start(&disk("a", ""));
     let mut device = configured.device("a");
     let beside = configured.ringdisk.path("disks.d");
     fs::create_dir(&beside).unwrap();
@@ -596,15 +594,27 @@ fn files_beside_the_configuration_are_reloaded() {
     let put = |name: &str, text: &str| {
         fs::write(beside.join(name), text.replace("DIR", &place)).unwrap();
     };
-    put("vm-b.toml", &disk("b"));
-    put("vm-c.toml", &disk("c"));
+    put("vm-b.toml", &disk("b", ""));
+    put("vm-c.toml", &disk("c", ""));
     configured.ringdisk.json(&["reload"]);
     assert_eq!(configured.names(), ["a", "b", "c"]);
     verify(&mut configured.device("b").queues[0]);
 
-    put("vm-c.toml", &format!("{}sckt = 1\n", disk("c")));
+    put("vm-c.toml", &disk("c", "sckt = 1"));
     let refused = configured.ringdisk.ringdisk(&["reload"]);
     refused.assert_fails(1, &["disks.d/vm-c.toml, line 4", "sckt"]);
+    assert_eq!(configured.names(), ["a", "b", "c"]);
+
+    // It is away for a moment: nobody loses a disk.
+    let away = configured.ringdisk.path("away");
+    fs::rename(&beside, &away).unwrap();
+    for command in ["reload", "upgrade"] {
+        let refused = configured.ringdisk.ringdisk(&[command]);
+        assert_eq!(refused.code, Some(1), "{refused:?}");
+        assert!(refused.err.contains("is not there any more"), "{refused:?}");
+    }
+    fs::rename(&away, &beside).unwrap();
+    put("vm-c.toml", &disk("c", ""));
     assert_eq!(configured.names(), ["a", "b", "c"]);
 
     fs::remove_file(beside.join("vm-c.toml")).unwrap();
