@@ -84,8 +84,8 @@ pub struct Config {
     pub disks: Vec<DiskSpec>,
     /// What NBD clients find.
     pub exports: Vec<NbdExportSpec>,
-    /// Whether there was a directory with more files.
-    pub has_directory: bool,
+    /// The directory with more files, if it was there.
+    pub directory: Option<PathBuf>,
 }
 
 /// The settings of an I/O thread.
@@ -118,6 +118,8 @@ pub enum ConfigError {
         "{0}: is larger than {BYTES_MAX} bytes, with the files before it; is it the right file?"
     )]
     TooLarge(PathBuf),
+    #[error("{0}: is empty; is it being written? Delete it if it is not needed")]
+    Empty(PathBuf),
     #[error(
         "{0}: is not a file; move it out of the directory, or give it a name that does not end in .toml"
     )]
@@ -176,13 +178,18 @@ impl Config {
         let mut left = BYTES_MAX;
         let mut files = vec![(path.to_owned(), read_text(path, &mut left)?)];
         let beside = beside(path)?;
-        let has_directory = beside.is_some();
+        let directory = beside.is_some().then(|| directory_of(path));
         for path in beside.unwrap_or_default() {
-            let is_file = fs::metadata(&path).is_ok_and(|there| there.is_file());
-            if !is_file {
-                return Err(ConfigError::NotAFile(path));
+            match (fs::symlink_metadata(&path), fs::metadata(&path)) {
+                // Removed since the directory was read.
+                (Err(e), _) if e.kind() == ErrorKind::NotFound => continue,
+                (_, Ok(there)) if there.is_file() => {}
+                _ => return Err(ConfigError::NotAFile(path)),
             }
             let text = read_text(&path, &mut left)?;
+            if text.trim().is_empty() {
+                return Err(ConfigError::Empty(path));
+            }
             files.push((path, text));
         }
         let texts: Vec<_> = files.iter().map(|(_, text)| text.as_str()).collect();
@@ -196,7 +203,7 @@ impl Config {
             }
         })?;
         Ok(Self {
-            has_directory,
+            directory,
             ..config
         })
     }
@@ -207,14 +214,14 @@ impl Config {
     /// As of [`read`](Self::read); or the directory, which this configuration has, is gone.
     pub fn read_again(&self, path: &Path) -> Result<Self, ConfigError> {
         let new = Self::read(path)?;
-        new.check_directory(path, self.has_directory)?;
+        new.check_directory(path, self.directory.is_some())?;
         Ok(new)
     }
 
     /// # Errors
     /// The configuration in force `had` a directory, and this one has none.
     pub fn check_directory(&self, path: &Path, had: bool) -> Result<(), ConfigError> {
-        match had && !self.has_directory {
+        match had && self.directory.is_none() {
             true => Err(ConfigError::DirectoryGone(directory_of(path))),
             false => Ok(()),
         }
@@ -393,11 +400,12 @@ fn read_text(path: &Path, left: &mut u64) -> Result<String, ConfigError> {
 /// The directory with more files: `disks.d` beside `ringdisk.toml`, and `NAME.d` beside any other `NAME.toml`, so that each of
 /// several files has its own.
 fn directory_of(path: &Path) -> PathBuf {
-    if path.file_name().is_some_and(|name| name == NAME) {
+    let directory = if path.file_name().is_some_and(|name| name == NAME) {
         path.with_file_name(DIRECTORY)
     } else {
         path.with_extension("d")
-    }
+    };
+    std::path::absolute(&directory).unwrap_or(directory)
 }
 
 /// The directories that must be readable to read a configuration again: links lead out of its own.

@@ -66,22 +66,32 @@ pub fn qemu_group() -> Option<u32> {
 }
 
 fn find_qemu_group() -> Option<u32> {
-    let groups = &accounts().groups;
-    let there = ["qemu", "kvm"].iter();
-    let group = there.filter_map(|name| column(groups, name, 2)).next()?;
-    (geteuid().is_root() || getegid().as_raw() == group).then_some(group)
+    let group = qemu_group_of_host()?;
+    let is_given = match LATER_USER.get() {
+        // Who must be able to make the same sockets again.
+        Some(later) => later.groups.contains(&group),
+        None => geteuid().is_root() || getegid().as_raw() == group,
+    };
+    is_given.then_some(group)
 }
 
-static LATER_USER: OnceLock<u32> = OnceLock::new();
+/// QEMU's group, whoever may give files to it.
+pub fn qemu_group_of_host() -> Option<u32> {
+    let groups = &accounts().groups;
+    let mut there = ["qemu", "kvm"].iter();
+    there.find_map(|name| column(groups, name, 2))
+}
+
+static LATER_USER: OnceLock<UserAccount> = OnceLock::new();
 
 /// The user that this process, which root has started, becomes.
 pub fn later_user() -> Option<u32> {
-    LATER_USER.get().copied()
+    LATER_USER.get().map(|user| user.uid)
 }
 
 /// This process becomes that user later.
 pub fn set_later_user(user: &UserAccount) {
-    let _ = LATER_USER.set(user.uid);
+    let _ = LATER_USER.set(user.clone());
 }
 
 /// The name of a group, or its number.
@@ -90,7 +100,7 @@ pub fn group_name(id: u32) -> String {
 }
 
 /// The name of a user, or its number.
-fn user_name(id: u32) -> String {
+pub fn user_name(id: u32) -> String {
     name_in(&accounts().users, id)
 }
 
@@ -192,7 +202,7 @@ impl UserAccount {
 }
 
 /// The files that ringdisk makes in directories of its own: locks, and its state in two files.
-const OWN_FILES: [&str; 3] = ["lock", "state.json", "queues.json"];
+const OWN_FILES: [&str; 4] = ["lock", "state.json", "queues.json", "directory"];
 
 /// The extensions of others: journals of images, records of bitmaps, and new versions of files.
 const OWN_EXTENSIONS: [&str; 4] = ["journal", "bitmaps", "intent", "new"];
@@ -202,28 +212,6 @@ fn is_own_file(name: &OsStr) -> bool {
     let mut extensions = OWN_EXTENSIONS.iter();
     OWN_FILES.iter().any(|own| name == *own)
         || extensions.any(|own| Path::new(name).extension().is_some_and(|e| e == *own))
-}
-
-/// Creates a directory for sockets, if it does not exist, which then belongs to the user that this process becomes: otherwise
-/// that user could not make a socket there.
-///
-/// # Errors
-/// It cannot be created.
-pub fn make_socket_directory(directory: &Path, user: Option<&UserAccount>) -> io::Result<()> {
-    let mut passable = DirBuilder::new();
-    passable.mode(0o755);
-    if let Some(parent) = directory.parent() {
-        passable.recursive(true).create(parent)?;
-    }
-    match passable.recursive(false).create(directory) {
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        Ok(()) if let Some(user) = user => {
-            let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let made = rustix::fs::open(directory, flags, Mode::empty())?;
-            fchown(&made, Some(user.uid), Some(user.gid))
-        }
-        made => made,
-    }
 }
 
 /// Creates a directory for ringdisk's own files, if it does not exist, for this user and for `user` later. One that this user

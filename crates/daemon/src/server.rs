@@ -369,7 +369,7 @@ impl Server {
             (Some(inherited), _) => ExportSocket::Inherited(Box::new(inherited)),
             (None, Some(socket)) => ExportSocket::Bound(socket),
             (None, None) => {
-                let bind = || reach::bind(&spec.id, &spec.socket, access);
+                let bind = || Socket::bind(&spec.socket, reach::of_guests(access));
                 let bound = rights.with_socket(&spec.socket, access, bind);
                 ExportSocket::Bound(bound.map_err(ExportError::from)?)
             }

@@ -207,6 +207,8 @@ fn the_files_beside_it_are_read_too() {
         &format!("#{}", " ".repeat(BYTES_MAX as usize - 10)),
     );
     assert!(error().contains("30.toml: is larger than"), "{}", error());
+    write("30.toml", "\n");
+    assert!(error().contains("30.toml: is empty"), "{}", error());
     fs::remove_file(beside.join("30.toml")).unwrap();
     fs::create_dir(beside.join("30.toml")).unwrap();
     assert!(error().contains("30.toml: is not a file"), "{}", error());

@@ -64,12 +64,20 @@ fn options_of_others() -> OpenOptions {
 impl OtherJournals {
     /// All in the directory `sockets`, but for `own`.
     fn find(sockets: &Path, own: &Path) -> Arc<[Self]> {
-        let entries = std::fs::read_dir(sockets).into_iter().flatten().flatten();
-        let directories = entries.filter(|entry| {
+        let directories = Self::directories(sockets, own).unwrap_or_default();
+        directories.into_iter().map(Self::new).collect()
+    }
+
+    fn directories(sockets: &Path, own: &Path) -> io::Result<Vec<PathBuf>> {
+        let mut directories = Vec::new();
+        for entry in std::fs::read_dir(sockets)? {
+            let entry = entry?;
             let name = entry.file_name();
-            name.as_encoded_bytes().starts_with(b"journals") && entry.path() != own
-        });
-        directories.map(|entry| Self::new(entry.path())).collect()
+            if name.as_encoded_bytes().starts_with(b"journals") && entry.path() != own {
+                directories.push(entry.path());
+            }
+        }
+        Ok(directories)
     }
 
     fn new(directory: PathBuf) -> Self {
@@ -149,9 +157,7 @@ impl Journals {
         let name = user.map_or("journals".into(), |user| format!("journals-{}", user.name));
         let sockets = sockets::directory();
         let directory = sockets.join(name);
-        let made = credentials::make_socket_directory(&sockets, user)
-            .and_then(|()| credentials::make_directory(&directory, user));
-        let problem = made.err();
+        let problem = credentials::make_directory(&directory, user).err();
         Self {
             others: OtherJournals::find(&sockets, &directory),
             directory,
@@ -255,7 +261,14 @@ impl Journals {
     /// write the image.
     fn of_another_user(&self, disk: &str, file: &Arc<DiskFile>, identity: &Identity) -> Elsewhere {
         let mut found = Elsewhere::Nothing;
-        for other in &*self.others {
+        let newer = match self.newer_directories() {
+            Ok(newer) => newer,
+            Err(e) => {
+                found = Elsewhere::Hidden(self.directory.clone(), e);
+                Vec::new()
+            }
+        };
+        for other in self.others.iter().chain(&newer) {
             let path = other.directory.join(&identity.file_name);
             let owner = match other.open(&identity.file_name) {
                 Ok(Some(journal)) => owner_of(journal, identity, file),
@@ -277,9 +290,27 @@ impl Journals {
         found
     }
 
-    /// The directories of other users' journals.
-    pub fn of_others(&self) -> impl Iterator<Item = PathBuf> {
-        self.others.iter().map(|other| other.directory.clone())
+    /// The directories of other users that were not there at the start.
+    fn newer_directories(&self) -> io::Result<Vec<OtherJournals>> {
+        let Some(sockets) = self.directory.parent() else {
+            return Ok(Vec::new());
+        };
+        let mut all = match OtherJournals::directories(sockets, &self.directory) {
+            Err(e) if !is_absence(&e) => return Err(e),
+            all => all.unwrap_or_default(),
+        };
+        all.retain(|path| self.others.iter().all(|other| other.directory != *path));
+        let empty = |directory| OtherJournals {
+            directory,
+            kept: BTreeMap::new(),
+        };
+        Ok(all.into_iter().map(empty).collect())
+    }
+
+    /// The directory that is searched for those of other users.
+    pub fn searched(&self) -> Option<PathBuf> {
+        let sockets = self.directory.parent()?;
+        sockets.exists().then(|| sockets.to_owned())
     }
 
     fn try_open(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {

@@ -40,7 +40,7 @@ use crate::server::nbd::ReadyNbd;
 use crate::server::nbd::listener::BoundNbd;
 use crate::server::reload::{ReloadError, Reloader, waits_for_detached};
 use crate::server::{Server, ServerError};
-use crate::socket::Socket;
+use crate::socket::{Socket, reach};
 use crate::state::Overrides;
 use crate::state::store::{Configured, StateError, StateStore};
 use crate::upgrade::socket::UpgradeSocket;
@@ -60,7 +60,7 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     // Their paths would make the sandbox wait. Those of the command line are waited for.
     let specs = [&command_line[..], &without(&config.disks, &hanging)].concat();
     let settings = Settings::new(args, &config)?;
-    settings.user.iter().for_each(credentials::set_later_user);
+    settings.become_later(&specs, args.take_over)?;
     let journals = Journals::new(settings.user.as_ref());
     let own_upgrade_socket = settings.open_upgrade_socket(args.take_over);
     // While this is the only thread.
@@ -101,6 +101,9 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     }
     let open = |directory| rights.as_operator(|| StateStore::open(directory, inherited.lock()));
     let store = settings.state.as_deref().map(open).transpose()?;
+    if let Some((store, _)) = &store {
+        store.check_directory(&config)?;
+    }
     // If the configuration has changed since, a reload applies that once guests are served.
     let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights)?;
     let configured = Configured::new(&command_line, &config);
@@ -313,6 +316,23 @@ impl Settings {
         socket
     }
 
+    /// Decides what depends on the user that this process becomes.
+    ///
+    /// # Errors
+    /// The process that is to be replaced runs as another user, to whom state, journals and sockets belong.
+    fn become_later(&self, disks: &[DiskSpec], take_over: bool) -> Result<(), ServeError> {
+        if take_over {
+            let later = self.user.as_ref().map(|user| user.uid);
+            let what = "this process cannot take over from the running ringdisk";
+            successor::check_user(later).map_err(|e| ServeError::System(what, e))?;
+        }
+        if let Some(user) = &self.user {
+            credentials::set_later_user(user);
+            reach::warn_if_not_member(user, disks);
+        }
+        Ok(())
+    }
+
     fn enter_sandbox(
         &self,
         args: &Args,
@@ -330,11 +350,8 @@ impl Settings {
         let options = SandboxOptions {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),
-            readable: self
-                .tls
-                .iter()
-                .map(|tls| tls.dir.clone())
-                .chain(journals.of_others())
+            readable: (self.tls.iter().map(|tls| tls.dir.clone()))
+                .chain(journals.searched())
                 .collect(),
             user: self.user.clone(),
             listens: self.metrics.is_some() || matches!(self.nbd, Some(NbdAddress::Tcp(_))),
@@ -673,23 +690,4 @@ fn announce(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Of a version that gave every disk a number of queues.
-    #[test]
-    fn detached_disk_of_an_older_version_keeps_its_queues() {
-        let disk = |text: &str| text.parse::<DiskSpec>().unwrap();
-        let configured = Configured {
-            disks: ["/vms/a.raw", "/vms/b.raw"].map(disk).into(),
-            ..Configured::default()
-        };
-        let overrides = Overrides {
-            detached: vec![disk("/vms/b.raw,queues=5")],
-            ..Overrides::default()
-        };
-        let (configured, overrides) = taken_over(&configured, overrides);
-        assert_eq!(configured.disks, [disk("/vms/a.raw")]);
-        assert_eq!(overrides.queues()["b"], 5);
-    }
-}
+mod tests;

@@ -279,19 +279,21 @@ impl Export {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
     }
 
-    /// Makes its socket again if it has been removed. Returns what else is at its path, if anything.
+    /// Makes its socket again if it has been removed. Returns why nobody can connect, if nobody can.
     pub fn recreate_socket(&self) -> Option<String> {
         match self.place.look() {
             PathStatus::Itself => None,
-            PathStatus::Nothing => {
-                self.make_socket_again();
-                None
+            PathStatus::Nothing => self.make_socket_again().err(),
+            PathStatus::Other(what) => {
+                let path = self.place.path().display();
+                Some(format!(
+                    "{what} has taken the place of its socket {path}. It is left alone; move it away"
+                ))
             }
-            PathStatus::Other(what) => Some(what),
         }
     }
 
-    fn make_socket_again(&self) {
+    fn make_socket_again(&self) -> Result<(), String> {
         let (id, path) = (&self.id, self.place.path());
         match Socket::bind(path, reach::of_guests(self.spec.socket_access)) {
             Ok(mut socket) => {
@@ -299,10 +301,11 @@ impl Export {
                 self.renewed.set(socket);
                 let path = path.display();
                 warn!("disk {id}: {path} had been removed; ringdisk has created it again");
+                Ok(())
             }
-            Err(e) => {
-                error!("disk {id}: its socket had been removed, and cannot be created again: {e}")
-            }
+            Err(e) => Err(format!(
+                "its socket had been removed, and cannot be created again: {e}"
+            )),
         }
     }
 

@@ -171,7 +171,7 @@ impl Server {
 
     /// If another disk still has the path, a socket next to it.
     fn make_socket(&self, export: &ExportSpec) -> Result<Socket, ServerError> {
-        let (path, access) = (&export.socket, export.socket_access);
+        let (path, access) = (&export.socket, reach::of_guests(export.socket_access));
         self.sandbox.check_socket(path)?;
         let ours: Vec<_> = {
             let state = self.state();
@@ -181,10 +181,9 @@ impl Server {
         let same = |other: &&PathBuf| other.file_name() == path.file_name();
         let mut same = ours.iter().filter(same);
         let socket = if same.any(|other| socket::canonical_path(other) == place) {
-            // Whoever could connect before can connect again.
-            Socket::bind_beside(path, reach::of_guests(access))
+            Socket::bind_beside(path, access)
         } else {
-            reach::bind(&export.id, path, access)
+            Socket::bind(path, access)
         };
         socket.map_err(|e| ServerError::Export(e.into()))
     }

@@ -530,7 +530,7 @@ impl<'a> Failed<'a> {
             groups: new.groups.clone(),
             disks: new.disks.clone(),
             exports: new.exports.clone(),
-            has_directory: new.has_directory,
+            directory: new.directory.clone(),
             ..old.clone()
         };
         for (id, spec) in &mut config.threads {

@@ -69,17 +69,16 @@ impl Server {
         self.state().exports.get(id).map(look)
     }
 
-    /// Recreates sockets that have been removed. Logs and returns a sentence for each socket whose path is taken by something
-    /// else.
+    /// Recreates sockets that have been removed. Logs and returns a sentence for each socket that is not there.
     pub fn recreate_sockets(&self) -> Vec<String> {
         let mut taken: Vec<String> = {
             let state = self.state();
             let taken = |export: &Export| {
-                let what = export.recreate_socket()?;
-                let (id, path) = (&export.id, export.socket.display());
+                let why = export.recreate_socket()?;
+                let id = &export.id;
                 Some(format!(
-                    "disk {id}: no VM can connect: {what} has taken the place of its socket {path}. It is left alone; move it away, \
-                     then 'ringdisk reload' or SIGHUP makes the socket again. A connected VM is not affected"
+                    "disk {id}: no VM can connect: {why}; then 'ringdisk reload' or SIGHUP makes the socket again. A connected VM is \
+                     not affected"
                 ))
             };
             state.exports.values().filter_map(taken).collect()

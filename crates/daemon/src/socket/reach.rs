@@ -10,43 +10,39 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 use tracing::warn;
 
-use crate::config::spec::SocketAccess;
-use crate::credentials;
-use crate::socket::{Socket, SocketError};
+use crate::config::spec::{DiskSpec, SocketAccess};
+use crate::credentials::{self, UserAccount};
 
 /// The access of a disk's socket that is made now. If the operator has set nothing, [QEMU's group](credentials::qemu_group)
-/// may connect. Root makes it for the user that this process becomes, who may have to replace it.
+/// may connect, if there is one. Root makes it for the user that this process becomes, who may have to replace it.
 pub fn of_guests(configured: SocketAccess) -> SocketAccess {
-    let is_default = configured == SocketAccess::default();
-    let of_qemu = || is_default.then(credentials::qemu_group).flatten();
-    let later = || geteuid().is_root().then(credentials::later_user).flatten();
-    SocketAccess {
-        owner: configured.owner.or_else(later),
-        group: configured.group.or_else(of_qemu),
-        ..configured
+    let mut access = configured;
+    if configured == SocketAccess::default() {
+        access.group = credentials::qemu_group();
+        if access.group.is_none() {
+            return configured;
+        }
     }
+    let later = || geteuid().is_root().then(credentials::later_user).flatten();
+    access.owner = configured.owner.or_else(later);
+    access
 }
 
-/// Makes the socket of a disk. If this process has become a user who may not give it to QEMU's group, it is that user's.
-///
-/// # Errors
-/// As of [`Socket::bind`].
-pub fn bind(disk: &str, path: &Path, configured: SocketAccess) -> Result<Socket, SocketError> {
-    let access = of_guests(configured);
-    match Socket::bind(path, access) {
-        Err(SocketError::Access(..)) if access != configured => {}
-        made => return made,
+/// Logs that the user that this process becomes cannot give sockets to QEMU's group, if these disks have no other setting.
+pub fn warn_if_not_member(user: &UserAccount, disks: &[DiskSpec]) {
+    let is_default = |disk: &DiskSpec| disk.socket_access == SocketAccess::default();
+    let Some(group) =
+        credentials::qemu_group_of_host().filter(|group| !user.groups().contains(group))
+    else {
+        return;
+    };
+    if disks.iter().any(is_default) {
+        let (group, user) = (credentials::group_name(group), &user.name);
+        warn!(
+            "user {user} is not a member of group {group}, QEMU's: only {user} and root can connect to the sockets of disks; \
+             'usermod -aG {group} {user}' and a restart of ringdisk let QEMU, too"
+        );
     }
-    let socket = Socket::bind(path, configured)?;
-    let group = access
-        .group
-        .map_or_else(String::new, credentials::group_name);
-    warn!(
-        "disk {disk}: ringdisk has become a user who may not give its socket {} to group {group}, QEMU's: only that user and root \
-         can connect; make that user a member of the group ('usermod -aG {group} USER') and upgrade ('ringdisk upgrade')",
-        path.display()
-    );
-    Ok(socket)
 }
 
 /// Logs what keeps the group of a disk's socket from connecting to it.

@@ -25,6 +25,9 @@ const NAME: &str = "state.json";
 /// The file beside it, with what the previous version would not accept in the first. That version leaves it alone.
 const QUEUES_NAME: &str = "queues.json";
 
+/// The file beside it with the path of the directory that the configuration has.
+const DIRECTORY_NAME: &str = "directory";
+
 /// The process may be root and the directory another user's: does not follow a link there, or wait for a pipe.
 const OPEN_FLAGS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
 
@@ -35,8 +38,8 @@ pub struct Configured {
     pub groups: Vec<(String, ThrottleLimits)>,
     pub threads: Vec<(String, ThreadSpec)>,
     pub nbd: NbdConfig,
-    /// The configuration has a directory with more files.
-    pub has_directory: bool,
+    /// The directory with more files of the configuration, if there is one.
+    pub directory: Option<PathBuf>,
 }
 
 impl Configured {
@@ -48,7 +51,7 @@ impl Configured {
             groups: config.groups.clone(),
             threads: config.threads.clone(),
             nbd: config.nbd_config(),
-            has_directory: config.has_directory,
+            directory: config.directory.clone(),
         }
     }
 }
@@ -81,6 +84,11 @@ pub enum StateError {
     )]
     InUse(PathBuf),
     #[error(
+        "{0}: is not there, and was part of the configuration: without it, what commands have changed of its disks would be \
+         forgotten; put it back, or make an empty one if it is not needed any more"
+    )]
+    DirectoryGone(PathBuf),
+    #[error(
         "{0}: cannot be read: {1}; repair it if possible. Without it, ringdisk starts with the configuration alone: disks \
          that commands have moved to other files would be served from their old ones"
     )]
@@ -109,6 +117,7 @@ struct Inner {
     /// The contents of the files, if they are known.
     text: Option<String>,
     queues: Option<BTreeMap<String, u16>>,
+    directory: Option<PathBuf>,
     /// What could not be written last.
     unsaved: Option<Overrides>,
     ended: bool,
@@ -149,9 +158,27 @@ impl StateStore {
         let store = Self {
             directory: directory.into(),
             lock,
-            inner: Mutex::default(),
+            inner: Mutex::new(Inner {
+                directory: fs::read_to_string(directory.join(DIRECTORY_NAME))
+                    .ok()
+                    .map(PathBuf::from),
+                ..Inner::default()
+            }),
         };
         Ok((store, overrides))
+    }
+
+    /// Checks that the directory of the configuration is not away.
+    ///
+    /// # Errors
+    /// It was there when the state was saved last.
+    pub fn check_directory(&self, config: &Config) -> Result<(), StateError> {
+        match &self.inner().directory {
+            Some(before) if config.directory.is_none() && !before.exists() => {
+                Err(StateError::DirectoryGone(before.clone()))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub fn lock(&self) -> &File {
@@ -168,7 +195,12 @@ impl StateStore {
         if inner.ended {
             return Ok(());
         }
-        let overrides = inner.difference(inventory());
+        let inventory = inventory();
+        let directory = inventory.configured.directory.clone();
+        let overrides = inner.difference(inventory);
+        if let Err(problem) = self.write_directory(&mut inner, directory) {
+            error!("{}", self.not_written(DIRECTORY_NAME, &problem));
+        }
         match self.write_overrides(&mut inner, &overrides) {
             Ok(()) => {
                 inner.unsaved = None;
@@ -209,6 +241,18 @@ impl StateStore {
     fn write(&self, inner: &mut Inner, inventory: Inventory) -> io::Result<()> {
         let overrides = inner.difference(inventory);
         self.write_overrides(inner, &overrides)
+    }
+
+    fn write_directory(
+        &self,
+        inner: &mut Inner,
+        directory: Option<PathBuf>,
+    ) -> Result<(), WriteError> {
+        if let Some(now) = directory.filter(|now| inner.directory.as_ref() != Some(now)) {
+            write(&self.directory, DIRECTORY_NAME, &now.to_string_lossy())?;
+            inner.directory = Some(now);
+        }
+        Ok(())
     }
 
     fn write_overrides(&self, inner: &mut Inner, overrides: &Overrides) -> io::Result<()> {

@@ -62,6 +62,11 @@ enum UpgradeError {
     Start(io::Error),
     #[error("the new process uses version {0} of the handover protocol, and this one {PROTOCOL}")]
     Protocol(u32),
+    #[error(
+        "the new program is older, and does not read the directory of the configuration: its disks would be removed, and their \
+         VMs would lose them; move them into the file beside it, reload, and upgrade again"
+    )]
+    NoDirectory,
     #[error("a command is running on the control socket; try again when it is done")]
     Busy,
     #[error("{0}")]
@@ -159,7 +164,7 @@ fn hand_over(
     client: &Channel,
     outcome: &mut Outcome,
 ) -> Result<u32, UpgradeError> {
-    let Successor { channel, pid } = start(client, Instant::now() + TIMEOUT)?;
+    let Successor { channel, pid } = start(server, client, Instant::now() + TIMEOUT)?;
     let Some(mut handed_over) = server.handover.begin(Instant::now() + PAUSE) else {
         return Err(UpgradeError::Busy);
     };
@@ -216,7 +221,7 @@ fn hand_over(
 }
 
 /// Asks `ringdisk upgrade` to start the new process, and waits until that is ready to receive.
-fn start(client: &Channel, deadline: Instant) -> Result<Successor, UpgradeError> {
+fn start(server: &Server, client: &Channel, deadline: Instant) -> Result<Successor, UpgradeError> {
     let successor = launch(client, deadline).map_err(UpgradeError::Launch)?;
     let hello = match successor.channel.receive::<FirstMessage>(deadline) {
         Ok((FirstMessage::Hello(hello), _)) => hello,
@@ -225,6 +230,9 @@ fn start(client: &Channel, deadline: Instant) -> Result<Successor, UpgradeError>
     };
     if hello.protocol != PROTOCOL {
         return Err(UpgradeError::Protocol(hello.protocol));
+    }
+    if server.configured().directory.is_some() && !hello.reads_directory {
+        return Err(UpgradeError::NoDirectory);
     }
     info!(
         "upgrade: handing over to process {}, version {}",
@@ -413,7 +421,7 @@ fn send(
         exports: Vec::new(),
         nbd: nbd.as_ref().map(handover_nbd),
         nbd_config: Some(handover_nbd_config(&configured.nbd)),
-        has_directory: configured.has_directory,
+        has_directory: configured.directory.is_some(),
         queues: Some(overrides.queues()),
         tls: (server.nbd.tls().iter())
             .map(|(id, spec)| (id.clone(), handover_tls(spec)))

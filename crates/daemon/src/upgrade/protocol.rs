@@ -101,6 +101,9 @@ pub struct Outcome {
 pub struct Hello {
     pub protocol: u32,
     pub version: String,
+    /// The new program reads the directory of a configuration. Older ones do not.
+    #[serde(default)]
+    pub reads_directory: bool,
 }
 
 /// Everything that is handed over. Its descriptors, in this order: `files` files; the lock of the state directory; the

@@ -11,9 +11,12 @@ use std::time::{Duration, Instant};
 use block::{DirtyBitmap, ThrottleLimits};
 use engine::Identity;
 use guest::SavedSession;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
 
 use crate::config::limits;
 use crate::config::nbd::{NbdConfig, NbdExportSpec, TlsSpec};
+use crate::credentials;
 use crate::inherited::{
     self, Gate, Inherited, InheritedDisk, InheritedExport, InheritedParts, NbdService,
 };
@@ -40,6 +43,7 @@ impl Predecessor {
         let hello = Hello {
             protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").into(),
+            reads_directory: true,
         };
         channel.send(&hello, &[], deadline)?;
         let (handover, descriptors) = channel.receive::<Handover>(deadline)?;
@@ -67,6 +71,22 @@ impl Predecessor {
         inherited.finish_commit();
         Ok(())
     }
+}
+
+/// Checks that the old process is of the user that this one becomes, to whom state, journals and sockets belong.
+///
+/// # Errors
+/// It is another user's.
+pub fn check_user(later: Option<u32>) -> io::Result<()> {
+    let later = later.unwrap_or_else(|| geteuid().as_raw());
+    let before = socket_peercred(io::stdin())?.uid.as_raw();
+    if before == later {
+        return Ok(());
+    }
+    let [before, later] = [before, later].map(credentials::user_name);
+    Err(io::Error::other(format!(
+        "it runs as {before}, and its successor would as {later}: only a restart changes the user"
+    )))
 }
 
 /// Tells the old process why this one does not take over. The old process continues to serve in any case.

@@ -627,3 +627,40 @@ fn symlinks_and_fifos_in_the_state_directory_are_refused() {
         fs::remove_dir_all(&state).unwrap();
     }
 }
+
+/// A start while the directory of the configuration is away forgets nothing of its disks.
+#[test]
+fn state_of_a_directory_that_is_away_is_kept() {
+    let stateful = Stateful::start();
+    let path = |name: &str| stateful.ringdisk.path(name);
+    let (beside, away) = (path("config.d"), path("away"));
+    fs::create_dir(&beside).unwrap();
+    let (file, socket) = (path("c.raw"), path("c.sock"));
+    let text = format!("[[disk]]\nfile = {file:?}\nsocket = {socket:?}\n");
+    fs::write(beside.join("c.toml"), text).unwrap();
+    stateful.ringdisk.json(&["reload"]);
+    stateful
+        .ringdisk
+        .json(&["replace", "c", path("d.raw").to_str().unwrap()]);
+    fs::rename(&beside, &away).unwrap();
+    let arguments = [
+        format!("--state={}", path("state").display()),
+        format!("--config={}", path("config.toml").display()),
+    ];
+    stateful.ringdisk.server.signal(Signal::KILL);
+    let refused = loop {
+        let started = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments);
+        let refused = started.err().unwrap().to_string();
+        if !refused.contains("in use") {
+            break refused;
+        }
+    };
+    assert!(
+        refused.contains("was part of the configuration"),
+        "{refused}"
+    );
+    fs::rename(&away, &beside).unwrap();
+    let stateful = stateful.restart();
+    let moved = stateful.disk("c")["file"].as_str().unwrap().to_owned();
+    assert!(moved.ends_with("d.raw"), "{moved}");
+}
