@@ -307,10 +307,10 @@ impl Journals {
         Ok(all.into_iter().map(empty).collect())
     }
 
-    /// The directory that is searched for those of other users.
-    pub fn searched(&self) -> Option<PathBuf> {
-        let sockets = self.directory.parent()?;
-        sockets.exists().then(|| sockets.to_owned())
+    /// The directories of other users' journals at the start, which the sandbox lets this process read. Where there is a newer
+    /// one, an image may have a journal there that cannot be seen.
+    pub fn of_others(&self) -> impl Iterator<Item = PathBuf> {
+        self.others.iter().map(|other| other.directory.clone())
     }
 
     fn try_open(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {

@@ -351,7 +351,7 @@ impl Settings {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
             allow: [&args.allow_dir[..], &config.allow].concat(),
             readable: (self.tls.iter().map(|tls| tls.dir.clone()))
-                .chain(journals.searched())
+                .chain(journals.of_others())
                 .collect(),
             user: self.user.clone(),
             listens: self.metrics.is_some() || matches!(self.nbd, Some(NbdAddress::Tcp(_))),
