@@ -86,6 +86,8 @@ pub struct Config {
     pub exports: Vec<NbdExportSpec>,
     /// The directory with more files, if it was there.
     pub directory: Option<PathBuf>,
+    /// Whether it had any.
+    pub has_files: bool,
 }
 
 /// The settings of an I/O thread.
@@ -179,7 +181,9 @@ impl Config {
         let mut files = vec![(path.to_owned(), read_text(path, &mut left)?)];
         let beside = beside(path)?;
         let directory = beside.is_some().then(|| directory_of(path));
-        for path in beside.unwrap_or_default() {
+        let beside = beside.unwrap_or_default();
+        let has_files = !beside.is_empty();
+        for path in beside {
             match (fs::symlink_metadata(&path), fs::metadata(&path)) {
                 // Removed since the directory was read.
                 (Err(e), _) if e.kind() == ErrorKind::NotFound => continue,
@@ -204,6 +208,7 @@ impl Config {
         })?;
         Ok(Self {
             directory,
+            has_files,
             ..config
         })
     }
@@ -214,7 +219,7 @@ impl Config {
     /// As of [`read`](Self::read); or the directory, which this configuration has, is gone.
     pub fn read_again(&self, path: &Path) -> Result<Self, ConfigError> {
         let new = Self::read(path)?;
-        new.check_directory(path, self.directory.is_some())?;
+        new.check_directory(path, self.has_files)?;
         Ok(new)
     }
 
@@ -432,7 +437,10 @@ fn beside(path: &Path) -> Result<Option<Vec<PathBuf>>, ConfigError> {
     let directory = directory_of(path);
     let fail = |e| ConfigError::Read(directory.clone(), e);
     let entries = match fs::read_dir(&directory) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        // A file of that name may be anything, as a configuration called NAME.d.
+        Err(e) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind()) => {
+            return Ok(None);
+        }
         entries => entries.map_err(fail)?,
     };
     let mut files = Vec::new();

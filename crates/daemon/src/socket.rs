@@ -43,8 +43,9 @@ pub enum SocketError {
     )]
     Directory(PathBuf, io::Error),
     #[error(
-        "{0}: cannot set the owner, group or mode of the socket: {1}; only root can set an owner, and other users only a \
-        group of their own: make ringdisk's user a member of it ('usermod -aG GROUP USER'), then restart or upgrade ringdisk"
+        "{0}: cannot set the owner, group or mode of the socket: {cause}",
+        cause = block::explain(.1, "only root can set an owner, and other users only a group of their own: make ringdisk's user \
+            a member of it ('usermod -aG GROUP USER'), then restart or upgrade ringdisk")
     )]
     Access(PathBuf, io::Error),
 }

@@ -88,15 +88,15 @@ impl Disks {
     }
 }
 
-/// A disk needs its file, its socket and two eventfds of ringdisk: one stops its session, the other reports lost guest
-/// memory. The front-end adds a connection, three eventfds of its queue and three memory regions, which a successor
+/// A disk needs its file, its socket and three eventfds of ringdisk: one stops its session, one reports lost guest memory, and
+/// one tells the thread that waits for a front-end that the socket was made again. The front-end adds a connection, three eventfds of its queue and three memory regions, which a successor
 /// process must map again.
 #[test]
 fn memory_and_descriptors_per_idle_disk() {
     let (few, many) = (Disks::connected(FEW), Disks::connected(MANY));
     let more = MANY - FEW;
     let expected = BTreeMap::from([
-        ("anon_inode:[eventfd]", (2 + 3) * more),
+        ("anon_inode:[eventfd]", (3 + 3) * more),
         ("file", more),
         ("memory", 3 * more),
         ("socket", (1 + 1) * more),

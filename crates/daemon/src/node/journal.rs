@@ -1,12 +1,10 @@
 //! Journals of images: they contain the changes of acknowledged writes that are not flushed yet, in case ringdisk is
 //! killed.
 
-use std::collections::BTreeMap;
-use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -31,17 +29,8 @@ pub struct Journals {
     owner: Option<(u32, u32)>,
     /// Why the directory cannot be used.
     problem: Option<String>,
-    /// Those of other users, as they were at the start.
-    others: Arc<[OtherJournals]>,
-}
-
-/// The directory of another user's journals. This process may not be able to look there later: it enters its sandbox, and may
-/// become another user.
-#[derive(Debug)]
-struct OtherJournals {
-    directory: PathBuf,
-    /// What was there at the start, by name.
-    kept: BTreeMap<OsString, File>,
+    /// Those of other users at the start, which the sandbox lets this process read.
+    others: Arc<[PathBuf]>,
 }
 
 /// Whether another user has the journal of an image.
@@ -61,56 +50,17 @@ fn options_of_others() -> OpenOptions {
     options
 }
 
-impl OtherJournals {
-    /// All in the directory `sockets`, but for `own`.
-    fn find(sockets: &Path, own: &Path) -> Arc<[Self]> {
-        let directories = Self::directories(sockets, own).unwrap_or_default();
-        directories.into_iter().map(Self::new).collect()
-    }
-
-    fn directories(sockets: &Path, own: &Path) -> io::Result<Vec<PathBuf>> {
-        let mut directories = Vec::new();
-        for entry in std::fs::read_dir(sockets)? {
-            let entry = entry?;
-            let name = entry.file_name();
-            if name.as_encoded_bytes().starts_with(b"journals") && entry.path() != own {
-                directories.push(entry.path());
-            }
-        }
-        Ok(directories)
-    }
-
-    fn new(directory: PathBuf) -> Self {
-        let entries = std::fs::read_dir(&directory)
-            .into_iter()
-            .flatten()
-            .flatten();
-        let journals = entries.filter(|entry| {
-            let name = entry.path();
-            name.extension().is_some_and(|end| end == EXTENSION)
-        });
-        let kept = journals.filter_map(|entry| {
-            let journal = options_of_others().open(entry.path()).ok()?;
-            Some((entry.file_name(), journal))
-        });
-        let kept = kept.collect();
-        Self { directory, kept }
-    }
-
-    /// The journal of this name, if there is one.
-    fn open(&self, name: &str) -> io::Result<Option<File>> {
-        // One that was removed since was replayed.
-        if let Some(kept) = self.kept.get(OsStr::new(name))
-            && kept.metadata()?.nlink() > 0
-        {
-            return Ok(Some(kept.try_clone()?));
-        }
-        match options_of_others().open(self.directory.join(name)) {
-            Ok(journal) => Ok(Some(journal)),
-            Err(e) if is_absence(&e) => Ok(None),
-            Err(e) => Err(e),
+/// The directories of journals in the directory `sockets`, but for `own`.
+fn others(sockets: &Path, own: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut directories = Vec::new();
+    for entry in std::fs::read_dir(sockets)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name.as_encoded_bytes().starts_with(b"journals") && entry.path() != own {
+            directories.push(entry.path());
         }
     }
+    Ok(directories)
 }
 
 /// An image has a journal that cannot be replayed.
@@ -159,7 +109,7 @@ impl Journals {
         let directory = sockets.join(name);
         let problem = credentials::make_directory(&directory, user).err();
         Self {
-            others: OtherJournals::find(&sockets, &directory),
+            others: others(&sockets, &directory).unwrap_or_default().into(),
             directory,
             owner: user.map(|user| (user.uid, user.gid)),
             problem: problem.map(|e| e.to_string()),
@@ -185,12 +135,16 @@ impl Journals {
             let path = self.directory.join(&identity.file_name);
             match self.of_another_user(disk, file, &identity) {
                 Elsewhere::Found(path) => return Ok(Err(JournalError::AnotherUsers(path))),
-                // The image's own may be here.
+                // Most images that say so have lost their journal in a crash of the host, or are copies.
                 Elsewhere::Hidden(other, e)
                     if look(&path).is_ok_and(|is_there| !is_there)
                         && may_have_journal(&readable(file)) =>
                 {
-                    return Ok(Err(JournalError::Hidden(other, e)));
+                    warn!(
+                        "disk {disk}: whether its journal is {}, of a ringdisk of another user, cannot be seen: {e}. If such a \
+                         ringdisk was killed while it served this image, stop this one now, and serve the image as that user first",
+                        other.display()
+                    );
                 }
                 Elsewhere::Hidden(..) | Elsewhere::Nothing => {}
             }
@@ -236,8 +190,7 @@ impl Journals {
                 Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => path,
                 _ => match self.of_another_user(disk, file, &identity) {
                     Elsewhere::Found(path) => path,
-                    Elsewhere::Hidden(path, e) => return Some(JournalError::Hidden(path, e)),
-                    Elsewhere::Nothing => return None,
+                    Elsewhere::Hidden(..) | Elsewhere::Nothing => return None,
                 },
             };
             Some(JournalError::NotReplayed {
@@ -261,18 +214,20 @@ impl Journals {
     /// write the image.
     fn of_another_user(&self, disk: &str, file: &Arc<DiskFile>, identity: &Identity) -> Elsewhere {
         let mut found = Elsewhere::Nothing;
-        let newer = match self.newer_directories() {
-            Ok(newer) => newer,
-            Err(e) => {
-                found = Elsewhere::Hidden(self.directory.clone(), e);
-                Vec::new()
-            }
+        // At each opening: another ringdisk may have come since the start.
+        let Some(sockets) = self.directory.parent() else {
+            return found;
         };
-        for other in self.others.iter().chain(&newer) {
-            let path = other.directory.join(&identity.file_name);
-            let owner = match other.open(&identity.file_name) {
-                Ok(Some(journal)) => owner_of(journal, identity, file),
-                Ok(None) => continue,
+        let others = match others(sockets, &self.directory) {
+            Ok(others) => others,
+            Err(e) if is_absence(&e) => return found,
+            Err(e) => return Elsewhere::Hidden(self.directory.clone(), e),
+        };
+        for other in others {
+            let path = other.join(&identity.file_name);
+            let owner = match options_of_others().open(&path) {
+                Ok(journal) => owner_of(journal, identity, file),
+                Err(e) if is_absence(&e) => continue,
                 Err(e) => {
                     found = Elsewhere::Hidden(path, e);
                     continue;
@@ -290,27 +245,10 @@ impl Journals {
         found
     }
 
-    /// The directories of other users that were not there at the start.
-    fn newer_directories(&self) -> io::Result<Vec<OtherJournals>> {
-        let Some(sockets) = self.directory.parent() else {
-            return Ok(Vec::new());
-        };
-        let mut all = match OtherJournals::directories(sockets, &self.directory) {
-            Err(e) if !is_absence(&e) => return Err(e),
-            all => all.unwrap_or_default(),
-        };
-        all.retain(|path| self.others.iter().all(|other| other.directory != *path));
-        let empty = |directory| OtherJournals {
-            directory,
-            kept: BTreeMap::new(),
-        };
-        Ok(all.into_iter().map(empty).collect())
-    }
-
     /// The directories of other users' journals at the start, which the sandbox lets this process read. Where there is a newer
     /// one, an image may have a journal there that cannot be seen.
     pub fn of_others(&self) -> impl Iterator<Item = PathBuf> {
-        self.others.iter().map(|other| other.directory.clone())
+        self.others.iter().cloned()
     }
 
     fn try_open(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {

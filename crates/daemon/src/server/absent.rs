@@ -522,8 +522,7 @@ impl Server {
                 let socket = sockets::path(spec);
                 let is_outside = || self.sandbox.check_socket(&socket).is_err();
                 let was_root = self.context.rights.has_changed();
-                let is_socket_denied = self.is_of_configuration(spec)
-                    && (was_root && e.is_socket_refused() || is_outside());
+                let is_socket_denied = self.is_of_configuration(spec) && is_outside();
                 if let Some(ahead) = ahead.and_then(|ahead| ahead.upgrade()) {
                     ahead.unlock();
                 }
@@ -544,6 +543,12 @@ impl Server {
                     format!(
                         "{what} since ringdisk {since}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') has the disk \
                          served, and VMs stay connected"
+                    )
+                } else if was_root && e.is_socket_refused() {
+                    format!(
+                        "{}: the socket cannot be made since ringdisk became another user; give the disk a 'socket' in a directory \
+                         of that user and reload, or restart ringdisk",
+                        socket.display()
                     )
                 } else if is_locked {
                     format!("{e}; when it is free, 'ringdisk reload' has it served")

@@ -531,6 +531,7 @@ impl<'a> Failed<'a> {
             disks: new.disks.clone(),
             exports: new.exports.clone(),
             directory: new.directory.clone(),
+            has_files: new.has_files,
             ..old.clone()
         };
         for (id, spec) in &mut config.threads {

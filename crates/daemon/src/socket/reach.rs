@@ -39,8 +39,8 @@ pub fn warn_if_not_member(user: &UserAccount, disks: &[DiskSpec]) {
     if disks.iter().any(is_default) {
         let (group, user) = (credentials::group_name(group), &user.name);
         warn!(
-            "user {user} is not a member of group {group}, QEMU's: only {user} and root can connect to the sockets of disks; \
-             'usermod -aG {group} {user}' and a restart of ringdisk let QEMU, too"
+            "user {user} is not a member of group {group}, QEMU's: the sockets of disks stay root's, and a QEMU of another user \
+             cannot connect; 'usermod -aG {group} {user}' and a restart of ringdisk let it, or socket-group and socket-owner"
         );
     }
 }

@@ -51,7 +51,7 @@ impl Configured {
             groups: config.groups.clone(),
             threads: config.threads.clone(),
             nbd: config.nbd_config(),
-            directory: config.directory.clone(),
+            directory: config.directory.clone().filter(|_| config.has_files),
         }
     }
 }
@@ -248,10 +248,15 @@ impl StateStore {
         inner: &mut Inner,
         directory: Option<PathBuf>,
     ) -> Result<(), WriteError> {
-        if let Some(now) = directory.filter(|now| inner.directory.as_ref() != Some(now)) {
-            write(&self.directory, DIRECTORY_NAME, &now.to_string_lossy())?;
-            inner.directory = Some(now);
+        if inner.directory == directory {
+            return Ok(());
         }
+        match &directory {
+            Some(now) => write(&self.directory, DIRECTORY_NAME, &now.to_string_lossy())?,
+            // It was emptied, and nothing is lost with it.
+            None => fs::remove_file(self.directory.join(DIRECTORY_NAME))?,
+        }
+        inner.directory = directory;
         Ok(())
     }
 

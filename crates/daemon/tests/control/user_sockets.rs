@@ -65,7 +65,7 @@ fn a_user_keeps_the_place_of_its_sockets() {
     let mut device = Device::connect(socket("v"), &DeviceConfig::default()).unwrap();
     fs::rename(path("away"), path("q.raw")).unwrap();
     assert_eq!(reload().code, Some(0));
-    server.wait_for_log(&["q.sock", "reload --upgrade"]);
+    server.wait_for_log(&["q.sock", "directory of that user", "restart"]);
     if has_qemu {
         server.wait_for_log(&["WARN", "user nobody is not a member of group"]);
     }

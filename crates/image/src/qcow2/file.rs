@@ -133,6 +133,11 @@ impl FileEnd {
         if self.cannot_punch.load(SeqCst) {
             return;
         }
+        // A device refuses what lies beyond its end.
+        let len = len.min(self.get().bytes().saturating_sub(at.bytes()));
+        if len == 0 {
+            return;
+        }
         let Err(error) = self.storage.punch(at.in_file(), len) else {
             return;
         };

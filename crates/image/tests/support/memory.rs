@@ -312,6 +312,10 @@ impl Storage for Memory {
 
     fn punch(&self, at: FileOffset, len: u64) -> io::Result<()> {
         let mut state = self.state();
+        // As a block device, which accepts no part beyond its end.
+        if at.0 + len > state.files[self.file].len() as u64 {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
         punch(&mut state.files[self.file], at.0, len);
         state.free_space(self.file, at.0, len);
         state.event(self.file, What::Punch { at: at.0, len });
