@@ -13,6 +13,7 @@ pub mod sockets;
 pub mod spec;
 
 mod disk_text;
+mod files;
 mod keys;
 mod sandbox_mode;
 mod values;
@@ -20,7 +21,7 @@ mod values;
 use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs;
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -31,12 +32,14 @@ use thiserror::Error;
 use toml::de::DeTable;
 
 pub use file_keys::{POLL_CPU, POLL_MAX_US_MAX, THREADS_MAX, address};
+pub use files::read_directories;
 pub use sandbox_mode::SandboxMode;
 
 use self::conflicts::CheckedDisks;
 use self::cpus::Cpus;
 use self::disk_keys::QUEUES_MAX;
 use self::file_keys::{EXPORT_KEYS, GROUP_NAME, MAPPING, NewThread, THREAD_KEYS, TOP_KEYS, named};
+use self::files::{beside, directory_of, read_text};
 use self::keys::Form;
 use self::nbd::{NbdAddress, NbdConfig, NbdExportSpec};
 use self::spec::DiskSpec;
@@ -44,12 +47,6 @@ use self::values::{Entry, Mistake, Table, entries};
 
 /// The most that is read, in bytes, of all files together.
 const BYTES_MAX: u64 = 4 << 20;
-
-/// The directory with more files, beside the file of a host's service.
-const DIRECTORY: &str = "disks.d";
-
-/// The name of that file.
-const NAME: &str = "ringdisk.toml";
 
 /// The contents of a file. What is absent has the default of the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -385,74 +382,6 @@ fn each<'a>(
     tables
         .iter()
         .try_for_each(|(which, table)| read(table).map_err(|mistake| (*which, mistake)))
-}
-
-/// Reads a file of at most `left` bytes.
-fn read_text(path: &Path, left: &mut u64) -> Result<String, ConfigError> {
-    let fail = |e| ConfigError::Read(path.into(), e);
-    let mut text = String::new();
-    let file = fs::File::open(path).map_err(fail)?;
-    file.take(*left + 1)
-        .read_to_string(&mut text)
-        .map_err(fail)?;
-    match left.checked_sub(text.len() as u64) {
-        Some(rest) => *left = rest,
-        None => return Err(ConfigError::TooLarge(path.into())),
-    }
-    Ok(text)
-}
-
-/// The directory with more files: `disks.d` beside `ringdisk.toml`, and `NAME.d` beside any other `NAME.toml`, so that each of
-/// several files has its own.
-fn directory_of(path: &Path) -> PathBuf {
-    let directory = if path.file_name().is_some_and(|name| name == NAME) {
-        path.with_file_name(DIRECTORY)
-    } else {
-        path.with_extension("d")
-    };
-    std::path::absolute(&directory).unwrap_or(directory)
-}
-
-/// The directories that must be readable to read a configuration again: links lead out of its own.
-pub fn read_directories(path: &Path) -> Vec<PathBuf> {
-    let parent = |path: &Path| path.parent().map(Path::to_owned);
-    let directory = directory_of(path);
-    let mut files = vec![path.to_owned()];
-    files.extend(beside(path).ok().flatten().unwrap_or_default());
-    let mut all = vec![parent(path).unwrap_or_else(|| path.to_owned())];
-    all.extend(fs::canonicalize(directory));
-    all.extend(
-        files
-            .iter()
-            .filter_map(|file| parent(&fs::canonicalize(file).ok()?)),
-    );
-    all.sort();
-    all.dedup();
-    all
-}
-
-/// The files in the directory beside a file, sorted; `None` if there is no such directory. Names that do not end in `.toml` are
-/// those of editors and package managers.
-fn beside(path: &Path) -> Result<Option<Vec<PathBuf>>, ConfigError> {
-    let directory = directory_of(path);
-    let fail = |e| ConfigError::Read(directory.clone(), e);
-    let entries = match fs::read_dir(&directory) {
-        // A file of that name may be anything, as a configuration called NAME.d.
-        Err(e) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind()) => {
-            return Ok(None);
-        }
-        entries => entries.map_err(fail)?,
-    };
-    let mut files = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(fail)?.path();
-        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
-        if name.ends_with(b".toml") && !name.starts_with(b".") {
-            files.push(path);
-        }
-    }
-    files.sort();
-    Ok(Some(files))
 }
 
 /// The number of a line, from 1, by a place in it.
