@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::client::{CommandLineError, CommandResult, Connection};
 use crate::monitor::control_socket;
-use crate::upgrade::launch_record::{LaunchRecord, path_of};
+use crate::upgrade::launch_record::{LaunchRecord, REPLACED_CONTROL, path_of};
 use crate::upgrade::process_settings;
 use crate::upgrade::protocol::{
     Channel, Launched, Outcome, ReplyOrFailure, UpgradeReply, UpgradeRequest, program,
@@ -214,6 +214,7 @@ fn launch(
         .args(record.taking_over())
         .env_clear()
         .envs(record.environment)
+        .env(REPLACED_CONTROL, std::path::absolute(control)?)
         .current_dir(record.directory)
         .stdin(channel)
         .stdout(next()?)

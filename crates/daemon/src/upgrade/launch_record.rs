@@ -27,6 +27,9 @@ const ENVIRONMENT: [&str; 6] = [
     "RINGDISK_LOG",
 ];
 
+/// The variable that tells it the control socket of the process that it replaces.
+pub const REPLACED_CONTROL: &str = "RINGDISK_REPLACED_CONTROL";
+
 /// The argument that tells a process to take over.
 const TAKE_OVER: &str = "--take-over";
 

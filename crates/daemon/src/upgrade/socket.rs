@@ -15,9 +15,9 @@ use crate::inherited::Inherited;
 use crate::server::Server;
 use crate::server::handover::locked;
 use crate::socket::accept::{Acceptor, Backoff, Client};
-use crate::socket::{Socket, SocketError};
+use crate::socket::{Socket, SocketError, canonical_path};
 use crate::upgrade::donor;
-use crate::upgrade::launch_record::{self, LaunchRecord, path_of};
+use crate::upgrade::launch_record::{self, LaunchRecord, REPLACED_CONTROL, path_of};
 use crate::upgrade::protocol::program;
 
 /// The socket, and the file that records how this process was started.
@@ -43,9 +43,13 @@ impl UpgradeSocket {
         }
     }
 
-    /// The same for a process that takes over, unless a process listens there: usually the other one, which hands its socket
-    /// over.
+    /// The same for a process that takes over, if its control socket has another path than that of the other process, which
+    /// hands its socket over, and may be about to stop.
     pub fn open_if_new(control: &Path) -> Option<Self> {
+        let before = std::env::var_os(REPLACED_CONTROL);
+        if before.is_some_and(|path| canonical_path(path.as_ref()) == canonical_path(control)) {
+            return None;
+        }
         match Socket::bind_for_packets(&path_of(control, "upgrade")) {
             Err(SocketError::InUse(_)) => None,
             socket => Self::new(control, socket),
