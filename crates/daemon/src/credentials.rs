@@ -75,7 +75,7 @@ fn find_qemu_group() -> Option<u32> {
     is_given.then_some(group)
 }
 
-/// QEMU's group, whoever may give files to it.
+/// QEMU's group on this host, also if this process may not give files to it.
 pub fn qemu_group_of_host() -> Option<u32> {
     let groups = &accounts().groups;
     let mut there = ["qemu", "kvm"].iter();

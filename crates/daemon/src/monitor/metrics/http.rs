@@ -364,7 +364,7 @@ mod tests {
         let mut silent = Vec::new();
         for _ in 0..4 * CLIENTS_MAX {
             let mut client = ask();
-            // It has its own text by now.
+            // It has its own text.
             client.read_exact(&mut [0; 16]).unwrap();
             silent.push(client);
         }
