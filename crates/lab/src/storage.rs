@@ -10,6 +10,7 @@ pub mod zram;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -283,6 +284,8 @@ pub struct Served {
 /// for a thousand disks with native AIO.
 const START_MAX: Duration = Duration::from_secs(60);
 const START_OF_DISK_MAX: Duration = Duration::from_millis(200);
+/// The control socket of a ringdisk, beside those of its disks.
+const CONTROL: &str = "control.sock";
 
 impl Served {
     /// Starts the server of a configuration for these disks.
@@ -302,9 +305,9 @@ impl Served {
         let sockets: Vec<PathBuf> = (0..disks.len())
             .map(|n| folder.join(format!("disk{n}.sock")))
             .collect();
-        sockets
-            .iter()
-            .for_each(|socket| drop(fs::remove_file(socket)));
+        let control = folder.join(CONTROL);
+        let left = sockets.iter().chain([&control]);
+        left.for_each(|socket| drop(fs::remove_file(socket)));
         let mut command = match &settings.server {
             Server::Socket(socket) => {
                 ensure!(
@@ -341,10 +344,15 @@ impl Served {
         // Do not connect to find out: qemu-storage-daemon would accept that as its guest.
         let limit = START_MAX + START_OF_DISK_MAX * disks.len() as u32;
         process.wait_until(limit, stop, || sockets.iter().all(|socket| socket.exists()))?;
+        let ready_s = begun.elapsed().as_secs_f64();
+        // It comes after those of the disks, and what is measured is read there.
+        if matches!(settings.server, Server::Ringdisk | Server::Build(_)) {
+            process.wait_until(limit, stop, || UnixStream::connect(&control).is_ok())?;
+        }
         Ok(Served {
             process: Some(process),
             sockets,
-            ready_s: begun.elapsed().as_secs_f64(),
+            ready_s,
         })
     }
 
@@ -352,8 +360,7 @@ impl Served {
     /// only after a measurement, because ringdisk then starts to measure latencies.
     pub fn polling(&self) -> Option<Polling> {
         self.process.as_ref()?;
-        let control = self.sockets.first()?.with_file_name("control.sock");
-        let mut qmp = Qmp::connect(&control).ok()?;
+        let mut qmp = Qmp::connect(&self.control()?).ok()?;
         let answer = qmp
             .execute("x-ringdisk-stats", serde_json::json!({}))
             .ok()?;
@@ -366,6 +373,11 @@ impl Served {
             sleeps: sum("sleeps"),
             cpu_ns: sum("cpu-ns"),
         })
+    }
+
+    /// The control socket, if the server is a ringdisk.
+    pub fn control(&self) -> Option<PathBuf> {
+        Some(self.sockets.first()?.with_file_name(CONTROL))
     }
 
     /// The server's process id, if the lab started it.
@@ -393,7 +405,7 @@ fn ringdisk_command(
     let mut command = guarded(ringdisk);
     command
         .args(["serve", "--json", "--control"])
-        .arg(folder.join("control.sock"));
+        .arg(folder.join(CONTROL));
     if let Some(us) = settings.poll_max_us {
         command.arg(format!("--poll-max-us={us}"));
     }

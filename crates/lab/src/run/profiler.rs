@@ -43,8 +43,7 @@ impl Profiler {
                 .filter(|its| Some(its.pid) == served.pid());
             // The name of another build may be anything.
             server.for_each(|its| its.program = Program::Ringdisk);
-            let socket = served.sockets.first();
-            control = socket.map(|socket| socket.with_file_name("control.sock"));
+            control = served.control();
         }
         // A client that polls is always busy, which means nothing.
         let program = match settings.client {
