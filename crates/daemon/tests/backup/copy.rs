@@ -158,6 +158,21 @@ fn copies_that_fail_lose_no_changes() {
     assert_eq!(served.done(&["backup", "list"]), json!([]));
     assert_eq!(bits(&served, "a", "n"), dirty);
 
+    // One that is killed leaves its file, which only another copy that runs keeps.
+    let mut child = command.spawn().unwrap();
+    crate::support::wait_until("the copy begins", || partial.exists());
+    let other = format!("--to={}", text(&slow));
+    served.refused(
+        &["backup", "copy", "b", "--id=other", &other],
+        "another copy writes it",
+    );
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(partial.exists());
+    served.done(&["backup", "end", "--failed"]);
+    served.done(&["backup", "copy", "a", &other]);
+    assert!(slow.exists() && !partial.exists());
+
     // A signal while it waits for the places of others.
     served.done(&["export", "b", "--name=others"]);
     let others: Vec<_> = (0..100)

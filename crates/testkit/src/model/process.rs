@@ -53,7 +53,7 @@ impl Log {
 /// A ringdisk that serves, and the processes that took over from it by upgrades.
 pub struct Process {
     child: Child,
-    /// A path that the command lines of exactly these processes contain.
+    /// A path that the command lines of these processes contain; and those of clients, which do not [serve](processes_with).
     control: PathBuf,
     /// The process that serves.
     pub pid: u32,
@@ -203,14 +203,15 @@ fn busy(pid: u32) -> String {
     format!("threads: {}", states.join(", "))
 }
 
-/// The processes that have a path in their command line, except this one.
+/// The processes that serve, and have a path in their command line. A client that makes a backup goes on when ringdisk is killed.
 fn processes_with(path: &Path) -> Vec<u32> {
     let path = path.as_os_str().as_encoded_bytes();
     let all = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     pids.filter(|&pid| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        pid != std::process::id() && is_there(pid) && line.windows(path.len()).any(|w| w == path)
+        let serves = line.split(|&byte| byte == 0).nth(1) == Some(b"serve");
+        serves && is_there(pid) && line.windows(path.len()).any(|w| w == path)
     })
     .collect()
 }

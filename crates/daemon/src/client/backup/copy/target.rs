@@ -10,6 +10,8 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
+use harness::process::guarded;
+use nix::fcntl::{FcntlArg, fcntl};
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, fcntl_lock};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -35,6 +37,8 @@ pub struct Target {
     /// As it is named now, if that differs.
     partial: Option<PathBuf>,
     kind: Kind,
+    /// A new file with its [lock](new_partial).
+    _lock: Option<File>,
 }
 
 enum Kind {
@@ -107,6 +111,7 @@ impl Target {
                     file,
                     is_empty: false,
                 },
+                _lock: None,
             });
         }
         let is_replaced = is_update && format == TargetFormat::Raw;
@@ -120,19 +125,8 @@ impl Target {
             Err(e) => return Err(e),
         }
         let partial = beside(to, PARTIAL);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&partial)
-            .map_err(|e| {
-                let then = match e.kind() {
-                    io::ErrorKind::AlreadyExists => "; if no other copy writes it, remove it",
-                    _ => "",
-                };
-                io::Error::new(e.kind(), format!("{}: {e}{then}", partial.display()))
-            })?;
+        let file = new_partial(&partial)
+            .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", partial.display())))?;
         // From now on, it is removed if something fails.
         let mut target = Self {
             to: to.into(),
@@ -140,6 +134,7 @@ impl Target {
             format,
             partial: Some(partial.clone()),
             kind: Kind::Finished,
+            _lock: Some(file.try_clone()?),
         };
         target.kind = match format {
             TargetFormat::Raw => {
@@ -379,6 +374,43 @@ fn not_in_use(file: &Path) -> io::Result<File> {
     Ok(opened)
 }
 
+/// Makes the file of a copy that is not complete, and locks it as long as it is open. One that a copy left which was killed is
+/// emptied.
+///
+/// # Errors
+/// Another copy writes it; or something else has this name.
+fn new_partial(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path)?;
+    let found = file.metadata()?;
+    if !found.is_file() {
+        return Err(io::Error::other("it is no regular file; remove it"));
+    }
+    // No program for images locks its first byte.
+    let first = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: 0,
+        l_len: 1,
+        l_pid: 0,
+    };
+    let busy = || io::Error::new(io::ErrorKind::ResourceBusy, "another copy writes it");
+    fcntl(&file, FcntlArg::F_OFD_SETLK(&first)).map_err(|_| busy())?;
+    // The other copy may have been completed, or ended, before the lock.
+    let now = fs::symlink_metadata(path);
+    if !now.is_ok_and(|now| (now.dev(), now.ino()) == (found.dev(), found.ino())) {
+        return Err(busy());
+    }
+    file.set_len(0)?;
+    Ok(file)
+}
+
 fn directory_of(file: &Path) -> io::Result<File> {
     let parent = file
         .parent()
@@ -409,7 +441,8 @@ impl QemuNbd {
         }
         let directory = std::env::temp_dir().join(format!("ringdisk-copy-{}", token()));
         fs::DirBuilder::new().mode(0o700).create(&directory)?;
-        let child = Command::new("qemu-nbd")
+        // The thread that starts it waits for its end: killed with this process, it does not stay.
+        let child = guarded(Path::new("qemu-nbd"))
             .args(["--format=qcow2", "--persistent", "--shared=0", "--socket"])
             .arg(directory.join("nbd"))
             .arg("--")
