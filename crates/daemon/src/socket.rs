@@ -125,11 +125,17 @@ fn kind(file: fs::FileType) -> &'static str {
 impl Socket {
     /// Listens at `path`. Replaces a socket that a dead server has left there.
     pub fn bind(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
+        Self::reserve(path, access)?.listening()
+    }
+
+    /// Like [`bind`](Self::bind), without listening yet: whoever connects is refused at once.
+    pub fn reserve(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
         if access == SocketAccess::default() {
             return Self::bind_for(path, None, SocketType::STREAM);
         }
         // Private until owner and mode are set.
-        let socket = Self::bind_private(path)?;
+        let private = Mode::RUSR | Mode::WUSR;
+        let socket = Self::bind_for(path, Some(private), SocketType::STREAM)?;
         give(path, access).map_err(|e| SocketError::Access(path.into(), e.into()))?;
         Ok(socket)
     }
@@ -137,13 +143,36 @@ impl Socket {
     /// Like [`bind`](Self::bind), for a socket to which only this user may connect.
     pub fn bind_private(path: &Path) -> Result<Self, SocketError> {
         let private = Mode::RUSR | Mode::WUSR;
-        Self::bind_for(path, Some(private), SocketType::STREAM)
+        Self::bind_for(path, Some(private), SocketType::STREAM)?.listening()
     }
 
     /// Like [`bind_private`](Self::bind_private), for packets instead of a stream.
     pub fn bind_for_packets(path: &Path) -> Result<Self, SocketError> {
         let private = Mode::RUSR | Mode::WUSR;
-        Self::bind_for(path, Some(private), SocketType::SEQPACKET)
+        Self::bind_for(path, Some(private), SocketType::SEQPACKET)?.listening()
+    }
+
+    fn listening(self) -> Result<Self, SocketError> {
+        let listens = listen(&self.listener, BACKLOG);
+        listens.map_err(|e| SocketError::Bind(self.path().into(), e.into()))?;
+        Ok(self)
+    }
+
+    /// A [reserved](Self::reserve) socket that listens from now on: the file is that of the value that is returned, and stays
+    /// with this one. `None` if something else is at its path.
+    ///
+    /// # Errors
+    /// It cannot listen.
+    pub fn listen_here(&self) -> Option<Result<Self, SocketError>> {
+        let is_there = self.place.look() == PathStatus::Itself;
+        let copy = || {
+            let fail = |e| SocketError::Bind(self.path().into(), e);
+            let listener = self.listener.try_clone().map_err(fail)?;
+            let mut copy = Self::adopt(listener, self.path(), self.place.made());
+            copy.own();
+            copy.listening()
+        };
+        is_there.then(copy)
     }
 
     /// Listens at a path next to `path`, which another socket of this process has until this one is [moved
@@ -302,7 +331,6 @@ fn make(path: &Path, mode: Option<Mode>, kind: SocketType) -> Result<UnixListene
         fchmod(&socket, mode)?;
     }
     bind(&socket, &SocketAddrUnix::new(path)?)?;
-    listen(&socket, BACKLOG)?;
     Ok(socket.into())
 }
 

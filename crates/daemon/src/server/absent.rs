@@ -24,12 +24,13 @@ use crate::node::context::OpenContext;
 use crate::rights::OpenedAhead;
 use crate::sd_notify;
 use crate::server::connection_info::ConnectionInfo;
+use crate::socket::Socket;
 
 /// How long the start waits for one disk, and for all of them together beyond a moment for each. A file that another
 /// process has locked is waited for, for 3 s.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PATIENCE_OF_ALL: Duration = Duration::from_secs(20);
-const MOMENT: Duration = Duration::from_millis(100);
+pub(super) const MOMENT: Duration = Duration::from_millis(100);
 
 /// How often disks are tried again, and how many at a time.
 const RETRY: Duration = Duration::from_secs(5);
@@ -43,7 +44,7 @@ pub struct AbsentDisk {
     /// Its NBD exports, which are added with it.
     exports: Vec<NbdExportSpec>,
     /// A thread is opening it.
-    is_opening: bool,
+    pub(super) is_opening: bool,
     tried: Instant,
     /// It was reported.
     is_known: bool,
@@ -54,7 +55,9 @@ pub struct AbsentDisk {
     /// Another process has its file. When that lets go of it, it may be about to continue: only the operator knows.
     is_locked: bool,
     /// What only root may open of it, and was opened when this process was root.
-    ahead: Option<Arc<OpenedAhead>>,
+    pub(super) ahead: Option<Arc<OpenedAhead>>,
+    /// Its socket, which only root may be able to make. Nobody can connect before the disk is served.
+    pub(super) socket: Option<Socket>,
     /// The operator wants it: it was configured before an upgrade, during which nobody had time for it.
     is_new: bool,
 }
@@ -230,6 +233,7 @@ impl Server {
             file: None,
             is_locked: false,
             ahead: None,
+            socket: None,
             is_new: false,
             spec,
         };
@@ -260,51 +264,15 @@ impl Server {
             if files(&absent.spec) != files(&spec) {
                 absent.ahead = None;
             }
+            let socket = |disk: &DiskSpec| (sockets::path(disk), disk.socket_access);
+            if socket(&absent.spec) != socket(&spec) {
+                absent.socket = None;
+            }
             absent.spec = spec;
             // A thread that opens the previous one finds that it is not wanted. Until then, it alone uses what was opened
             // ahead: the locks of that would be common to both.
             absent.is_opening &= absent.ahead.is_some();
         }
-    }
-
-    /// Opens what absent disks need and only root may open, before this process becomes another user. Storage that did not
-    /// answer is not waited for.
-    pub(super) fn open_ahead(&self) {
-        for (spec, _) in self.absent() {
-            if self.context.hangs(&spec.name) {
-                continue;
-            }
-            let ahead = self.context.rights.open_ahead(&spec);
-            if let Some(absent) = self.state().absent.get_mut(&spec.name) {
-                absent.ahead = ahead;
-            }
-        }
-    }
-
-    /// Closes block devices of absent disks that only one process can have open, for the process that takes over: it opens them
-    /// as root, while this process cannot open them any more. Storage that does not answer is not waited for.
-    pub fn close_claims(&self) {
-        let claims: Vec<_> = {
-            let mut state = self.state();
-            let absent = state.absent.values_mut();
-            let claims = absent.filter(|a| a.ahead.as_ref().is_some_and(|it| it.is_claim()));
-            let close = |absent: &mut AbsentDisk| {
-                absent.is_opening = false;
-                absent.ahead.take()
-            };
-            claims.filter_map(close).collect()
-        };
-        if claims.is_empty() {
-            return;
-        }
-        let (done, closed) = mpsc::channel::<()>();
-        let close = move || {
-            drop(claims);
-            drop(done);
-        };
-        // Without a thread, they are closed here.
-        let _ = thread::Builder::new().name("closing".into()).spawn(close);
-        let _ = closed.recv_timeout(MOMENT);
     }
 
     /// The configuration of an absent disk.
@@ -509,7 +477,8 @@ impl Server {
             .and_then(|node| self.add_opened(node))
             .and_then(|()| {
                 let export = ExportSpec::from(spec);
-                let served = self.add_export(name, &export);
+                let reserved = self.reserved_socket(name);
+                let served = reserved.and_then(|it| self.add_export_at(name, &export, it));
                 served.inspect_err(|_| drop(self.remove_node(name)))
             });
         match &served {
@@ -522,7 +491,9 @@ impl Server {
                 let socket = sockets::path(spec);
                 let is_outside = || self.sandbox.check_socket(&socket).is_err();
                 let was_root = self.context.rights.has_changed();
-                let is_socket_denied = self.is_of_configuration(spec) && is_outside();
+                let is_refused = was_root && e.is_socket_refused();
+                let is_socket_denied =
+                    self.is_of_configuration(spec) && (is_outside() || is_refused);
                 if let Some(ahead) = ahead.and_then(|ahead| ahead.upgrade()) {
                     ahead.unlock();
                 }
@@ -543,12 +514,6 @@ impl Server {
                     format!(
                         "{what} since ringdisk {since}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') has the disk \
                          served, and VMs stay connected"
-                    )
-                } else if was_root && e.is_socket_refused() {
-                    format!(
-                        "{}: the socket cannot be made since ringdisk became another user; give the disk a 'socket' in a directory \
-                         of that user and reload, or restart ringdisk",
-                        socket.display()
                     )
                 } else if is_locked {
                     format!("{e}; when it is free, 'ringdisk reload' has it served")
@@ -611,6 +576,10 @@ impl Server {
         let Some(absent) = self.state().absent.remove(name) else {
             return;
         };
+        if let Some(mut socket) = absent.socket {
+            // The file is that of the disk.
+            socket.disown();
+        }
         for export in absent.exports {
             let id = export.name.clone();
             if let Err(e) = self.add_nbd_export(export) {

@@ -158,21 +158,6 @@ fn copies_that_fail_lose_no_changes() {
     assert_eq!(served.done(&["backup", "list"]), json!([]));
     assert_eq!(bits(&served, "a", "n"), dirty);
 
-    // One that is killed leaves its file, which only another copy that runs keeps.
-    let mut child = command.spawn().unwrap();
-    crate::support::wait_until("the copy begins", || partial.exists());
-    let other = format!("--to={}", text(&slow));
-    served.refused(
-        &["backup", "copy", "b", "--id=other", &other],
-        "another copy writes it",
-    );
-    child.kill().unwrap();
-    child.wait().unwrap();
-    assert!(partial.exists());
-    served.done(&["backup", "end", "--failed"]);
-    served.done(&["backup", "copy", "a", &other]);
-    assert!(slow.exists() && !partial.exists());
-
     // A signal while it waits for the places of others.
     served.done(&["export", "b", "--name=others"]);
     let others: Vec<_> = (0..100)
@@ -227,6 +212,33 @@ fn copies_that_fail_lose_no_changes() {
     assert_eq!(of(&copied).0, "incremental");
     let output = served.ringdisk(&["backup", "copy", "a", "b", &to]);
     assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
+
+/// Only another copy that runs keeps the file.
+#[test]
+fn a_file_that_a_killed_copy_left_is_replaced() {
+    let test = "a_file_that_a_killed_copy_left_is_replaced";
+    let Some(served) = Served::start(test, &[]) else {
+        return;
+    };
+    let mut device = served.connect("a");
+    for block in 0..2000 {
+        write(&mut device, 0, block, 1);
+    }
+    let (file, partial) = (served.path("slow.raw"), served.path("slow.raw.partial"));
+    let to = format!("--to={}", text(&file));
+    let mut command = Command::new(BINARY);
+    command.args(["backup", "copy", "a", "--bps=4k", &to, "--control"]);
+    let mut child = command.arg(served.path("control.qmp")).spawn().unwrap();
+    crate::support::wait_until("the copy begins", || partial.exists());
+    let other = ["backup", "copy", "b", "--id=other", &to];
+    served.refused(&other, "another copy writes it");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(partial.exists());
+    served.done(&["backup", "end", "--failed"]);
+    served.done(&["backup", "copy", "a", &to]);
+    assert!(file.exists() && !partial.exists());
 }
 
 /// An increment without the file below it would be an image of the changes alone.
