@@ -108,7 +108,8 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights)?;
     let configured = Configured::new(&command_line, &config);
     let nbd_exports = config.exports.clone();
-    server.set_configured(configured.clone());
+    // The log has why not, if it cannot be persisted.
+    let _ = server.set_configured(configured.clone());
     let (store, persisted) = store.unzip();
     let started = start_disks(
         &server,

@@ -1,6 +1,7 @@
 //! Persists changes that were made at run time: see [`store`](crate::state::store).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -33,7 +34,7 @@ impl Server {
 
     /// Persists the current state. Logs a failure.
     pub fn persist(&self) {
-        let _ = self.persist_change();
+        let _ = self.save();
     }
 
     /// The same, for a command.
@@ -41,18 +42,19 @@ impl Server {
     /// # Errors
     /// The command has changed something, which could not be persisted.
     pub fn persist_change(&self) -> Result<(), ServerError> {
-        let Some(store) = self.store.get() else {
-            return Ok(());
-        };
-        store
-            .save(|| self.inventory())
-            .or_else(|Unsaved { error, is_new }| {
-                error!("changes apply, but a restart will lose them: {error}");
-                if is_new {
-                    return Err(ServerError::Unsaved(error));
-                }
-                Ok(())
-            })
+        match self.save() {
+            Err(Unsaved { error, is_new }) if is_new => Err(ServerError::Unsaved(error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn save(&self) -> Result<(), Unsaved> {
+        let saved = self
+            .store
+            .get()
+            .map(|store| store.save(|| self.inventory()));
+        let saved = saved.unwrap_or(Ok(()));
+        saved.inspect_err(|e| error!("changes apply, but a restart will lose them: {}", e.error))
     }
 
     /// Like [`persist`](Self::persist), for changes that a guest can make at any rate: writes at most once a second for all
@@ -92,7 +94,10 @@ impl Server {
     }
 
     /// Sets what the operator has configured, after a start or a reload.
-    pub fn set_configured(&self, configured: Configured) {
+    ///
+    /// # Errors
+    /// It could not be persisted, or what was changed before.
+    pub fn set_configured(&self, configured: Configured) -> io::Result<()> {
         let file = |disk: &DiskSpec| match &disk.file {
             FileSpec::Path(path) => Some((disk.name.clone(), path.clone())),
             FileSpec::Rbd(_) | FileSpec::Null(_) => None,
@@ -115,7 +120,7 @@ impl Server {
                 both.is_some_and(|(before, now)| before.has_file_of(&now))
             });
         }
-        self.persist();
+        self.save().map_err(|unsaved| unsaved.error)
     }
 
     /// What the operator has configured, as far as it applies.

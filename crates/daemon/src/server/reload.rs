@@ -1,5 +1,6 @@
 //! Reloads the configuration: applies only what differs from the previous one.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -53,6 +54,10 @@ pub enum ReloadError {
     IoThread(#[from] IoThreadError),
     #[error("{} of the changes could not be made, all others are in effect: {}", .0.len(), reasons(.0))]
     Partly(Vec<String>),
+    #[error(
+        "the configuration is in effect, but a restart of ringdisk will lose what was changed by commands: {0}; then reload again"
+    )]
+    Unsaved(io::Error),
 }
 
 /// The first names, as many as fit into a line.
@@ -126,9 +131,9 @@ impl Reloader {
             )
         }));
         *old = in_force;
-        server.set_configured(Configured::new(&self.disks, &old));
+        let saved = server.set_configured(Configured::new(&self.disks, &old));
         if reasons.is_empty() {
-            Ok(left_out)
+            saved.map_err(ReloadError::Unsaved).map(|()| left_out)
         } else {
             Err(ReloadError::Partly(reasons))
         }

@@ -124,8 +124,12 @@ fn change_that_cannot_be_persisted_is_an_error() {
     );
     let limits = kept.disk("a")["limits"].clone();
     assert_ne!(limits, json!({}));
-    // Commands that change nothing succeed.
+    // Commands that change nothing succeed. A reload would save it.
     kept.ringdisk.json(&["list"]);
+    for _ in 0..2 {
+        let reloaded = kept.ringdisk.ringdisk(&["reload"]);
+        reloaded.assert_fails(1, &["in effect", "will lose", "json", "then reload again"]);
+    }
     fs::rename(&away, &state).unwrap();
     kept.ringdisk.json(&["reload"]);
     let kept = kept.restart();
