@@ -14,6 +14,15 @@ pub enum Place {
     Fuse,
     /// A loop device of the size of the fully allocated disk.
     ExactDevice,
+    /// A tmpfs of that size, and little more.
+    ExactTmpfs,
+}
+
+impl Place {
+    /// Whether it has just the space of the fully allocated disk.
+    pub fn is_exact(self) -> bool {
+        matches!(self, Self::ExactDevice | Self::ExactTmpfs)
+    }
 }
 
 /// The location of the journal.
@@ -149,6 +158,7 @@ impl Image {
                 Place::Tmpfs,
                 Place::Fuse,
                 Place::ExactDevice,
+                Place::ExactTmpfs,
             ],
         );
         let mut image = Self {
@@ -176,7 +186,11 @@ impl Image {
             },
             seed: random.any(),
         };
-        if place == Place::ExactDevice {
+        if place == Place::ExactTmpfs {
+            // What is left of a page by smaller clusters cannot be given back.
+            image.cluster = image.cluster.max(4096);
+        }
+        if place.is_exact() {
             image.make_exact(random);
             return image;
         }

@@ -115,6 +115,7 @@ pub struct Files {
     journal_mount: Option<Mount>,
     image_mount: Option<Mount>,
     device: Option<LoopDevice>,
+    has_just_its_space: bool,
 }
 
 impl Files {
@@ -131,6 +132,7 @@ impl Files {
         let mut files = Self {
             image_mount: match image.place {
                 Place::Tmpfs => Some(mount(&disks, IMAGE_ROOM)?),
+                Place::ExactTmpfs => Some(mount(&disks, exact_room(image))?),
                 _ => None,
             },
             journal_mount: match image.journal {
@@ -150,6 +152,7 @@ impl Files {
             backing: None,
             storage: None,
             device: None,
+            has_just_its_space: image.place.is_exact(),
             runtime,
             names: 0,
         };
@@ -283,6 +286,11 @@ impl Files {
         self.qcow2 && self.header(4) == 2
     }
 
+    /// Whether the image is where there is no more space than the disk needs.
+    pub fn has_just_its_space(&self) -> bool {
+        self.has_just_its_space
+    }
+
     /// Whether the image is on a device with no more space than the disk needs.
     pub fn is_on_exact_device(&self) -> bool {
         self.device.is_some()
@@ -378,6 +386,11 @@ impl Files {
         }
         Ok(true)
     }
+}
+
+/// The space of a file system for the image with any content, and for what requests in flight may need more.
+fn exact_room(image: &Image) -> u64 {
+    full_size(image).next_multiple_of(4096) + (2 * image.cluster).max(64 << 10)
 }
 
 /// The size of the image with any content, without backing files, snapshots and bitmaps.

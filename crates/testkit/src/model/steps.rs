@@ -246,7 +246,7 @@ impl Case {
         for _ in 0..2 + draw.random.below(4) {
             draw.round(&image, &mut steps);
         }
-        if image.place == Place::ExactDevice {
+        if image.place.is_exact() {
             steps.retain(Step::leaves_file_in_place);
         }
         Self { seed, image, steps }
@@ -303,7 +303,7 @@ impl Draw {
                 let leave_kib = 4 * self.random.below(64);
                 steps.push(Step::FillImage { leave_kib });
             }
-            if image.place == Place::ExactDevice && self.random.one_in(2) {
+            if image.place.is_exact() && self.random.one_in(2) {
                 self.refill(image, steps);
             }
             self.phase(steps);

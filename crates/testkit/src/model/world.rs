@@ -640,7 +640,7 @@ impl World {
             }
             self.terminate()?;
         }
-        if self.files.is_on_exact_device() {
+        if self.files.has_just_its_space() {
             self.files.wait_until_free()?;
             self.fill()?;
         }
