@@ -234,6 +234,45 @@ fn journal_in_a_closed_directory_is_not_skipped() {
     assert!(server.terminate().unwrap().success());
 }
 
+/// The directory of the other user is newer than the sandbox of this process, which sees that the journal is there.
+#[test]
+fn journal_in_a_newer_directory_is_not_skipped() {
+    let test = "journal_in_a_newer_directory_is_not_skipped";
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: {test}: needs root");
+    }
+    let Some(image) = Image::new(test, "") else {
+        return;
+    };
+    let place = tempfile::tempdir().unwrap();
+    let runtime = place.path().join("run").display().to_string();
+    let control = image.file.with_file_name("c.qmp");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    command.args(["serve", "--json", "--allow-dir"]);
+    command.arg(image.file.parent().unwrap());
+    command.arg("--control").arg(&control);
+    command.env("RUNTIME_DIRECTORY", &runtime);
+    let mut first = Server::ringdisk_command(command).unwrap();
+    let nobody = ["--user", "nobody"];
+    let server = image.serve(&runtime, &nobody).unwrap();
+    write(&server);
+    server.signal(Signal::KILL);
+    drop(server);
+    for more in ["", ",readonly=on"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+        command.args(["attach", &format!("{}{more}", image.argument())]);
+        let output = command.arg("--control").arg(&control).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("journals-nobody"), "{said}");
+        assert!(said.contains("this process cannot read that"), "{said}");
+    }
+    assert!(first.terminate().unwrap().success());
+    let server = image.serve(&runtime, &nobody).unwrap();
+    server.wait_for_log(&["from the journal of a killed process"]);
+    verify(&server);
+}
+
 /// Anyone can guess a journal's file name and put a forged journal into their own directory: only the number stored in
 /// the image makes a journal belong to it.
 #[test]

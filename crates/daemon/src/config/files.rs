@@ -29,7 +29,7 @@ pub(super) fn read_text(path: &Path, left: &mut u64) -> Result<String, ConfigErr
 
 /// The directory with more files: `disks.d` beside `ringdisk.toml`, and `NAME.d` beside any other `NAME.toml`, so that each of
 /// several files has its own.
-pub(super) fn directory_of(path: &Path) -> PathBuf {
+pub fn directory_of(path: &Path) -> PathBuf {
     let directory = if path.file_name().is_some_and(|name| name == NAME) {
         path.with_file_name(DIRECTORY)
     } else {

@@ -37,6 +37,8 @@ pub struct Journals {
 enum Elsewhere {
     Nothing,
     Found(PathBuf),
+    /// It is perhaps this file, which this process cannot read.
+    Unreadable(PathBuf, io::Error),
     /// It may be here, where this process cannot look.
     Hidden(PathBuf, io::Error),
 }
@@ -92,6 +94,13 @@ pub enum JournalError {
     )]
     Hidden(PathBuf, io::Error),
     #[error(
+        "it says that it has a journal, which may be {path}, of a ringdisk of another user: this process cannot read that: \
+         {error}. It may contain acknowledged writes of a killed ringdisk, which would be lost. 'ringdisk upgrade' (or a \
+         restart) lets ringdisk read it; or stop this ringdisk from serving the image, and serve it as that user first",
+        path = .0.display(), error = .1
+    )]
+    Unreadable(PathBuf, io::Error),
+    #[error(
         "acknowledged writes of a killed ringdisk are not yet in {image}, but in its journal {journal}, and would be \
          missing: serve that image itself once, writable, as the same user and with the same runtime directory as before, \
          and stop ringdisk (SIGTERM); then this works",
@@ -135,6 +144,9 @@ impl Journals {
             let path = self.directory.join(&identity.file_name);
             match self.of_another_user(disk, file, &identity) {
                 Elsewhere::Found(path) => return Ok(Err(JournalError::AnotherUsers(path))),
+                Elsewhere::Unreadable(path, e) if may_have_journal(&readable(file)) => {
+                    return Ok(Err(JournalError::Unreadable(path, e)));
+                }
                 // Most images that say so have lost their journal in a crash of the host, or are copies.
                 Elsewhere::Hidden(other, e)
                     if look(&path).is_ok_and(|is_there| !is_there)
@@ -146,7 +158,7 @@ impl Journals {
                         other.display()
                     );
                 }
-                Elsewhere::Hidden(..) | Elsewhere::Nothing => {}
+                Elsewhere::Unreadable(..) | Elsewhere::Hidden(..) | Elsewhere::Nothing => {}
             }
             let e = match self.try_open(disk, &identity, &path) {
                 Ok(journal) => return Ok(Ok((journal, path))),
@@ -190,6 +202,9 @@ impl Journals {
                 Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => path,
                 _ => match self.of_another_user(disk, file, &identity) {
                     Elsewhere::Found(path) => path,
+                    Elsewhere::Unreadable(path, e) => {
+                        return Some(JournalError::Unreadable(path, e));
+                    }
                     Elsewhere::Hidden(..) | Elsewhere::Nothing => return None,
                 },
             };
@@ -228,10 +243,15 @@ impl Journals {
             let owner = match options_of_others().open(&path) {
                 Ok(journal) => owner_of(journal, identity, file),
                 Err(e) if is_absence(&e) => continue,
-                Err(e) => {
-                    found = Elsewhere::Hidden(path, e);
-                    continue;
-                }
+                // The sandbox does not keep this process from seeing whether it is there.
+                Err(e) => match look(&path) {
+                    Ok(false) => continue,
+                    Ok(true) => return Elsewhere::Unreadable(path, e),
+                    Err(_) => {
+                        found = Elsewhere::Hidden(path, e);
+                        continue;
+                    }
+                },
             };
             if owner == JournalOwner::ThisImage {
                 return Elsewhere::Found(path);

@@ -101,8 +101,8 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     }
     let open = |directory| rights.as_operator(|| StateStore::open(directory, inherited.lock()));
     let store = settings.state.as_deref().map(open).transpose()?;
-    if let Some((store, _)) = &store {
-        store.check_directory(&config)?;
+    if let (Some((store, _)), Some(path)) = (&store, &args.config) {
+        store.check_directory(&config, path)?;
     }
     // If the configuration has changed since, a reload applies that once guests are served.
     let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights)?;

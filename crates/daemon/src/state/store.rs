@@ -1,8 +1,10 @@
 //! Persists changes that are made at run time in a state file.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,7 +18,7 @@ use tracing::error;
 use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdConfig;
 use crate::config::spec::DiskSpec;
-use crate::config::{Config, ThreadSpec};
+use crate::config::{Config, ThreadSpec, directory_of};
 use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides, Remembered};
 
 /// The file in the directory.
@@ -89,6 +91,10 @@ pub enum StateError {
     )]
     DirectoryGone(PathBuf),
     #[error(
+        "{0}: cannot be read: {1}; remove it, if the configuration's directory with more files, if it has one, is there"
+    )]
+    ReadDirectory(PathBuf, String),
+    #[error(
         "{0}: cannot be read: {1}; repair it if possible. Without it, ringdisk starts with the configuration alone: disks \
          that commands have moved to other files would be served from their old ones"
     )]
@@ -155,29 +161,32 @@ impl StateStore {
             Err(e) => return Err(fail(e.into())),
         }
         let overrides = read(directory)?;
+        let remembered = directory.join(DIRECTORY_NAME);
+        let remembered = read_file(&remembered)
+            .map_err(|e| StateError::ReadDirectory(remembered, e))?
+            .map(|bytes| PathBuf::from(OsString::from_vec(bytes)));
         let store = Self {
             directory: directory.into(),
             lock,
             inner: Mutex::new(Inner {
-                directory: fs::read_to_string(directory.join(DIRECTORY_NAME))
-                    .ok()
-                    .map(PathBuf::from),
+                directory: remembered,
                 ..Inner::default()
             }),
         };
         Ok((store, overrides))
     }
 
-    /// Checks that the directory of the configuration is not away.
+    /// Checks that the directory of the configuration at `path` is not away. What the state says is only compared: it may be
+    /// another user's.
     ///
     /// # Errors
     /// It was there when the state was saved last.
-    pub fn check_directory(&self, config: &Config) -> Result<(), StateError> {
-        match &self.inner().directory {
-            Some(before) if config.directory.is_none() && !before.exists() => {
-                Err(StateError::DirectoryGone(before.clone()))
-            }
-            _ => Ok(()),
+    pub fn check_directory(&self, config: &Config, path: &Path) -> Result<(), StateError> {
+        let directory = directory_of(path);
+        let was_there = self.inner().directory.as_ref() == Some(&directory);
+        match was_there && config.directory.is_none() {
+            true => Err(StateError::DirectoryGone(directory)),
+            false => Ok(()),
         }
     }
 
@@ -252,7 +261,7 @@ impl StateStore {
             return Ok(());
         }
         match &directory {
-            Some(now) => write(&self.directory, DIRECTORY_NAME, &now.to_string_lossy())?,
+            Some(now) => write(&self.directory, DIRECTORY_NAME, now.as_os_str().as_bytes())?,
             // It was emptied, and nothing is lost with it.
             None => fs::remove_file(self.directory.join(DIRECTORY_NAME))?,
         }
@@ -265,21 +274,21 @@ impl StateStore {
         let queues = overrides.queues();
         if inner.queues.as_ref() != Some(&queues) {
             let text = serde_json::to_string_pretty(&queues)? + "\n";
-            let written = write(&self.directory, QUEUES_NAME, &text);
+            let written = write(&self.directory, QUEUES_NAME, text.as_bytes());
             written.map_err(|problem| self.not_written(QUEUES_NAME, &problem))?;
             inner.queues = Some(queues);
         }
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }
-        let Err(problem) = write(&self.directory, NAME, &text) else {
+        let Err(problem) = write(&self.directory, NAME, text.as_bytes()) else {
             inner.text = Some(text);
             return Ok(());
         };
         if problem.in_place {
             // The caller reports that the change was not saved, so a restart must not find it.
             let before = inner.text.take();
-            match before.map(|text| (write(&self.directory, NAME, &text), text)) {
+            match before.map(|text| (write(&self.directory, NAME, text.as_bytes()), text)) {
                 Some((Ok(()), text)) => inner.text = Some(text),
                 _ => error!(
                     "{}: may contain a change that has failed: {}; the next change writes it again",
@@ -485,7 +494,7 @@ impl From<io::Error> for WriteError {
 }
 
 /// Replaces a file. A crash leaves the old file or the new one.
-fn write(directory: &Path, name: &str, text: &str) -> Result<(), WriteError> {
+fn write(directory: &Path, name: &str, text: &[u8]) -> Result<(), WriteError> {
     let (path, new) = (directory.join(name), directory.join("state.new"));
     // Before anything changes, because descriptors may have run out.
     let directory = File::open(directory)?;
@@ -497,7 +506,7 @@ fn write(directory: &Path, name: &str, text: &str) -> Result<(), WriteError> {
     let mut options = OpenOptions::new();
     options.write(true).create_new(true).mode(0o600);
     let mut file = options.open(&new)?;
-    file.write_all(text.as_bytes())?;
+    file.write_all(text)?;
     file.sync_all()?;
     fs::rename(&new, &path)?;
     let in_place = true;

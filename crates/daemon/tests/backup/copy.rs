@@ -1,6 +1,7 @@
 //! `ringdisk backup copy`.
 
 use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -235,10 +236,16 @@ fn a_file_that_a_killed_copy_left_is_replaced() {
     served.refused(&other, "another copy writes it");
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(partial.exists());
+    // It may have another name, and whoever made it may have it open.
+    fs::set_permissions(&partial, fs::Permissions::from_mode(0o666)).unwrap();
+    fs::hard_link(&partial, served.path("other")).unwrap();
+    let before = fs::metadata(&partial).unwrap().len();
     served.done(&["backup", "end", "--failed"]);
     served.done(&["backup", "copy", "a", &to]);
     assert!(file.exists() && !partial.exists());
+    let [copy, old] = [&file, &served.path("other")].map(|path| fs::metadata(path).unwrap());
+    assert_eq!((copy.mode() & 0o777, copy.nlink()), (0o600, 1));
+    assert_eq!((old.nlink(), old.len()), (1, before));
 }
 
 /// An increment without the file below it would be an image of the changes alone.

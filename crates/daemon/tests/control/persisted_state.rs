@@ -618,6 +618,8 @@ fn symlinks_and_fifos_in_the_state_directory_are_refused() {
     for (name, says) in [
         ("lock", "state/lock: cannot be used"),
         ("state.json", "state.json: cannot be read"),
+        ("queues.json", "queues.json: cannot be read"),
+        ("directory", "directory: cannot be read"),
     ] {
         let file = state.join(name);
         fs::create_dir(&state).unwrap();
@@ -652,17 +654,23 @@ fn state_of_a_directory_that_is_away_is_kept() {
         format!("--config={}", path("config.toml").display()),
     ];
     stateful.ringdisk.server.signal(Signal::KILL);
-    let refused = loop {
-        let started = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments);
-        let refused = started.err().unwrap().to_string();
-        if !refused.contains("in use") {
-            break refused;
+    for is_file in [false, true] {
+        if is_file {
+            fs::write(&beside, "").unwrap();
         }
-    };
-    assert!(
-        refused.contains("was part of the configuration"),
-        "{refused}"
-    );
+        let refused = loop {
+            let started = Server::ringdisk(env!("CARGO_BIN_EXE_ringdisk"), &arguments);
+            let refused = started.err().unwrap().to_string();
+            if !refused.contains("in use") {
+                break refused;
+            }
+        };
+        assert!(
+            refused.contains("was part of the configuration"),
+            "{refused}"
+        );
+    }
+    fs::remove_file(&beside).unwrap();
     fs::rename(&away, &beside).unwrap();
     let stateful = stateful.restart();
     let moved = stateful.disk("c")["file"].as_str().unwrap().to_owned();

@@ -374,40 +374,42 @@ fn not_in_use(file: &Path) -> io::Result<File> {
     Ok(opened)
 }
 
-/// Makes the file of a copy that is not complete, and locks it as long as it is open. One that a copy left which was killed is
-/// emptied.
+/// Makes the file of a copy that is not complete, and locks it as long as it is open. One that is there and that no copy has
+/// locked was left by a copy that was killed, or placed there by another user: it is removed, and never written to.
 ///
 /// # Errors
 /// Another copy writes it; or something else has this name.
 fn new_partial(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(path)?;
-    let found = file.metadata()?;
-    if !found.is_file() {
-        return Err(io::Error::other("it is no regular file; remove it"));
-    }
-    // No program for images locks its first byte.
-    let first = libc::flock {
-        l_type: libc::F_WRLCK as i16,
-        l_whence: libc::SEEK_SET as i16,
-        l_start: 0,
-        l_len: 1,
-        l_pid: 0,
+    let busy = |_| io::Error::new(io::ErrorKind::ResourceBusy, "another copy writes it");
+    let open = |options: &mut OpenOptions| {
+        let options = options.read(true).write(true).mode(0o600);
+        options.custom_flags(libc::O_NOFOLLOW).open(path)
     };
-    let busy = || io::Error::new(io::ErrorKind::ResourceBusy, "another copy writes it");
-    fcntl(&file, FcntlArg::F_OFD_SETLK(&first)).map_err(|_| busy())?;
-    // The other copy may have been completed, or ended, before the lock.
-    let now = fs::symlink_metadata(path);
-    if !now.is_ok_and(|now| (now.dev(), now.ino()) == (found.dev(), found.ino())) {
-        return Err(busy());
+    let lock = |file: &File| {
+        // No program for images locks the first byte of one.
+        let first = libc::flock {
+            l_type: libc::F_WRLCK as i16,
+            l_whence: libc::SEEK_SET as i16,
+            l_start: 0,
+            l_len: 1,
+            l_pid: 0,
+        };
+        let locked = fcntl(file, FcntlArg::F_OFD_SETLK(&first));
+        locked.map(drop).map_err(busy)
+    };
+    match fs::symlink_metadata(path) {
+        Ok(there) if !there.is_file() => {
+            return Err(io::Error::other("it is no regular file; remove it"));
+        }
+        Ok(_) => {
+            let _old = open(&mut OpenOptions::new()).and_then(|old| lock(&old).map(|()| old))?;
+            fs::remove_file(path)?;
+        }
+        Err(_) => {}
     }
-    file.set_len(0)?;
+    let file = open(OpenOptions::new().create_new(true))?;
+    // Another copy that finds it before that removes it, and this one ends.
+    lock(&file)?;
     Ok(file)
 }
 
