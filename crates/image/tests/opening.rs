@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::SeqCst};
 
+use crate::support::memory::Memory;
 use crate::support::{Disk, How, READ, WRITE};
 use block::{FileOffset, GuestOffset};
 use image::{AllowedDirectories, LayerFormat, PlainFile, Storage, ZeroMode};
@@ -85,6 +86,60 @@ fn dirty_image_is_repaired_before_first_write() {
         disk.write(2 << 20, &[7; 4096]).unwrap();
         disk.chain.close().unwrap();
         qemu::check(directory, "disk.qcow2", false);
+    }
+}
+
+/// A block device has no space behind its end: new refcounts are written to clusters that nothing refers to.
+#[test]
+fn dirty_image_on_a_device_is_repaired() {
+    if !qemu::is_there("dirty_image_on_a_device_is_repaired") {
+        return;
+    }
+    let allowed = AllowedDirectories::new::<&str>([]).unwrap();
+    let (path, format) = (Path::new("/disk.qcow2"), LayerFormat::Qcow2);
+    for (options, cluster, needed) in [
+        ("cluster_size=64k", 64 << 10, 2),
+        ("cluster_size=4k,refcount_bits=64", 4 << 10, 4),
+        ("cluster_size=512,refcount_bits=1", 512, 4),
+        ("cluster_size=16k,extended_l2=on", 16 << 10, 2),
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let create = format!("create -q -f qcow2 -o lazy_refcounts=on,{options} disk.qcow2 4M");
+        qemu::img(directory.path(), &create);
+        // As a QEMU that was killed: its refcounts were never written.
+        let mut killed = std::process::Command::new("qemu-io");
+        killed.args(["-f", "qcow2", "disk.qcow2", "-c", "write -P 1 0 1M"]);
+        killed.args(["-c", "write -P 2 3M 300k", "-c", "abort"]);
+        killed.current_dir(directory.path()).output().unwrap();
+        let dirty = fs::read(directory.path().join("disk.qcow2")).unwrap();
+        assert_eq!(dirty[79] & 1, 1, "{options}: not dirty");
+        let mut repaired = 0;
+        for spare in 0..=8 {
+            let memory = Memory::new(dirty.clone());
+            let size = dirty.len().next_multiple_of(cluster) + spare * cluster + 512 % cluster;
+            memory.be_device(size as u64);
+            let opened = Disk::with(Arc::new(memory.clone()), path, format, &allowed, WRITE);
+            let disk = match opened {
+                Ok(disk) => disk,
+                Err(e) => {
+                    assert!(repaired == 0 && spare < needed, "{options}, {spare}: {e}");
+                    assert!(e.to_string().contains("no space to write new ones"), "{e}");
+                    continue;
+                }
+            };
+            repaired += 1;
+            let content = disk.content().unwrap();
+            assert!(
+                content[..1 << 20].iter().all(|&byte| byte == 1),
+                "{options}"
+            );
+            let second = &content[3 << 20..(3 << 20) + (300 << 10)];
+            assert!(second.iter().all(|&byte| byte == 2), "{options}");
+            disk.chain.close().unwrap();
+            fs::write(directory.path().join("disk.qcow2"), memory.bytes()).unwrap();
+            qemu::check(directory.path(), "disk.qcow2", false);
+        }
+        assert!(repaired > 0, "{options}");
     }
 }
 
@@ -552,7 +607,7 @@ fn data_files_give_their_space_back() {
             &format!("create -q -f qcow2 -o {options} disk.qcow2 4M"),
         );
         let data = directory.join("data");
-        let allocated = || std::fs::metadata(&data).unwrap().blocks() * 512;
+        let allocated = || fs::metadata(&data).unwrap().blocks() * 512;
         for why in [
             ZeroMode::Discard,
             ZeroMode::Zeroes { unmap: true },

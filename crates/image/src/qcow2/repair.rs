@@ -1,8 +1,8 @@
 //! Rebuilding the refcounts of an image that is marked dirty (lazy refcounts).
 //!
-//! The new refcounts are written after everything else in the file. Then the header, in one sector, refers to
-//! them and marks the image as clean. A crash before that leaves the image unchanged. The clusters of the old
-//! refcounts are free afterwards.
+//! The new refcounts are written after everything else in the file; or, where there is no space, to clusters that nothing
+//! refers to, also none of the old refcounts. Then the header, in one sector, refers to them and marks the image as clean. A
+//! crash before that leaves the image unchanged. The clusters of the old refcounts are free afterwards.
 
 use super::error::{Doing, ImageError};
 use super::geometry::Geometry;
@@ -14,6 +14,12 @@ use super::types::{BlockIndex, HostCluster, HostOffset, Run};
 use crate::bytes::put64;
 use crate::storage::{Storage, read_padded};
 
+/// The most runs of free clusters that are remembered: as many as a refcount table can have blocks.
+const RUNS_MAX: usize = 1 << 20;
+
+const NO_ROOM: &str = "a crash has left its refcounts invalid (lazy_refcounts=on), and there is no space to write new ones: \
+     extend what it is on. 'qemu-img check -r all' repairs it in place, but removes the internal snapshots of an image with bitmaps";
+
 /// Writes new refcounts, and a header that refers to them.
 pub(super) fn repair(
     storage: &dyn Storage,
@@ -21,16 +27,125 @@ pub(super) fn repair(
     header_block: &mut [u8],
     progress: ReportProgress<'_>,
 ) -> Result<(), ScanError> {
+    let g = header.geometry();
+    let size = storage
+        .size()
+        .doing("asking for the file's size", HostOffset::START)?;
+    let end = HostCluster::new(g.clusters(size));
+    let behind = Run {
+        first: end,
+        clusters: u64::MAX,
+    };
+    let room = Room::choose(&g, end, &[behind])?;
+    match rebuild(storage, header, header_block, &room, progress) {
+        // A block device has the size that it has.
+        Err(ScanError::Image(e)) if e.is_no_space() => {}
+        done => return done,
+    }
+    let (end, free) = unused(storage, header, progress)?;
+    let room = Room::choose(&g, end, &free)?;
+    rebuild(storage, header, header_block, &room, progress)
+}
+
+/// The end of all clusters that are in use, and those that are not, with the refcounts that the image has.
+fn unused(
+    storage: &dyn Storage,
+    header: &Header,
+    progress: ReportProgress<'_>,
+) -> Result<(HostCluster, Vec<Run>), ScanError> {
+    let mut scan = Scan::new(storage, header, true)?;
+    let size = storage
+        .size()
+        .doing("asking for the file's size", HostOffset::START)?;
+    // The last cluster of a device may be incomplete.
+    let whole = HostCluster::new(size >> scan.g.cluster_bits);
+    let (mut end, mut free) = (HostCluster::default(), Vec::<Run>::new());
+    for window in 0..scan.windows() {
+        let (range, counts) = scan.count(window, progress)?;
+        if let Some(damage) = scan.findings.first() {
+            return Err(ImageError::Damaged(damage.clone()).into());
+        }
+        for (cluster, &count) in range.each().zip(&counts) {
+            let is_full = free.len() == RUNS_MAX;
+            match free.last_mut() {
+                _ if count > 0 => end = Run::one(cluster).end(),
+                _ if cluster >= whole => {}
+                Some(run) if run.end() == cluster => run.clusters += 1,
+                _ if is_full => {}
+                _ => free.push(Run::one(cluster)),
+            }
+        }
+    }
+    Ok((end, free))
+}
+
+/// Where new refcounts are written.
+struct Room {
+    table: Run,
+    /// In ascending order, as are the clusters that they count.
+    blocks: Vec<HostCluster>,
+    /// All clusters, in ascending order.
+    all: Vec<HostCluster>,
+}
+
+impl Room {
+    /// For refcounts of the clusters before `end`, and of their own, which are among `free`.
+    ///
+    /// # Errors
+    /// These are not enough; or the table would be too large.
+    fn choose(g: &Geometry, end: HostCluster, free: &[Run]) -> Result<Self, ImageError> {
+        let mut number = end.number().div_ceil(g.block_entries());
+        loop {
+            let clusters = g.clusters(number * 8);
+            if clusters << g.cluster_bits > REFCOUNT_TABLE_BYTES_MAX.max(g.cluster()) {
+                let why = "its refcount table would have more than 8 MiB";
+                return Err(ImageError::Full(why));
+            }
+            let of_table = free.iter().position(|run| run.clusters >= clusters);
+            let of_table = of_table.ok_or(ImageError::Full(NO_ROOM))?;
+            let table = Run {
+                clusters,
+                ..free[of_table]
+            };
+            let others = free.iter().enumerate().flat_map(|(at, run)| {
+                let taken = if at == of_table { clusters } else { 0 };
+                run.each().skip(taken as usize)
+            });
+            let blocks: Vec<_> = others.take(number as usize).collect();
+            if (blocks.len() as u64) < number {
+                return Err(ImageError::Full(NO_ROOM));
+            }
+            let mut all: Vec<_> = table.each().chain(blocks.iter().copied()).collect();
+            all.sort_unstable();
+            let last = all.last().map_or(end, |last| Run::one(*last).end());
+            let needed = end.max(last).number().div_ceil(g.block_entries());
+            if needed <= number {
+                return Ok(Self { table, blocks, all });
+            }
+            number = needed;
+        }
+    }
+
+    fn has(&self, cluster: HostCluster) -> bool {
+        self.all.binary_search(&cluster).is_ok()
+    }
+}
+
+fn rebuild(
+    storage: &dyn Storage,
+    header: &mut Header,
+    header_block: &mut [u8],
+    room: &Room,
+    progress: ReportProgress<'_>,
+) -> Result<(), ScanError> {
     let before = header.clone();
     let mut scan = Scan::new(storage, &before, false)?;
     let mut blocks = Blocks {
         storage,
         g: scan.g,
-        next: scan.clusters.end(),
-        table: Vec::new(),
+        room,
         block: vec![0; scan.g.cluster() as usize],
         number: BlockIndex::default(),
-        used: false,
     };
     for window in 0..scan.windows() {
         let (range, counts) = scan.count(window, progress)?;
@@ -43,7 +158,7 @@ pub(super) fn repair(
                 let what = "a cluster is used more often than refcounts can say";
                 return Err(ImageError::damaged(what, at).into());
             }
-            blocks.set(cluster, count)?;
+            blocks.set(cluster, count + u32::from(room.has(cluster)))?;
         }
         let piece = scan.g.piece();
         scan.wrong_copied(&range, &counts, |at, entry| {
@@ -56,9 +171,13 @@ pub(super) fn repair(
             result.doing("writing a table", at)
         })?;
     }
-    let table = blocks.finish(scan.clusters.end())?;
-    header.refcount_table_at = table.first.start(&scan.g);
-    header.refcount_table_clusters = table.clusters as u32;
+    let behind = |cluster: &&HostCluster| **cluster >= scan.clusters.end();
+    for &cluster in room.all.iter().filter(behind) {
+        blocks.set(cluster, 1)?;
+    }
+    blocks.finish()?;
+    header.refcount_table_at = room.table.first.start(&scan.g);
+    header.refcount_table_clusters = room.table.clusters as u32;
     header.clear_dirty();
     header.put(header_block);
     let result = storage
@@ -72,91 +191,46 @@ pub(super) fn repair(
 struct Blocks<'a> {
     storage: &'a dyn Storage,
     g: Geometry,
-    /// The next cluster after all that are in use.
-    next: HostCluster,
-    /// Where the written blocks are.
-    table: Vec<HostOffset>,
+    room: &'a Room,
+    /// The current block, which is not written yet.
     block: Vec<u8>,
     number: BlockIndex,
-    /// The current block has a refcount that is not 0.
-    used: bool,
 }
 
 impl Blocks<'_> {
     fn set(&mut self, cluster: HostCluster, count: u32) -> Result<(), ImageError> {
+        if count == 0 {
+            return Ok(());
+        }
         let (block, entry) = cluster.refcount_at(&self.g);
         while block > self.number {
             self.end_block()?;
         }
-        if count > 0 {
-            put(
-                &mut self.block,
-                self.g.refcount_order,
-                entry,
-                u64::from(count),
-            );
-            self.used = true;
-        }
+        let count = u64::from(count);
+        put(&mut self.block, self.g.refcount_order, entry, count);
         Ok(())
     }
 
-    /// Writes the current block, if it has a refcount that is not 0.
     fn end_block(&mut self) -> Result<(), ImageError> {
-        let mut at = HostOffset::START;
-        if self.used {
-            at = self.next.start(&self.g);
-            self.next += 1;
-            let result = self.storage.write_at(at.in_file(), &self.block);
-            result.doing("writing refcounts", at)?;
-            self.block.fill(0);
-            self.used = false;
-        }
-        self.table.push(at);
+        let at = self.room.blocks[self.number.number() as usize].start(&self.g);
+        let result = self.storage.write_at(at.in_file(), &self.block);
+        result.doing("writing refcounts", at)?;
+        self.block.fill(0);
         self.number += 1;
         Ok(())
     }
 
-    /// Counts the clusters of the new refcounts, which begin at `first`, and writes the table; returns where it is.
-    fn finish(mut self, first: HostCluster) -> Result<Run, ImageError> {
-        let per_block = self.g.block_entries();
-        // The blocks not written yet, beginning with the current one, count the clusters from `first` on:
-        // the written blocks, themselves, and the table.
-        let written_blocks = self.next - first;
-        let (mut more, mut table) = (1, 1);
-        loop {
-            let end = first + (written_blocks + more + table);
-            let blocks = end.number().div_ceil(per_block);
-            let need = (blocks - self.number.number(), self.g.clusters(blocks * 8));
-            if need.0 <= more && need.1 <= table {
-                break;
-            }
-            (more, table) = (more.max(need.0), table.max(need.1));
-        }
-        if table << self.g.cluster_bits > REFCOUNT_TABLE_BYTES_MAX.max(self.g.cluster()) {
-            return Err(ImageError::Full(
-                "its refcount table would have more than 8 MiB",
-            ));
-        }
-        let end = first + (written_blocks + more + table);
-        let last_block = self.number + more;
-        for cluster in Run::between(first, end).each() {
-            self.set(cluster, 1)?;
-        }
-        while self.number < last_block {
-            // Write all of them, so that their number is the one that was counted.
-            self.used = true;
+    /// Writes what is left, and the table.
+    fn finish(mut self) -> Result<(), ImageError> {
+        while self.number.number() < self.room.blocks.len() as u64 {
             self.end_block()?;
         }
-        let mut bytes = vec![0; (table << self.g.cluster_bits) as usize];
-        for (index, &block) in self.table.iter().enumerate() {
-            put64(&mut bytes, index * 8, block.bytes());
+        let mut bytes = vec![0; (self.room.table.clusters << self.g.cluster_bits) as usize];
+        for (index, block) in self.room.blocks.iter().enumerate() {
+            put64(&mut bytes, index * 8, block.start(&self.g).bytes());
         }
-        let at = self.next.start(&self.g);
+        let at = self.room.table.first.start(&self.g);
         let result = self.storage.write_at(at.in_file(), &bytes);
-        result.doing("writing the refcount table", at)?;
-        Ok(Run {
-            first: self.next,
-            clusters: table,
-        })
+        result.doing("writing the refcount table", at)
     }
 }
