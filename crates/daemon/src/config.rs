@@ -40,7 +40,6 @@ use self::cpus::Cpus;
 use self::disk_keys::QUEUES_MAX;
 use self::file_keys::{EXPORT_KEYS, GROUP_NAME, MAPPING, NewThread, THREAD_KEYS, TOP_KEYS, named};
 pub use self::files::directory_of;
-use self::files::{beside, read_text};
 use self::keys::Form;
 use self::nbd::{NbdAddress, NbdConfig, NbdExportSpec};
 use self::spec::DiskSpec;
@@ -124,6 +123,8 @@ pub enum ConfigError {
         "{0}: is not a file; move it out of the directory, or give it a name that does not end in .toml"
     )]
     NotAFile(PathBuf),
+    #[error("{0}: its files change while they are read; try again when that is done")]
+    Changing(PathBuf),
     /// The line counts from 1.
     #[error("{file}, line {line}: {problem}")]
     Line {
@@ -175,25 +176,9 @@ impl Config {
     /// # Errors
     /// A file has a mistake; the error gives the file, the line, the key and the allowed values of the first one.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let mut left = BYTES_MAX;
-        let mut files = vec![(path.to_owned(), read_text(path, &mut left)?)];
-        let beside = beside(path)?;
+        let (beside, files) = files::read(path)?;
         let directory = beside.is_some().then(|| directory_of(path));
-        let beside = beside.unwrap_or_default();
-        let has_files = !beside.is_empty();
-        for path in beside {
-            match (fs::symlink_metadata(&path), fs::metadata(&path)) {
-                // Removed since the directory was read.
-                (Err(e), _) if e.kind() == ErrorKind::NotFound => continue,
-                (_, Ok(there)) if there.is_file() => {}
-                _ => return Err(ConfigError::NotAFile(path)),
-            }
-            let text = read_text(&path, &mut left)?;
-            if text.trim().is_empty() {
-                return Err(ConfigError::Empty(path));
-            }
-            files.push((path, text));
-        }
+        let has_files = beside.is_some_and(|beside| beside.has_files());
         let texts: Vec<_> = files.iter().map(|(_, text)| text.as_str()).collect();
         let config = Self::parse_all(&texts);
         let config = config.map_err(|(which, Mistake { at, problem })| {

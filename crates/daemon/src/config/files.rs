@@ -1,10 +1,23 @@
 //! The files of a configuration: the one that the operator names, and those in the directory beside it.
 
+use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::{ErrorKind, Read};
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
-use super::ConfigError;
+use engine::Identity;
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, open, openat, statat};
+use rustix::io::Errno;
+
+use super::{BYTES_MAX, ConfigError};
+
+/// How often files that change are read, and the time between that.
+const TRIES: usize = 20;
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// The directory with more files, beside the file of a host's service.
 const DIRECTORY: &str = "disks.d";
@@ -12,11 +25,49 @@ const DIRECTORY: &str = "disks.d";
 /// The name of that file.
 const NAME: &str = "ringdisk.toml";
 
+/// A file with its text.
+pub(super) type TextFile = (PathBuf, String);
+
+/// Reads the file of a configuration, and those beside it in the order of their names: all as they were at one time.
+///
+/// # Errors
+/// One of them cannot be read; or they change again and again.
+pub(super) fn read(path: &Path) -> Result<(Option<Beside>, Vec<TextFile>), ConfigError> {
+    for _ in 0..TRIES {
+        let beside = Beside::of(path)?;
+        let files = read_all(path, beside.as_ref());
+        // What is changed by several steps, as by git, may lack files meanwhile.
+        if Beside::of(path)? == beside {
+            return files.map(|files| (beside, files));
+        }
+        thread::sleep(PAUSE);
+    }
+    Err(ConfigError::Changing(directory_of(path)))
+}
+
+fn read_all(path: &Path, beside: Option<&Beside>) -> Result<Vec<TextFile>, ConfigError> {
+    let mut left = BYTES_MAX;
+    let file = fs::File::open(path).map_err(|e| ConfigError::Read(path.into(), e))?;
+    let mut files = vec![(path.to_owned(), read_text(path, file, &mut left)?)];
+    if let Some(beside) = beside {
+        for (path, name) in beside.paths().zip(&beside.names) {
+            let Some(file) = beside.open(&path, name)? else {
+                continue;
+            };
+            let text = read_text(&path, file, &mut left)?;
+            if text.trim().is_empty() {
+                return Err(ConfigError::Empty(path));
+            }
+            files.push((path, text));
+        }
+    }
+    Ok(files)
+}
+
 /// Reads a file of at most `left` bytes.
-pub(super) fn read_text(path: &Path, left: &mut u64) -> Result<String, ConfigError> {
+fn read_text(path: &Path, file: fs::File, left: &mut u64) -> Result<String, ConfigError> {
     let fail = |e| ConfigError::Read(path.into(), e);
     let mut text = String::new();
-    let file = fs::File::open(path).map_err(fail)?;
     file.take(*left + 1)
         .read_to_string(&mut text)
         .map_err(fail)?;
@@ -43,7 +94,8 @@ pub fn read_directories(path: &Path) -> Vec<PathBuf> {
     let parent = |path: &Path| path.parent().map(Path::to_owned);
     let directory = directory_of(path);
     let mut files = vec![path.to_owned()];
-    files.extend(beside(path).ok().flatten().unwrap_or_default());
+    let beside = Beside::of(path).ok().flatten();
+    files.extend(beside.iter().flat_map(Beside::paths));
     let mut all = vec![parent(path).unwrap_or_else(|| path.to_owned())];
     all.extend(fs::canonicalize(directory));
     all.extend(
@@ -56,26 +108,143 @@ pub fn read_directories(path: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// The files in the directory beside a file, sorted; `None` if there is no such directory. Names that do not end in `.toml` are
-/// those of editors and package managers.
-pub(super) fn beside(path: &Path) -> Result<Option<Vec<PathBuf>>, ConfigError> {
-    let directory = directory_of(path);
-    let fail = |e| ConfigError::Read(directory.clone(), e);
-    let entries = match fs::read_dir(&directory) {
-        // A file of that name may be anything, as a configuration called NAME.d.
-        Err(e) if [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind()) => {
-            return Ok(None);
+/// The directory beside a file, and its files, sorted. Names that do not end in `.toml` are those of editors and package
+/// managers. Open: its files are found also if it is moved, or another one takes its place.
+pub(super) struct Beside {
+    path: PathBuf,
+    directory: OwnedFd,
+    identity: Identity,
+    names: Vec<OsString>,
+}
+
+impl PartialEq for Beside {
+    fn eq(&self, other: &Self) -> bool {
+        (self.identity, &self.names) == (other.identity, &other.names)
+    }
+}
+
+impl Beside {
+    /// `None` if there is no such directory.
+    fn of(path: &Path) -> Result<Option<Self>, ConfigError> {
+        let path = directory_of(path);
+        let fail = |e: io::Error| ConfigError::Read(path.clone(), e);
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = match open(&path, flags, Mode::empty()) {
+            // A file of that name may be anything, as a configuration called NAME.d.
+            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
+            opened => opened.map_err(|e| fail(e.into()))?,
+        };
+        let identity = Identity::of_fd(&directory).map_err(fail)?;
+        let mut names = Vec::new();
+        for entry in Dir::read_from(&directory).map_err(|e| fail(e.into()))? {
+            let entry = entry.map_err(|e| fail(e.into()))?;
+            let name = entry.file_name().to_bytes();
+            if name.ends_with(b".toml") && !name.starts_with(b".") {
+                names.push(OsString::from_vec(name.to_owned()));
+            }
         }
-        entries => entries.map_err(fail)?,
-    };
-    let mut files = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(fail)?.path();
-        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
-        if name.ends_with(b".toml") && !name.starts_with(b".") {
-            files.push(path);
+        names.sort();
+        Ok(Some(Self {
+            path,
+            directory,
+            identity,
+            names,
+        }))
+    }
+
+    pub(super) fn has_files(&self) -> bool {
+        !self.names.is_empty()
+    }
+
+    fn paths(&self) -> impl Iterator<Item = PathBuf> {
+        self.names.iter().map(|name| self.path.join(name))
+    }
+
+    /// `None` if it was removed since the directory was read.
+    fn open(&self, path: &Path, name: &OsStr) -> Result<Option<fs::File>, ConfigError> {
+        // Not to wait for the other end of a FIFO.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        match openat(&self.directory, name, flags, Mode::empty()).map(fs::File::from) {
+            Ok(file) if file.metadata().is_ok_and(|there| there.is_file()) => Ok(Some(file)),
+            Ok(_) => Err(ConfigError::NotAFile(path.into())),
+            Err(Errno::NOENT) => {
+                let link = statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW);
+                match link {
+                    Err(Errno::NOENT) => Ok(None),
+                    _ => Err(ConfigError::NotAFile(path.into())),
+                }
+            }
+            Err(e) => Err(ConfigError::Read(path.into(), e.into())),
         }
     }
-    files.sort();
-    Ok(Some(files))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::super::Config;
+    use super::*;
+
+    const FILES: usize = 20;
+
+    /// Runs `change` again and again while a configuration with [`FILES`] files is read. Returns how many disks it had.
+    fn disks_while(change: impl Fn(&Path) + Sync) -> Vec<usize> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(NAME);
+        fs::write(&path, "").unwrap();
+        for directory in ["one", "two"] {
+            let directory = dir.path().join(directory);
+            fs::create_dir(&directory).unwrap();
+            for number in 0..FILES {
+                let disk = format!("[[disk]]\nfile = \"/{number}.raw\"\n");
+                fs::write(directory.join(format!("{number}.toml")), disk).unwrap();
+            }
+        }
+        symlink("one", dir.path().join(DIRECTORY)).unwrap();
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    change(dir.path());
+                }
+            });
+            let read = || match Config::read(&path) {
+                Ok(config) if config.directory.is_none() => None,
+                Ok(config) => Some(config.disks.len()),
+                Err(e) => {
+                    assert!(matches!(e, ConfigError::Changing(_)), "{e}");
+                    None
+                }
+            };
+            let found = (0..200).filter_map(|_| read()).collect();
+            is_over.store(true, Ordering::Relaxed);
+            found
+        })
+    }
+
+    /// As tools for deployment do.
+    #[test]
+    fn a_directory_that_is_replaced_is_read_as_a_whole() {
+        let found = disks_while(|dir| {
+            for to in ["two", "one"] {
+                symlink(to, dir.join("new")).unwrap();
+                fs::rename(dir.join("new"), dir.join(DIRECTORY)).unwrap();
+                thread::sleep(Duration::from_micros(300));
+            }
+        });
+        assert!(found.iter().all(|&disks| disks == FILES), "{found:?}");
+    }
+
+    #[test]
+    fn a_directory_that_is_moved_away_is_read_as_a_whole() {
+        let found = disks_while(|dir| {
+            for (from, to) in [("one", "away"), ("away", "one")] {
+                fs::rename(dir.join(from), dir.join(to)).unwrap();
+                thread::sleep(Duration::from_micros(300));
+            }
+        });
+        assert!(found.iter().all(|&disks| disks == FILES), "{found:?}");
+    }
 }

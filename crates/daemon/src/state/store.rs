@@ -176,16 +176,14 @@ impl StateStore {
         Ok((store, overrides))
     }
 
-    /// Checks that the directory of the configuration at `path` is not away. What the state says is only compared: it may be
-    /// another user's.
+    /// Checks that the directory of the configuration at `path` is not away. The path that the state has is not used: it may be another
+    /// user's.
     ///
     /// # Errors
-    /// It was there when the state was saved last.
+    /// The configuration has no directory, and had one when the state was saved last.
     pub fn check_directory(&self, config: &Config, path: &Path) -> Result<(), StateError> {
-        let directory = directory_of(path);
-        let was_there = self.inner().directory.as_ref() == Some(&directory);
-        match was_there && config.directory.is_none() {
-            true => Err(StateError::DirectoryGone(directory)),
+        match self.inner().directory.is_some() && config.directory.is_none() {
+            true => Err(StateError::DirectoryGone(directory_of(path))),
             false => Ok(()),
         }
     }

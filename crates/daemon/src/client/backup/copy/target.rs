@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use harness::process::guarded;
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, fcntl_lock};
 use rustix::process::{Pid, Signal, kill_process};
@@ -38,7 +39,7 @@ pub struct Target {
     partial: Option<PathBuf>,
     kind: Kind,
     /// A new file with its [lock](new_partial).
-    _lock: Option<File>,
+    lock: Option<File>,
 }
 
 enum Kind {
@@ -111,7 +112,7 @@ impl Target {
                     file,
                     is_empty: false,
                 },
-                _lock: None,
+                lock: None,
             });
         }
         let is_replaced = is_update && format == TargetFormat::Raw;
@@ -134,7 +135,7 @@ impl Target {
             format,
             partial: Some(partial.clone()),
             kind: Kind::Finished,
-            _lock: Some(file.try_clone()?),
+            lock: Some(file.try_clone()?),
         };
         target.kind = match format {
             TargetFormat::Raw => {
@@ -265,12 +266,22 @@ impl Target {
         Ok(())
     }
 
+    /// Whether the new file is the one that was made.
+    fn is_own(&self) -> bool {
+        let made = self.partial.as_ref().zip(self.lock.as_ref());
+        made.is_some_and(|(path, file)| is_at(file, path))
+    }
+
     /// `before`: a step before, without which it keeps its name.
     fn rename(&mut self, before: impl FnOnce() -> io::Result<()>) -> Result<(), CommandLineError> {
+        let is_own = self.is_own();
         let Some(partial) = self.partial.take() else {
             return before().map_err(|e| CommandLineError::Target(self.to.clone(), e));
         };
-        let renamed = before().and_then(|()| fs::rename(&partial, &self.to));
+        let gone = || io::Error::other("another file has taken its place");
+        let is_own = is_own.then_some(()).ok_or_else(gone);
+        let renamed = is_own.and_then(|()| before());
+        let renamed = renamed.and_then(|()| fs::rename(&partial, &self.to));
         let renamed = renamed.and_then(|()| directory_of(&self.to)?.sync_all());
         renamed.map_err(|e| {
             let text = format!("the copy is complete, and could not be renamed: {e}");
@@ -281,7 +292,7 @@ impl Target {
 
 impl Drop for Target {
     fn drop(&mut self) {
-        if let Some(partial) = &self.partial {
+        if let Some(partial) = self.partial.as_ref().filter(|_| self.is_own()) {
             let _ = fs::remove_file(partial);
         }
     }
@@ -346,7 +357,8 @@ pub fn is_updating(file: &Path) -> io::Result<bool> {
 
 fn create_mark(mark: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
-    let created = options.write(true).create(true).mode(0o600).open(mark)?;
+    let options = options.write(true).create(true).mode(0o600);
+    let created = options.custom_flags(libc::O_NOFOLLOW).open(mark)?;
     created.sync_all()?;
     directory_of(mark)?.sync_all()
 }
@@ -380,37 +392,54 @@ fn not_in_use(file: &Path) -> io::Result<File> {
 /// # Errors
 /// Another copy writes it; or something else has this name.
 fn new_partial(path: &Path) -> io::Result<File> {
-    let busy = |_| io::Error::new(io::ErrorKind::ResourceBusy, "another copy writes it");
+    let busy = || io::Error::new(io::ErrorKind::ResourceBusy, "another copy writes it");
     let open = |options: &mut OpenOptions| {
         let options = options.read(true).write(true).mode(0o600);
         options.custom_flags(libc::O_NOFOLLOW).open(path)
     };
-    let lock = |file: &File| {
-        // No program for images locks the first byte of one.
-        let first = libc::flock {
-            l_type: libc::F_WRLCK as i16,
-            l_whence: libc::SEEK_SET as i16,
-            l_start: 0,
-            l_len: 1,
-            l_pid: 0,
-        };
-        let locked = fcntl(file, FcntlArg::F_OFD_SETLK(&first));
-        locked.map(drop).map_err(busy)
-    };
-    match fs::symlink_metadata(path) {
+    // It may have been another copy's until the lock, which has replaced it.
+    let still_there = |file| is_at(&file, path).then_some(file).ok_or_else(busy);
+    let _old = match fs::symlink_metadata(path) {
         Ok(there) if !there.is_file() => {
             return Err(io::Error::other("it is no regular file; remove it"));
         }
         Ok(_) => {
-            let _old = open(&mut OpenOptions::new()).and_then(|old| lock(&old).map(|()| old))?;
+            let old = open(&mut OpenOptions::new())?;
+            let locked = lock(&old).map_err(|e| match e {
+                Errno::EAGAIN | Errno::EACCES => busy(),
+                e => io::Error::other(format!("{e}; if no other copy writes it, remove it")),
+            });
+            let old = locked.and_then(|()| still_there(old))?;
             fs::remove_file(path)?;
+            // Locked until the new one is: another copy that still has this one gets no lock.
+            Some(old)
         }
-        Err(_) => {}
-    }
+        Err(_) => None,
+    };
     let file = open(OpenOptions::new().create_new(true))?;
-    // Another copy that finds it before that removes it, and this one ends.
-    lock(&file)?;
-    Ok(file)
+    match lock(&file) {
+        Err(Errno::EAGAIN | Errno::EACCES) => Err(busy()),
+        // Without locks, as on some network file systems, the next copy does not replace it.
+        Ok(()) | Err(_) => still_there(file),
+    }
+}
+
+/// Locks the first byte, which no program for images does.
+fn lock(file: &File) -> Result<(), Errno> {
+    let first = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: 0,
+        l_len: 1,
+        l_pid: 0,
+    };
+    fcntl(file, FcntlArg::F_OFD_SETLK(&first)).map(drop)
+}
+
+/// Whether an open file is the one at a path.
+fn is_at(file: &File, path: &Path) -> bool {
+    let found = fs::symlink_metadata(path).and_then(|there| Ok((there, file.metadata()?)));
+    found.is_ok_and(|(there, own)| (there.dev(), there.ino()) == (own.dev(), own.ino()))
 }
 
 fn directory_of(file: &Path) -> io::Result<File> {
