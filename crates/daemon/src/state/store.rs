@@ -162,9 +162,12 @@ impl StateStore {
         }
         let overrides = read(directory)?;
         let remembered = directory.join(DIRECTORY_NAME);
-        let remembered = read_file(&remembered)
-            .map_err(|e| StateError::ReadDirectory(remembered, e))?
-            .map(|bytes| PathBuf::from(OsString::from_vec(bytes)));
+        let remembered = match read_file(&remembered) {
+            Ok(Some(path)) if path.is_empty() => Err("it is empty".into()),
+            read => read,
+        }
+        .map_err(|e| StateError::ReadDirectory(remembered, e))?
+        .map(|path| PathBuf::from(OsString::from_vec(path)));
         let store = Self {
             directory: directory.into(),
             lock,

@@ -248,6 +248,21 @@ fn a_file_that_a_killed_copy_left_is_replaced() {
     assert_eq!((old.nlink(), old.len()), (1, before));
 }
 
+#[test]
+fn a_name_is_no_protocol() {
+    let Some(served) = Served::start("a_name_is_no_protocol", &[]) else {
+        return;
+    };
+    for name in ["file:x.qcow2", "vm:1.qcow2"] {
+        let mut command = Command::new(BINARY);
+        command.args(["backup", "copy", "b", "--format=qcow2", "--to", name]);
+        command.arg("--control").arg(served.path("control.qmp"));
+        let output = command.current_dir(served.path("")).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        check(&served, "qcow2", text(&served.path(name)));
+    }
+}
+
 /// An increment without the file below it would be an image of the changes alone.
 #[test]
 fn an_open_increment_needs_its_base() {

@@ -464,6 +464,8 @@ impl QemuNbd {
                 .args(["-F", "qcow2", "-b"])
                 .arg(fs::canonicalize(base)?);
         }
+        // Not a name with a protocol, as `vm:1.qcow2` would be.
+        let file = &fs::canonicalize(file)?;
         create.arg("--").arg(file).arg(size.to_string());
         let created = create.output().map_err(of_program("qemu-img"))?;
         if !created.status.success() {
@@ -477,7 +479,7 @@ impl QemuNbd {
             .args(["--format=qcow2", "--persistent", "--shared=0", "--socket"])
             .arg(directory.join("nbd"))
             .arg("--")
-            .arg(fs::canonicalize(file)?)
+            .arg(file)
             .stdin(Stdio::null())
             .spawn();
         let child = child.inspect_err(|_| drop(fs::remove_dir_all(&directory)));
