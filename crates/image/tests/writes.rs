@@ -1,8 +1,11 @@
 //! Writes and look-ups step by step: what others do between two steps, and images that no program makes.
 
 use block::GuestOffset;
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 use crate::support::memory::Memory;
 use crate::support::{Disk, HostFiles, READ, WRITE};
@@ -305,4 +308,46 @@ fn refcount_block_is_counted_once() {
     let refused = open(WRITE).err().unwrap().to_string();
     assert!(refused.contains("more than once"), "{refused}");
     assert!(open(READ).is_ok(), "to read it does no harm");
+}
+
+/// Many writes meet the end of the refcount table while a flush lets none of them enlarge it: it is enlarged once.
+#[test]
+fn a_full_refcount_table_grows_once() {
+    if !qemu::is_there("a_full_refcount_table_grows_once") {
+        return;
+    }
+    const WRITERS: u64 = 16;
+    let directory = tempfile::tempdir().unwrap();
+    let (directory, file) = (directory.path(), directory.path().join("disk.qcow2"));
+    let create = "create -q -f qcow2 -o cluster_size=512,refcount_bits=64 disk.qcow2 16M";
+    qemu::img(directory, create);
+    let disk = Disk::open(&file, WRITE).unwrap();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let flusher = scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                disk.flush().unwrap();
+            }
+        });
+        let part = (16 << 20) / WRITERS;
+        let writers = (0..WRITERS).map(|writer| {
+            let disk = &disk;
+            scope.spawn(move || {
+                for at in (writer * part..(writer + 1) * part).step_by(4096) {
+                    disk.write(at, &[1; 4096]).unwrap();
+                }
+            })
+        });
+        let ended = writers.collect::<Vec<_>>().into_iter().map(|it| it.join());
+        let ended: Vec<_> = ended.collect();
+        is_over.store(true, Ordering::Relaxed);
+        flusher.join().unwrap();
+        assert!(ended.iter().all(Result::is_ok), "a write has failed");
+    });
+    disk.chain.close().unwrap();
+    // 17 MiB have 544 refcount blocks: 4,352 bytes.
+    let header = fs::read(&file).unwrap()[..60].to_vec();
+    let clusters = u32::from_be_bytes(header[56..60].try_into().unwrap());
+    assert!(clusters <= 32, "{clusters} clusters for the table");
+    qemu::check(directory, "disk.qcow2", false);
 }

@@ -47,7 +47,7 @@ impl Qcow2 {
             drop(state);
             let ready = match retry {
                 Retry::Load(slice) => self.load(Load::Slice(slice)),
-                Retry::TableFull => self.grow_refcount_table(),
+                Retry::TableFull(entries) => self.grow_refcount_table(entries),
                 Retry::CacheFull => self.flush(),
                 Retry::MapFirst(cluster) => self.map_in_raw_data_file(cluster),
                 Retry::Later => Ok(()),

@@ -54,7 +54,7 @@ impl Qcow2 {
                         _alone: alone,
                     });
                 }
-                Err(Retry::TableFull) => Ok(()),
+                Err(Retry::TableFull(entries)) => Ok(entries),
                 Err(Retry::Error(error)) => Err(self.report(&mut state, error)),
                 Err(
                     Retry::Load(_)
@@ -71,7 +71,7 @@ impl Qcow2 {
             };
             drop(state);
             drop(flushing);
-            match reached.and_then(|()| self.grow_refcount_table()) {
+            match reached.and_then(|entries| self.grow_refcount_table(entries)) {
                 Err(error)
                     if error.is_no_space() && self.reclaim(reclaimed)? == Reclaimed::Some => {}
                 reached => reached?,
@@ -180,11 +180,15 @@ impl Qcow2 {
         Ok(old)
     }
 
-    /// Enlarges the refcount table. Blocks.
-    pub(super) fn grow_refcount_table(&self) -> Result<(), ImageError> {
+    /// Enlarges the refcount table that has so many `entries`. One that has more was enlarged for another request meanwhile.
+    /// Blocks.
+    pub(super) fn grow_refcount_table(&self, entries: u64) -> Result<(), ImageError> {
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
         let state = &mut *state;
+        if state.refcounts.table_entries() > entries {
+            return Ok(());
+        }
         let end = &self.file;
         let larger = match state.refcounts.larger_table(end, &mut state.metadata) {
             Ok(larger) => larger,

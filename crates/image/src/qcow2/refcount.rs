@@ -432,12 +432,17 @@ impl Refcounts {
         Ok(run)
     }
 
+    /// The entries that the table has, with or without blocks.
+    pub fn table_entries(&self) -> u64 {
+        self.table.len() as u64
+    }
+
     fn check_reach(&self, block: BlockIndex) -> Result<(), Retry> {
         if block.first(&self.g).number() >= 1 << (HOST_BITS - self.g.cluster_bits) {
             return Err(ImageError::Full("qcow2 addresses 64 PiB of a file").into());
         }
-        if block.number() >= self.table.len() as u64 {
-            return Err(Retry::TableFull);
+        if block.number() >= self.table_entries() {
+            return Err(Retry::TableFull(self.table_entries()));
         }
         Ok(())
     }

@@ -7,8 +7,8 @@ use super::types::{GuestCluster, HostOffset, SliceIndex};
 /// What must be done without the state lock before a change can be tried again.
 #[derive(Debug)]
 pub(crate) enum Retry {
-    /// The refcount table must grow.
-    TableFull,
+    /// The refcount table, which has so many entries, must grow, unless it has more by now.
+    TableFull(u64),
     /// A slice must be loaded.
     Load(SliceIndex),
     /// A cluster must get its place in a raw data file before its data.
