@@ -144,8 +144,11 @@ impl Journals {
             let path = self.directory.join(&identity.file_name);
             match self.of_another_user(disk, file, &identity) {
                 Elsewhere::Found(path) => return Ok(Err(JournalError::AnotherUsers(path))),
-                Elsewhere::Unreadable(path, e) if may_have_journal(&readable(file)) => {
-                    return Ok(Err(JournalError::Unreadable(path, e)));
+                Elsewhere::Unreadable(other, e)
+                    if journal_at(&path, &identity, file) != Some(JournalOwner::ThisImage)
+                        && may_have_journal(&readable(file)) =>
+                {
+                    return Ok(Err(JournalError::Unreadable(other, e)));
                 }
                 // Most images that say so have lost their journal in a crash of the host, or are copies.
                 Elsewhere::Hidden(other, e)
