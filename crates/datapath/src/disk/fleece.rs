@@ -513,6 +513,10 @@ impl Fleece {
         };
         let mut result = Ok(());
         for granule in first..last {
+            // A disk has many granules, and nobody waits for the rest of an ended fleece.
+            if self.has_ended.load(Relaxed) {
+                break;
+            }
             let mut shard = self.shard(granule);
             match shard.get(&granule) {
                 // It will be here in a moment, and is of no use to anybody. That wastes a granule.

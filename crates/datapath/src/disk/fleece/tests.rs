@@ -127,6 +127,9 @@ fn full_memory_goes_to_the_file_and_comes_back() {
     fleece.trim(32 * MIB, MIB).unwrap();
     assert!(!fleece.concerns(32 * MIB, MIB));
     fleece.end("done");
+    // An ended one does not delay the end by what a client has trimmed.
+    fleece.trim(33 * MIB, MIB).unwrap();
+    assert_eq!(fleece.extent(33 * MIB, MIB), (MIB, None));
 }
 
 #[test]
