@@ -1,8 +1,10 @@
 //! Rebuilding the refcounts of an image that is marked dirty (lazy refcounts).
 //!
-//! The new refcounts are written after everything else in the file; or, where there is no space, to clusters that nothing
-//! refers to, also none of the old refcounts. Then the header, in one sector, refers to them and marks the image as clean. A
-//! crash before that leaves the image unchanged. The clusters of the old refcounts are free afterwards.
+//! The new refcounts are written after everything else in the file. Then the header, in one sector, refers to them and marks
+//! the image as clean. A crash before that leaves the image unchanged. The clusters of the old refcounts are free afterwards.
+//!
+//! Where there is no space behind the end, as on a block device, they are written in the place of the old ones: as long as the
+//! image is marked dirty, nobody uses these, and a crash leaves an image that is repaired again.
 
 use super::error::{Doing, ImageError};
 use super::geometry::Geometry;
@@ -14,11 +16,8 @@ use super::types::{BlockIndex, HostCluster, HostOffset, Run};
 use crate::bytes::put64;
 use crate::storage::{Storage, read_padded};
 
-/// The most runs of free clusters that are remembered: as many as a refcount table can have blocks.
-const RUNS_MAX: usize = 1 << 20;
-
-const NO_ROOM: &str = "a crash has left its refcounts invalid (lazy_refcounts=on), and there is no space to write new ones: \
-     extend what it is on. 'qemu-img check -r all' repairs it in place, but removes the internal snapshots of an image with bitmaps";
+const NO_ROOM: &str = "a crash has left its refcounts invalid (lazy_refcounts=on), and there is no space to write them anew; \
+     make space where it is, or extend that";
 
 /// Writes new refcounts, and a header that refers to them.
 pub(super) fn repair(
@@ -27,103 +26,143 @@ pub(super) fn repair(
     header_block: &mut [u8],
     progress: ReportProgress<'_>,
 ) -> Result<(), ScanError> {
-    let g = header.geometry();
-    let size = storage
-        .size()
-        .doing("asking for the file's size", HostOffset::START)?;
-    let end = HostCluster::new(g.clusters(size));
-    let behind = Run {
-        first: end,
-        clusters: u64::MAX,
-    };
-    let room = Room::choose(&g, end, &[behind])?;
-    match rebuild(storage, header, header_block, &room, progress) {
-        // A block device has the size that it has.
-        Err(ScanError::Image(e)) if e.is_no_space() => {}
-        done => return done,
-    }
-    let (end, free) = unused(storage, header, progress)?;
-    let room = Room::choose(&g, end, &free)?;
-    rebuild(storage, header, header_block, &room, progress)
-}
-
-/// The end of all clusters that are in use, and those that are not, with the refcounts that the image has.
-fn unused(
-    storage: &dyn Storage,
-    header: &Header,
-    progress: ReportProgress<'_>,
-) -> Result<(HostCluster, Vec<Run>), ScanError> {
-    let mut scan = Scan::new(storage, header, true)?;
-    let size = storage
-        .size()
-        .doing("asking for the file's size", HostOffset::START)?;
-    // The last cluster of a device may be incomplete.
-    let whole = HostCluster::new(size >> scan.g.cluster_bits);
-    let (mut end, mut free) = (HostCluster::default(), Vec::<Run>::new());
-    for window in 0..scan.windows() {
-        let (range, counts) = scan.count(window, progress)?;
-        if let Some(damage) = scan.findings.first() {
-            return Err(ImageError::Damaged(damage.clone()).into());
-        }
-        for (cluster, &count) in range.each().zip(&counts) {
-            let is_full = free.len() == RUNS_MAX;
-            match free.last_mut() {
-                _ if count > 0 => end = Run::one(cluster).end(),
-                _ if cluster >= whole => {}
-                Some(run) if run.end() == cluster => run.clusters += 1,
-                _ if is_full => {}
-                _ => free.push(Run::one(cluster)),
+    let room = Room::behind(storage, header)?;
+    let room = match rebuild(storage, header, &room, progress) {
+        Ok(()) => room,
+        Err(ScanError::Image(e)) if e.is_no_space() => {
+            let room = Room::in_place(storage, header, progress)?;
+            match rebuild(storage, header, &room, progress) {
+                Err(ScanError::Image(e)) if e.is_no_space() => {
+                    return Err(ImageError::Full(NO_ROOM).into());
+                }
+                done => done?,
             }
+            room
         }
-    }
-    Ok((end, free))
+        Err(e) => return Err(e),
+    };
+    header.refcount_table_at = room.table.first.start(&header.geometry());
+    header.refcount_table_clusters = room.table.clusters as u32;
+    header.clear_dirty();
+    header.put(header_block);
+    // If this fails, the file may have either header, and is not touched again.
+    let result = storage
+        .write_at(HostOffset::START.in_file(), header_block)
+        .and_then(|()| storage.flush());
+    Ok(result.doing("writing the header", HostOffset::START)?)
 }
 
 /// Where new refcounts are written.
 struct Room {
     table: Run,
-    /// In ascending order, as are the clusters that they count.
-    blocks: Vec<HostCluster>,
-    /// All clusters, in ascending order.
+    /// Where each block is, if anything that it counts is in use.
+    blocks: Vec<Option<HostCluster>>,
+    /// All these clusters, in ascending order.
     all: Vec<HostCluster>,
 }
 
 impl Room {
-    /// For refcounts of the clusters before `end`, and of their own, which are among `free`.
+    fn new(table: Run, blocks: Vec<Option<HostCluster>>) -> Self {
+        let mut all: Vec<_> = table
+            .each()
+            .chain(blocks.iter().flatten().copied())
+            .collect();
+        all.sort_unstable();
+        Self { table, blocks, all }
+    }
+
+    /// Behind the end of the file.
     ///
     /// # Errors
-    /// These are not enough; or the table would be too large.
-    fn choose(g: &Geometry, end: HostCluster, free: &[Run]) -> Result<Self, ImageError> {
-        let mut number = end.number().div_ceil(g.block_entries());
+    /// The table would be too large.
+    fn behind(storage: &dyn Storage, header: &Header) -> Result<Self, ImageError> {
+        let g = header.geometry();
+        let size = storage
+            .size()
+            .doing("asking for the file's size", HostOffset::START)?;
+        let first = HostCluster::new(g.clusters(size));
+        let mut number = 0;
         loop {
             let clusters = g.clusters(number * 8);
             if clusters << g.cluster_bits > REFCOUNT_TABLE_BYTES_MAX.max(g.cluster()) {
                 let why = "its refcount table would have more than 8 MiB";
                 return Err(ImageError::Full(why));
             }
-            let of_table = free.iter().position(|run| run.clusters >= clusters);
-            let of_table = of_table.ok_or(ImageError::Full(NO_ROOM))?;
-            let table = Run {
-                clusters,
-                ..free[of_table]
-            };
-            let others = free.iter().enumerate().flat_map(|(at, run)| {
-                let taken = if at == of_table { clusters } else { 0 };
-                run.each().skip(taken as usize)
-            });
-            let blocks: Vec<_> = others.take(number as usize).collect();
-            if (blocks.len() as u64) < number {
-                return Err(ImageError::Full(NO_ROOM));
-            }
-            let mut all: Vec<_> = table.each().chain(blocks.iter().copied()).collect();
-            all.sort_unstable();
-            let last = all.last().map_or(end, |last| Run::one(*last).end());
-            let needed = end.max(last).number().div_ceil(g.block_entries());
+            let end = first + (clusters + number);
+            let needed = end.number().div_ceil(g.block_entries());
             if needed <= number {
-                return Ok(Self { table, blocks, all });
+                let table = Run { first, clusters };
+                let blocks = Run::between(table.end(), end).each().map(Some).collect();
+                return Ok(Self::new(table, blocks));
             }
             number = needed;
         }
+    }
+
+    /// Where the old ones are. Blocks that are missing are made of clusters that nothing refers to.
+    ///
+    /// # Errors
+    /// There are not enough of these; or the old ones are used for something else as well.
+    fn in_place(
+        storage: &dyn Storage,
+        header: &Header,
+        progress: ReportProgress<'_>,
+    ) -> Result<Self, ScanError> {
+        let mut scan = Scan::new(storage, header, true)?;
+        let g = scan.g;
+        let size = storage
+            .size()
+            .doing("asking for the file's size", HostOffset::START)?;
+        // The last cluster of a device may be incomplete.
+        let whole = HostCluster::new(size >> g.cluster_bits);
+        let table = Run {
+            first: header.refcount_table_at.cluster(&g),
+            clusters: u64::from(header.refcount_table_clusters),
+        };
+        let old = scan.refcount_table.iter();
+        let old = old.map(|&at| (at != HostOffset::START).then(|| at.cluster(&g)));
+        let mut room = Self::new(table, old.collect());
+        let no_room = || ScanError::from(ImageError::Full(NO_ROOM));
+        let (mut is_needed, mut free) = (vec![false; room.blocks.len()], Vec::new());
+        for window in 0..scan.windows() {
+            let (range, counts) = scan.count(window, progress)?;
+            if let Some(damage) = scan.findings.first() {
+                return Err(ImageError::Damaged(damage.clone()).into());
+            }
+            for (cluster, &count) in range.each().zip(&counts) {
+                if count == 0 {
+                    if cluster < whole && free.len() < room.blocks.len() {
+                        free.push(cluster);
+                    }
+                    continue;
+                }
+                if count > 1 && room.has(cluster) {
+                    let what = "refcounts are in a cluster that is used for something else as well";
+                    return Err(ImageError::damaged(what, cluster.start(&g)).into());
+                }
+                let block = cluster.refcount_at(&g).0.number() as usize;
+                *is_needed.get_mut(block).ok_or_else(no_room)? = true;
+            }
+        }
+        let mut free = free.into_iter();
+        let all = is_needed.iter().enumerate();
+        let mut missing: Vec<_> = all
+            .filter(|(_, needed)| **needed)
+            .map(|(at, _)| at)
+            .collect();
+        while let Some(block) = missing.pop() {
+            if room.blocks[block].is_some() {
+                continue;
+            }
+            let cluster = free.next().ok_or_else(no_room)?;
+            room.blocks[block] = Some(cluster);
+            let counted_by = cluster.refcount_at(&g).0.number() as usize;
+            if counted_by >= room.blocks.len() {
+                return Err(no_room());
+            }
+            missing.push(counted_by);
+        }
+        Ok(Self::new(room.table, room.blocks))
     }
 
     fn has(&self, cluster: HostCluster) -> bool {
@@ -131,15 +170,14 @@ impl Room {
     }
 }
 
+/// Writes all refcounts to their room, durably.
 fn rebuild(
     storage: &dyn Storage,
-    header: &mut Header,
-    header_block: &mut [u8],
+    header: &Header,
     room: &Room,
     progress: ReportProgress<'_>,
 ) -> Result<(), ScanError> {
-    let before = header.clone();
-    let mut scan = Scan::new(storage, &before, false)?;
+    let mut scan = Scan::new(storage, header, false)?;
     let mut blocks = Blocks {
         storage,
         g: scan.g,
@@ -176,15 +214,8 @@ fn rebuild(
         blocks.set(cluster, 1)?;
     }
     blocks.finish()?;
-    header.refcount_table_at = room.table.first.start(&scan.g);
-    header.refcount_table_clusters = room.table.clusters as u32;
-    header.clear_dirty();
-    header.put(header_block);
-    let result = storage
-        .flush()
-        .and_then(|()| storage.write_at(HostOffset::START.in_file(), header_block))
-        .and_then(|()| storage.flush());
-    Ok(result.doing("writing the header", HostOffset::START)?)
+    let result = storage.flush();
+    Ok(result.doing("writing refcounts", HostOffset::START)?)
 }
 
 /// Writes refcounts to the file, in ascending order.
@@ -212,10 +243,12 @@ impl Blocks<'_> {
     }
 
     fn end_block(&mut self) -> Result<(), ImageError> {
-        let at = self.room.blocks[self.number.number() as usize].start(&self.g);
-        let result = self.storage.write_at(at.in_file(), &self.block);
-        result.doing("writing refcounts", at)?;
-        self.block.fill(0);
+        if let Some(cluster) = self.room.blocks[self.number.number() as usize] {
+            let at = cluster.start(&self.g);
+            let result = self.storage.write_at(at.in_file(), &self.block);
+            result.doing("writing refcounts", at)?;
+            self.block.fill(0);
+        }
         self.number += 1;
         Ok(())
     }
@@ -227,7 +260,8 @@ impl Blocks<'_> {
         }
         let mut bytes = vec![0; (self.room.table.clusters << self.g.cluster_bits) as usize];
         for (index, block) in self.room.blocks.iter().enumerate() {
-            put64(&mut bytes, index * 8, block.start(&self.g).bytes());
+            let at = block.map_or(HostOffset::START, |block| block.start(&self.g));
+            put64(&mut bytes, index * 8, at.bytes());
         }
         let at = self.room.table.first.start(&self.g);
         let result = self.storage.write_at(at.in_file(), &bytes);
