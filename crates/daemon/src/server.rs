@@ -154,6 +154,15 @@ pub enum Removal {
     Hard,
 }
 
+/// Whose change of a disk keeps it from being removed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Changes {
+    /// That of any command.
+    Others,
+    /// None: the removal itself has claimed the disk.
+    Own,
+}
+
 impl Server {
     pub fn new(threads: IoThreads, context: OpenContext, sandbox: Arc<Sandbox>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
@@ -192,6 +201,15 @@ impl Server {
                 ));
             }
         }
+        // From now on, no command changes the disk: it would be left without its export.
+        let alone = [name.to_owned()];
+        patiently(|| self.now_moving(&alone))?;
+        let ended = self.detach_alone(name, removal);
+        self.no_longer_moving(&alone);
+        ended
+    }
+
+    fn detach_alone(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
         let (export, in_cluster) = {
             let state = self.state();
             let mut exports = state.exports.values();
@@ -201,7 +219,7 @@ impl Server {
             (export.map(|e| e.id.clone()), in_cluster)
         };
         let ended = match export {
-            Some(export) => self.remove_export(&export, removal),
+            Some(export) => self.remove_export_as(&export, removal, Changes::Own),
             None => Ok(()),
         };
         let wait = match &ended {
@@ -216,7 +234,7 @@ impl Server {
             }
             Err(_) => return ended,
         };
-        let removed = self.remove_node_within(name, wait);
+        let removed = self.remove_node_within(name, wait, Changes::Own);
         match ended.and(removed) {
             Err(
                 e @ (ServerError::Sync(..)
@@ -268,13 +286,19 @@ impl Server {
     /// # Errors
     /// There is no such node, or it is in use; or writes could not be made durable: then it is closed regardless.
     pub fn remove_node(&self, name: &str) -> Result<(), ServerError> {
-        self.remove_node_within(name, SHUTDOWN_TIMEOUT)
+        self.remove_node_within(name, SHUTDOWN_TIMEOUT, Changes::Others)
     }
 
-    fn remove_node_within(&self, name: &str, wait: Duration) -> Result<(), ServerError> {
+    fn remove_node_within(
+        &self,
+        name: &str,
+        wait: Duration,
+        changes: Changes,
+    ) -> Result<(), ServerError> {
         let mut state = self.state();
         state.entry(name)?;
-        state.check_unused(name)?;
+        state.check_no_user(name)?;
+        state.check_unchanged(name, changes)?;
         let entry = state.nodes.remove(name);
         let last = entry.as_ref().map(NodeEntry::spec);
         state.detached.retain(|disk| disk.name != name);
@@ -412,7 +436,16 @@ impl Server {
     /// There is no such export; a VM is connected, and the removal is not forced; the disk is being moved to another
     /// file; or writes could not be made durable: then the export is removed regardless.
     pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), ServerError> {
-        let export = patiently(|| self.take_export(id, removal))?;
+        self.remove_export_as(id, removal, Changes::Others)
+    }
+
+    fn remove_export_as(
+        &self,
+        id: &str,
+        removal: Removal,
+        changes: Changes,
+    ) -> Result<(), ServerError> {
+        let export = patiently(|| self.take_export(id, removal, changes))?;
         self.fail_backups(Some(id), "the disk was detached");
         // No other can be added now.
         self.end_nbd_exports_of(id);
@@ -434,7 +467,12 @@ impl Server {
     }
 
     /// The export, which is stopping from now on.
-    fn take_export(&self, id: &str, removal: Removal) -> Result<Option<Export>, ServerError> {
+    fn take_export(
+        &self,
+        id: &str,
+        removal: Removal,
+        changes: Changes,
+    ) -> Result<Option<Export>, ServerError> {
         let mut state = self.state();
         let Some(export) = state.exports.get(id) else {
             return Err(ServerError::NoExport(id.into()));
@@ -449,9 +487,7 @@ impl Server {
                 return Err(NbdError::InUse(export.name.clone()).into());
             }
         }
-        if state.is_moving(export.node.name()) {
-            return Err(ServerError::Moving(export.node.name().into()));
-        }
+        state.check_unchanged(export.node.name(), changes)?;
         let stopping = (id.to_owned(), export.node.clone());
         state.stopping.push(stopping);
         Ok(state.exports.remove(id))
@@ -601,6 +637,18 @@ impl ServerState {
 
     /// Checks that no export or other node uses a node, and that it is not being moved.
     fn check_unused(&self, name: &str) -> Result<(), ServerError> {
+        self.check_no_user(name)?;
+        self.check_unchanged(name, Changes::Others)
+    }
+
+    fn check_unchanged(&self, name: &str, changes: Changes) -> Result<(), ServerError> {
+        match changes == Changes::Others && self.is_moving(name) {
+            true => Err(ServerError::Moving(name.into())),
+            false => Ok(()),
+        }
+    }
+
+    fn check_no_user(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
         let mut exports = self.exports.values();
@@ -611,7 +659,6 @@ impl ServerState {
             .or_else(|| self.stops(name));
         match user {
             Some(user) => Err(ServerError::NodeInUse(name.into(), user)),
-            None if self.is_moving(name) => Err(ServerError::Moving(name.into())),
             None => Ok(()),
         }
     }

@@ -2,22 +2,24 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::{self, Read};
+use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
-use engine::Identity;
-use rustix::fs::{AtFlags, Dir, Mode, OFlags, open, openat, statat};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat, fstat, open, openat, statat};
 use rustix::io::Errno;
 
 use super::{BYTES_MAX, ConfigError};
 
 /// How often files that change are read, and the time between that.
-const TRIES: usize = 20;
+const TRIES: usize = 40;
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// How long nothing is to be added to or removed from a directory before it is read.
+const MOMENT: Duration = Duration::from_millis(200);
 
 /// The directory with more files, beside the file of a host's service.
 const DIRECTORY: &str = "disks.d";
@@ -28,7 +30,8 @@ const NAME: &str = "ringdisk.toml";
 /// A file with its text.
 pub(super) type TextFile = (PathBuf, String);
 
-/// Reads the file of a configuration, and those beside it in the order of their names: all as they were at one time.
+/// Reads the file of a configuration, and those beside it in the order of their names: all as they were at one time. Tools as
+/// git remove a file before they write it again: the directory has to be at [rest](Beside::is_at_rest).
 ///
 /// # Errors
 /// One of them cannot be read; or they change again and again.
@@ -36,32 +39,32 @@ pub(super) fn read(path: &Path) -> Result<(Option<Beside>, Vec<TextFile>), Confi
     for _ in 0..TRIES {
         let beside = Beside::of(path)?;
         let files = read_all(path, beside.as_ref());
-        // What is changed by several steps, as by git, may lack files meanwhile.
-        if Beside::of(path)? == beside {
-            return files.map(|files| (beside, files));
+        let is_same = Beside::of(path)? == beside && beside.as_ref().is_none_or(Beside::is_at_rest);
+        match files {
+            Ok(Some(files)) if is_same => return Ok((beside, files)),
+            Err(e) if is_same => return Err(e),
+            _ => thread::sleep(PAUSE),
         }
-        thread::sleep(PAUSE);
     }
     Err(ConfigError::Changing(directory_of(path)))
 }
 
-fn read_all(path: &Path, beside: Option<&Beside>) -> Result<Vec<TextFile>, ConfigError> {
+/// `None` if one of the files beside it has gone meanwhile.
+fn read_all(path: &Path, beside: Option<&Beside>) -> Result<Option<Vec<TextFile>>, ConfigError> {
     let mut left = BYTES_MAX;
     let file = fs::File::open(path).map_err(|e| ConfigError::Read(path.into(), e))?;
     let mut files = vec![(path.to_owned(), read_text(path, file, &mut left)?)];
-    if let Some(beside) = beside {
-        for (path, name) in beside.paths().zip(&beside.names) {
-            let Some(file) = beside.open(&path, name)? else {
-                continue;
-            };
-            let text = read_text(&path, file, &mut left)?;
-            if text.trim().is_empty() {
-                return Err(ConfigError::Empty(path));
-            }
-            files.push((path, text));
+    for (path, (name, _)) in beside.iter().flat_map(|it| it.paths().zip(&it.files)) {
+        let Some(file) = beside.and_then(|it| it.open(&path, name).transpose()) else {
+            return Ok(None);
+        };
+        let text = read_text(&path, file?, &mut left)?;
+        if text.trim().is_empty() {
+            return Err(ConfigError::Empty(path));
         }
+        files.push((path, text));
     }
-    Ok(files)
+    Ok(Some(files))
 }
 
 /// Reads a file of at most `left` bytes.
@@ -113,13 +116,26 @@ pub fn read_directories(path: &Path) -> Vec<PathBuf> {
 pub(super) struct Beside {
     path: PathBuf,
     directory: OwnedFd,
-    identity: Identity,
-    names: Vec<OsString>,
+    state: FileState,
+    /// `None` for a link that leads nowhere.
+    files: Vec<(OsString, Option<FileState>)>,
+}
+
+/// What changes with a file: device, inode, length, and the times of the last changes of its content and of itself.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct FileState([u64; 3], [(i64, u64); 2]);
+
+impl From<Stat> for FileState {
+    fn from(found: Stat) -> Self {
+        let which = [found.st_dev, found.st_ino, found.st_size as u64];
+        let content = (found.st_mtime, found.st_mtime_nsec);
+        Self(which, [content, (found.st_ctime, found.st_ctime_nsec)])
+    }
 }
 
 impl PartialEq for Beside {
     fn eq(&self, other: &Self) -> bool {
-        (self.identity, &self.names) == (other.identity, &other.names)
+        (self.state, &self.files) == (other.state, &other.files)
     }
 }
 
@@ -127,37 +143,48 @@ impl Beside {
     /// `None` if there is no such directory.
     fn of(path: &Path) -> Result<Option<Self>, ConfigError> {
         let path = directory_of(path);
-        let fail = |e: io::Error| ConfigError::Read(path.clone(), e);
+        let fail = |e: Errno| ConfigError::Read(path.clone(), e.into());
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = match open(&path, flags, Mode::empty()) {
             // A file of that name may be anything, as a configuration called NAME.d.
             Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
-            opened => opened.map_err(|e| fail(e.into()))?,
+            opened => opened.map_err(fail)?,
         };
-        let identity = Identity::of_fd(&directory).map_err(fail)?;
-        let mut names = Vec::new();
-        for entry in Dir::read_from(&directory).map_err(|e| fail(e.into()))? {
-            let entry = entry.map_err(|e| fail(e.into()))?;
+        let state = fstat(&directory).map_err(fail)?.into();
+        let mut files = Vec::new();
+        for entry in Dir::read_from(&directory).map_err(fail)? {
+            let entry = entry.map_err(fail)?;
             let name = entry.file_name().to_bytes();
             if name.ends_with(b".toml") && !name.starts_with(b".") {
-                names.push(OsString::from_vec(name.to_owned()));
+                let state = statat(&directory, entry.file_name(), AtFlags::empty());
+                let state = state.ok().map(FileState::from);
+                files.push((OsString::from_vec(name.to_owned()), state));
             }
         }
-        names.sort();
+        files.sort_by(|(one, _), (other, _)| one.cmp(other));
         Ok(Some(Self {
             path,
             directory,
-            identity,
-            names,
+            state,
+            files,
         }))
     }
 
     pub(super) fn has_files(&self) -> bool {
-        !self.names.is_empty()
+        !self.files.is_empty()
+    }
+
+    /// Whether no file was added or removed in the last moment.
+    fn is_at_rest(&self) -> bool {
+        let FileState(_, [(seconds, nanoseconds), _]) = self.state;
+        let seconds = Duration::from_secs(seconds.try_into().unwrap_or(0));
+        let changed = UNIX_EPOCH + seconds + Duration::from_nanos(nanoseconds);
+        // A time to come is that of another clock.
+        changed.elapsed().map_or(true, |since| since > MOMENT)
     }
 
     fn paths(&self) -> impl Iterator<Item = PathBuf> {
-        self.names.iter().map(|name| self.path.join(name))
+        self.files.iter().map(|(name, _)| self.path.join(name))
     }
 
     /// `None` if it was removed since the directory was read.
@@ -167,13 +194,10 @@ impl Beside {
         match openat(&self.directory, name, flags, Mode::empty()).map(fs::File::from) {
             Ok(file) if file.metadata().is_ok_and(|there| there.is_file()) => Ok(Some(file)),
             Ok(_) => Err(ConfigError::NotAFile(path.into())),
-            Err(Errno::NOENT) => {
-                let link = statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW);
-                match link {
-                    Err(Errno::NOENT) => Ok(None),
-                    _ => Err(ConfigError::NotAFile(path.into())),
-                }
-            }
+            Err(Errno::NOENT) => match statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(Errno::NOENT) => Ok(None),
+                _ => Err(ConfigError::NotAFile(path.into())),
+            },
             Err(e) => Err(ConfigError::Read(path.into(), e.into())),
         }
     }
@@ -181,6 +205,7 @@ impl Beside {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::os::unix::fs::symlink;
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -234,6 +259,25 @@ mod tests {
                 thread::sleep(Duration::from_micros(300));
             }
         });
+        assert!(found.iter().all(|&disks| disks == FILES), "{found:?}");
+    }
+
+    /// As git does, and rsync in place.
+    #[test]
+    fn files_that_are_written_again_are_all_there() {
+        let found = disks_while(|dir| {
+            for number in 0..FILES {
+                let file = dir.join(DIRECTORY).join(format!("{number}.toml"));
+                let text = fs::read(&file).unwrap();
+                fs::remove_file(&file).unwrap();
+                thread::sleep(Duration::from_micros(100));
+                let mut new = fs::File::create(&file).unwrap();
+                thread::sleep(Duration::from_micros(100));
+                new.write_all(&text).unwrap();
+            }
+            thread::sleep(2 * MOMENT);
+        });
+        assert!(!found.is_empty());
         assert!(found.iter().all(|&disks| disks == FILES), "{found:?}");
     }
 

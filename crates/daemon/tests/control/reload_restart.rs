@@ -1,7 +1,10 @@
 //! What depends on a disk stays when a reload has to restart it, or the reload is refused; and when it is detached.
 
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig};
@@ -146,4 +149,56 @@ fn removed_disk_and_changed_exports_are_as_configured() {
     write(&ringdisk, "queues = 1", "");
     ringdisk.json(&["reload"]);
     assert_eq!(exports(&ringdisk), pairs(&[]));
+}
+
+/// Whichever of the commands is first, the disk is served afterwards.
+#[test]
+fn a_restart_and_a_change_of_bitmaps_exclude_each_other() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for name in ["a.raw", "b.raw"] {
+        fs::write(dir.path().join(name), content(0, 4 << 20)).unwrap();
+    }
+    let file = dir.path().join("r.toml");
+    fs::write(&file, text(dir.path(), "cache = \"none\"", "")).unwrap();
+    let arguments = [
+        format!("--config={}", file.display()),
+        format!("--state={}", dir.path().join("state").display()),
+    ];
+    let ringdisk = Controlled::start_in(dir, &arguments);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for name in ["one", "two"] {
+            let (ringdisk, is_over) = (&ringdisk, &is_over);
+            scope.spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    for change in [
+                        &["add", "a", name, "--persistent"][..],
+                        &["remove", "a", name],
+                    ] {
+                        ringdisk.ringdisk(&[&["bitmap"], change].concat());
+                    }
+                }
+            });
+        }
+        let served: Vec<_> = (0..30)
+            .map(|round| {
+                let cache = ["writeback", "none"][round % 2];
+                write(&ringdisk, &format!("cache = \"{cache}\""), "");
+                let reloaded = ringdisk.ringdisk(&["reload"]);
+                let can_connect = UnixStream::connect(ringdisk.path("a.sock")).is_ok();
+                (can_connect, reloaded)
+            })
+            .collect();
+        is_over.store(true, Ordering::Relaxed);
+        let done = served
+            .iter()
+            .filter(|(_, reloaded)| reloaded.code == Some(0));
+        assert!(done.count() > 0, "{served:?}");
+        assert!(
+            served.iter().all(|(can_connect, _)| *can_connect),
+            "{served:?}"
+        );
+    });
+    ringdisk.json(&["reload"]);
+    device(&ringdisk);
 }
