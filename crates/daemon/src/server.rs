@@ -201,12 +201,8 @@ impl Server {
                 ));
             }
         }
-        // From now on, no command changes the disk: it would be left without its export.
-        let alone = [name.to_owned()];
-        patiently(|| self.now_moving(&alone))?;
-        let ended = self.detach_alone(name, removal);
-        self.no_longer_moving(&alone);
-        ended
+        // A command that changes the disk would keep it from being closed without its export.
+        self.alone(name, || self.detach_alone(name, removal))
     }
 
     fn detach_alone(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
@@ -322,7 +318,7 @@ impl Server {
 
     /// Serves an opened disk. Returns how to connect to it.
     pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<ConnectionInfo, ServerError> {
-        self.add_export_at(name, spec, None)
+        self.add_export_at(name, spec, None, Changes::Others)
     }
 
     /// Like [`add_export`](Self::add_export), with a socket that exists already.
@@ -331,6 +327,7 @@ impl Server {
         name: &str,
         spec: &ExportSpec,
         socket: Option<Socket>,
+        changes: Changes,
     ) -> Result<ConnectionInfo, ServerError> {
         let rights = self.context.rights.clone();
         let access = spec.socket_access;
@@ -359,7 +356,8 @@ impl Server {
             }
             None => {}
         }
-        state.check_unused(name)?;
+        state.check_no_user(name)?;
+        state.check_unchanged(name, changes)?;
         if node.spec.read_only && !spec.read_only {
             return Err(ServerError::ReadOnly(name.into()));
         }

@@ -473,14 +473,10 @@ impl Server {
             }
             return None;
         }
-        let served = opened
-            .and_then(|node| self.add_opened(node))
-            .and_then(|()| {
-                let export = ExportSpec::from(spec);
-                let reserved = self.reserved_socket(name);
-                let served = reserved.and_then(|it| self.add_export_at(name, &export, it));
-                served.inspect_err(|_| drop(self.remove_node(name)))
-            });
+        let served = opened.and_then(|node| {
+            let reserved = || self.reserved_socket(name);
+            self.serve_opened(node, &ExportSpec::from(spec), reserved)
+        });
         match &served {
             Ok(_) => {
                 lines.release();

@@ -7,13 +7,15 @@ use std::sync::Arc;
 use engine::Identity;
 use tracing::info;
 
+use super::deadline::{SHUTDOWN_TIMEOUT, patiently};
 use super::replace::close;
-use super::{NodeEntry, Server, ServerError, identity};
+use super::{Changes, NodeEntry, Server, ServerError, identity};
 use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::context::OpenContext;
 use crate::node::{Node, NodeError};
 use crate::server::connection_info::ConnectionInfo;
+use crate::socket::Socket;
 
 impl Server {
     /// Opens a disk and serves it under its name.
@@ -23,12 +25,47 @@ impl Server {
     pub fn attach(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         let export = ExportSpec::from(&spec);
-        self.add_node(spec)?;
-        let served = self.add_export(&name, &export).inspect_err(|_| {
-            let _ = self.remove_node(&name);
-        })?;
+        let node = self.open_in_time(spec, Self::open_new)?;
+        let served = self.serve_opened(node, &export, || Ok(None))?;
         self.came_back(&name);
         Ok(served)
+    }
+
+    /// Serves an opened disk at `socket`, or at a new one. No command changes it before that is done.
+    ///
+    /// # Errors
+    /// It is not served, and closed again.
+    pub(super) fn serve_opened(
+        &self,
+        node: Node,
+        export: &ExportSpec,
+        socket: impl FnOnce() -> Result<Option<Socket>, ServerError>,
+    ) -> Result<ConnectionInfo, ServerError> {
+        let name = node.name().to_owned();
+        self.alone(&name, || {
+            self.add_opened(node)?;
+            let served =
+                socket().and_then(|socket| self.add_export_at(&name, export, socket, Changes::Own));
+            served.inspect_err(|_| {
+                drop(self.remove_node_within(&name, SHUTDOWN_TIMEOUT, Changes::Own));
+            })
+        })
+    }
+
+    /// Does something to a disk while no other command changes, moves or removes it.
+    ///
+    /// # Errors
+    /// Another command does not end; otherwise those of the work.
+    pub(super) fn alone<T>(
+        &self,
+        name: &str,
+        work: impl FnOnce() -> Result<T, ServerError>,
+    ) -> Result<T, ServerError> {
+        let alone = [name.to_owned()];
+        patiently(|| self.now_moving(&alone))?;
+        let done = work();
+        self.no_longer_moving(&alone);
+        done
     }
 
     /// Like [`attach`](Self::attach), with the disk's name in errors.

@@ -199,17 +199,15 @@ impl Server {
             mut socket,
         } = prepared;
         let export = ExportSpec::from(&spec);
-        let name = spec.name.clone();
-        match node {
-            Some(node) => self.add_opened(node)?,
-            None => self.add_node(spec)?,
-        }
-        let moved = socket.move_to(&export.socket);
-        let served = match moved {
-            Ok(()) => self.add_export_at(&name, &export, Some(socket)),
-            Err(e) => Err(ServerError::Export(e.into())),
+        let node = match node {
+            Some(node) => node,
+            None => self.open_in_time(spec, Self::open_new)?,
         };
-        served.inspect_err(|_| drop(self.remove_node(&name)))
+        self.serve_opened(node, &export, || {
+            let moved = socket.move_to(&export.socket);
+            moved.map_err(|e| ServerError::Export(e.into()))?;
+            Ok(Some(socket))
+        })
     }
 
     /// Closes what was opened for a disk.

@@ -424,16 +424,16 @@ fn new_partial(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Locks the first byte, which no program for images does.
+/// Locks a byte behind all data: on some network file systems, nobody else could write to one that is locked.
 fn lock(file: &File) -> Result<(), Errno> {
-    let first = libc::flock {
+    let last = libc::flock {
         l_type: libc::F_WRLCK as i16,
         l_whence: libc::SEEK_SET as i16,
-        l_start: 0,
+        l_start: i64::MAX - 1,
         l_len: 1,
         l_pid: 0,
     };
-    fcntl(file, FcntlArg::F_OFD_SETLK(&first)).map(drop)
+    fcntl(file, FcntlArg::F_OFD_SETLK(&last)).map(drop)
 }
 
 /// Whether an open file is the one at a path.
@@ -474,7 +474,7 @@ impl QemuNbd {
         }
         let directory = std::env::temp_dir().join(format!("ringdisk-copy-{}", token()));
         fs::DirBuilder::new().mode(0o700).create(&directory)?;
-        // The thread that starts it waits for its end: killed with this process, it does not stay.
+        // The thread that starts it waits for its end: killed with this process, it hardly ever stays.
         let child = guarded(Path::new("qemu-nbd"))
             .args(["--format=qcow2", "--persistent", "--shared=0", "--socket"])
             .arg(directory.join("nbd"))
