@@ -193,16 +193,40 @@ impl Server {
             // A backup has temporary bitmaps of its own, which are not to be removed first.
             self.backups.check_none(name)?;
             self.check_not_deleted(name)?;
-            let bitmaps = self.temporary_bitmaps_of(name);
-            if !bitmaps.is_empty() {
-                return Err(ServerError::TemporaryBitmaps(
-                    name.into(),
-                    bitmaps.join(", "),
-                ));
-            }
+            self.check_no_temporary_bitmaps(name)?;
         }
         // A command that changes the disk would keep it from being closed without its export.
         self.alone(name, || self.detach_alone(name, removal))
+    }
+
+    /// Like [`detach`](Self::detach), by force, of a disk that `was` so when its removal was decided.
+    ///
+    /// # Errors
+    /// It has changed since, or has a backup or temporary bitmaps that would be lost: it is left as it is.
+    pub fn detach_unchanged(&self, was: &DiskSpec) -> Result<(), ServerError> {
+        let name = &was.name;
+        if self.forget_absent(name) {
+            return Ok(());
+        }
+        self.alone(name, || {
+            if self.spec_of(name).is_some_and(|now| now != *was) {
+                return Err(ServerError::ChangedMeanwhile(name.clone()));
+            }
+            self.backups.check_none(name)?;
+            self.check_no_temporary_bitmaps(name)?;
+            self.detach_alone(name, Removal::Hard)
+        })
+    }
+
+    fn check_no_temporary_bitmaps(&self, name: &str) -> Result<(), ServerError> {
+        let bitmaps = self.temporary_bitmaps_of(name);
+        match bitmaps.is_empty() {
+            true => Ok(()),
+            false => Err(ServerError::TemporaryBitmaps(
+                name.into(),
+                bitmaps.join(", "),
+            )),
+        }
     }
 
     fn detach_alone(&self, name: &str, removal: Removal) -> Result<(), ServerError> {

@@ -619,10 +619,18 @@ fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
 /// Stops a disk that is to be restarted.
 fn stop(server: &Server, changed: &DiskChange<'_>) -> Result<(), ServerError> {
     let name = &changed.then.name;
-    warn!("disk {name}: its front-end is disconnected to apply the changes, and may connect again");
-    match server.detach(name, Removal::Hard) {
+    let disconnected = || {
+        warn!(
+            "disk {name}: its front-end is disconnected to apply the changes, and may connect again"
+        );
+    };
+    match server
+        .detach_unchanged(&changed.now)
+        .inspect(|()| disconnected())
+    {
         // It is stopped regardless, and must be started again for its VM.
         Err(e @ ServerError::Detached(_)) => {
+            disconnected();
             error!("{e}");
             Ok(())
         }

@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig};
@@ -199,6 +200,46 @@ fn a_restart_and_a_change_of_bitmaps_exclude_each_other() {
             "{served:?}"
         );
     });
+    ringdisk.json(&["reload"]);
+    device(&ringdisk);
+}
+
+/// A reload starts the disk on the file that it has then, or changes nothing.
+#[test]
+fn a_restart_does_not_undo_a_move() {
+    let ringdisk = start("cache = \"none\"", "");
+    for name in ["one.raw", "two.raw"] {
+        fs::write(ringdisk.path(name), content(0, 4 << 20)).unwrap();
+    }
+    let mut both = 0;
+    for round in 0..40 {
+        let cache = ["writeback", "none"][round % 2];
+        write(&ringdisk, &format!("cache = \"{cache}\""), "");
+        let file = ringdisk.path(["one.raw", "two.raw"][round % 2]);
+        let file = file.to_str().unwrap();
+        let (moved, reloaded) = thread::scope(|scope| {
+            let moved = scope.spawn(|| {
+                // While the reload opens the disk anew, stops it, or starts it.
+                thread::sleep(Duration::from_micros(round as u64 * 500));
+                ringdisk.ringdisk(&["replace", "a", file])
+            });
+            let reloaded = ringdisk.ringdisk(&["reload"]);
+            (moved.join().unwrap(), reloaded)
+        });
+        let disks = ringdisk.json(&["list"]);
+        let disk = disks
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|disk| disk["name"] == "a");
+        let is_there = disk.is_some_and(|disk| disk["file"] == file);
+        assert!(
+            is_there || moved.code != Some(0),
+            "{moved:?} {reloaded:?} {disks}"
+        );
+        both += u32::from(moved.code == Some(0) && reloaded.code == Some(0));
+    }
+    println!("{both} of 40 reloads and moves have both succeeded");
     ringdisk.json(&["reload"]);
     device(&ringdisk);
 }
