@@ -128,7 +128,7 @@ impl Socket {
         Self::reserve(path, access)?.listening()
     }
 
-    /// Like [`bind`](Self::bind), without listening yet: whoever connects is refused at once.
+    /// Like [`bind`](Self::bind), without listening yet: a client that connects is refused at once.
     pub fn reserve(path: &Path, access: SocketAccess) -> Result<Self, SocketError> {
         if access == SocketAccess::default() {
             return Self::bind_for(path, None, SocketType::STREAM);

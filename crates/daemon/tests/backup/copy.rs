@@ -236,7 +236,7 @@ fn a_file_that_a_killed_copy_left_is_replaced() {
     served.refused(&other, "another copy writes it");
     child.kill().unwrap();
     child.wait().unwrap();
-    // It may have another name, and whoever made it may have it open.
+    // It may have another name, and another process may have it open.
     fs::set_permissions(&partial, fs::Permissions::from_mode(0o666)).unwrap();
     fs::hard_link(&partial, served.path("other")).unwrap();
     let before = fs::metadata(&partial).unwrap().len();

@@ -16,7 +16,7 @@ use super::types::{BlockIndex, HostCluster, HostOffset, Run};
 use crate::bytes::put64;
 use crate::storage::{Storage, read_padded};
 
-const NO_ROOM: &str = "a crash has left its refcounts invalid (lazy_refcounts=on), and there is no space to write them anew; \
+const NO_ROOM: &str = "a crash has left its refcounts invalid (lazy_refcounts=on), and there is no space to write new ones; \
      make space where it is, or extend that";
 
 /// Writes new refcounts, and a header that refers to them.

@@ -7,7 +7,7 @@ use super::types::{GuestCluster, HostOffset, SliceIndex};
 /// What must be done without the state lock before a change can be tried again.
 #[derive(Debug)]
 pub(crate) enum Retry {
-    /// The refcount table, which has so many entries, must grow, unless it has more by now.
+    /// The refcount table must grow. It had this many entries; if it has more, another request has enlarged it.
     TableFull(u64),
     /// A slice must be loaded.
     Load(SliceIndex),
