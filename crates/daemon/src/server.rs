@@ -17,6 +17,7 @@ pub mod reload;
 mod absent;
 mod ahead;
 mod attach;
+mod claims;
 mod deadline;
 mod deleted;
 mod hangs;
@@ -60,7 +61,9 @@ use crate::state::store::{Configured, StateStore};
 
 use absent::AbsentDisk;
 use backup::OpenBackups;
-use deadline::{SHUTDOWN_TIMEOUT, patiently, with_deadline};
+pub use claims::Claim;
+use claims::Claims;
+use deadline::{SHUTDOWN_TIMEOUT, with_deadline};
 use error::NbdError;
 pub use error::ServerError;
 use handover::HandoverState;
@@ -87,6 +90,8 @@ pub struct Server {
     pub handover: HandoverState,
     pub nbd: NbdServer,
     pub backups: OpenBackups,
+    /// The order of commands, which comes before all locks.
+    claims: Claims,
     /// For callbacks.
     me: Weak<Self>,
     /// Never held while something waits for storage: all disks, signals and sessions need it. Storage is queried
@@ -107,8 +112,6 @@ struct ServerState {
     detached: Vec<DiskSpec>,
     /// Exports that finish their requests in flight, by id, with their nodes.
     stopping: Vec<(String, Arc<Node>)>,
-    /// Disks that are being moved to other files.
-    moving: Vec<String>,
     /// Disks that are to be served and cannot be, by name.
     absent: BTreeMap<String, AbsentDisk>,
     /// A thread tries them again.
@@ -154,15 +157,6 @@ pub enum Removal {
     Hard,
 }
 
-/// Whose change of a disk keeps it from being removed.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Changes {
-    /// That of any command.
-    Others,
-    /// None: the removal itself has claimed the disk.
-    Own,
-}
-
 impl Server {
     pub fn new(threads: IoThreads, context: OpenContext, sandbox: Arc<Sandbox>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
@@ -174,6 +168,7 @@ impl Server {
             handover: HandoverState::default(),
             nbd: NbdServer::default(),
             backups: OpenBackups::default(),
+            claims: Claims::default(),
             me: me.clone(),
             state: Mutex::default(),
         })
@@ -182,10 +177,15 @@ impl Server {
     /// Stops serving a disk and closes it.
     ///
     /// # Errors
-    /// There is no such disk; a VM is connected, and the removal is not forced; the disk is being moved to another
-    /// file; or ([`ServerError::Detached`]) writes could not be made durable, or storage does not answer: then the disk
-    /// is detached regardless.
-    pub fn detach(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
+    /// There is no such disk; a VM is connected, and the removal is not forced; or ([`ServerError::Detached`]) writes could
+    /// not be made durable, or storage does not answer: then the disk is detached regardless.
+    pub fn detach(
+        &self,
+        claim: &Claim<'_>,
+        name: &str,
+        removal: Removal,
+    ) -> Result<(), ServerError> {
+        claim.covers(name);
         if self.forget_absent(name) {
             return Ok(());
         }
@@ -193,43 +193,14 @@ impl Server {
             // A backup has temporary bitmaps of its own, which are not to be removed first.
             self.backups.check_none(name)?;
             self.check_not_deleted(name)?;
-            self.check_no_temporary_bitmaps(name)?;
-        }
-        // A command that changes the disk would keep it from being closed without its export.
-        self.alone(name, || self.detach_alone(name, removal))
-    }
-
-    /// Like [`detach`](Self::detach), by force, of a disk that `was` so when its removal was decided.
-    ///
-    /// # Errors
-    /// It has changed since, or has a backup or temporary bitmaps that would be lost: it is left as it is.
-    pub fn detach_unchanged(&self, was: &DiskSpec) -> Result<(), ServerError> {
-        let name = &was.name;
-        if self.forget_absent(name) {
-            return Ok(());
-        }
-        self.alone(name, || {
-            if self.spec_of(name).is_some_and(|now| now != *was) {
-                return Err(ServerError::ChangedMeanwhile(name.clone()));
+            let bitmaps = self.temporary_bitmaps_of(name);
+            if !bitmaps.is_empty() {
+                return Err(ServerError::TemporaryBitmaps(
+                    name.into(),
+                    bitmaps.join(", "),
+                ));
             }
-            self.backups.check_none(name)?;
-            self.check_no_temporary_bitmaps(name)?;
-            self.detach_alone(name, Removal::Hard)
-        })
-    }
-
-    fn check_no_temporary_bitmaps(&self, name: &str) -> Result<(), ServerError> {
-        let bitmaps = self.temporary_bitmaps_of(name);
-        match bitmaps.is_empty() {
-            true => Ok(()),
-            false => Err(ServerError::TemporaryBitmaps(
-                name.into(),
-                bitmaps.join(", "),
-            )),
         }
-    }
-
-    fn detach_alone(&self, name: &str, removal: Removal) -> Result<(), ServerError> {
         let (export, in_cluster) = {
             let state = self.state();
             let mut exports = state.exports.values();
@@ -239,7 +210,7 @@ impl Server {
             (export.map(|e| e.id.clone()), in_cluster)
         };
         let ended = match export {
-            Some(export) => self.remove_export_as(&export, removal, Changes::Own),
+            Some(export) => self.remove_export(claim, &export, removal),
             None => Ok(()),
         };
         let wait = match &ended {
@@ -254,7 +225,7 @@ impl Server {
             }
             Err(_) => return ended,
         };
-        let removed = self.remove_node_within(name, wait, Changes::Own);
+        let removed = self.remove_node_within(claim, name, wait);
         match ended.and(removed) {
             Err(
                 e @ (ServerError::Sync(..)
@@ -285,11 +256,18 @@ impl Server {
     }
 
     /// Adds a node on top of another one, which nothing else may use then.
-    pub fn add_node_over(&self, child: &str, spec: DiskSpec) -> Result<(), ServerError> {
+    pub fn add_node_over(
+        &self,
+        claim: &Claim<'_>,
+        child: &str,
+        spec: DiskSpec,
+    ) -> Result<(), ServerError> {
+        claim.covers(child);
+        claim.covers(&spec.name);
         let mut state = self.state();
         state.check_new_node(&spec)?;
         let below = state.entry(child)?.node.clone();
-        state.check_unused(child)?;
+        state.check_no_user(child)?;
         let name = spec.name.clone();
         let entry = NodeEntry {
             node: Arc::new(below.renamed(spec)),
@@ -305,20 +283,20 @@ impl Server {
     ///
     /// # Errors
     /// There is no such node, or it is in use; or writes could not be made durable: then it is closed regardless.
-    pub fn remove_node(&self, name: &str) -> Result<(), ServerError> {
-        self.remove_node_within(name, SHUTDOWN_TIMEOUT, Changes::Others)
+    pub fn remove_node(&self, claim: &Claim<'_>, name: &str) -> Result<(), ServerError> {
+        self.remove_node_within(claim, name, SHUTDOWN_TIMEOUT)
     }
 
     fn remove_node_within(
         &self,
+        claim: &Claim<'_>,
         name: &str,
         wait: Duration,
-        changes: Changes,
     ) -> Result<(), ServerError> {
+        claim.covers(name);
         let mut state = self.state();
         state.entry(name)?;
         state.check_no_user(name)?;
-        state.check_unchanged(name, changes)?;
         let entry = state.nodes.remove(name);
         let last = entry.as_ref().map(NodeEntry::spec);
         state.detached.retain(|disk| disk.name != name);
@@ -341,18 +319,25 @@ impl Server {
     }
 
     /// Serves an opened disk. Returns how to connect to it.
-    pub fn add_export(&self, name: &str, spec: &ExportSpec) -> Result<ConnectionInfo, ServerError> {
-        self.add_export_at(name, spec, None, Changes::Others)
+    pub fn add_export(
+        &self,
+        claim: &Claim<'_>,
+        name: &str,
+        spec: &ExportSpec,
+    ) -> Result<ConnectionInfo, ServerError> {
+        self.add_export_at(claim, name, spec, None)
     }
 
     /// Like [`add_export`](Self::add_export), with a socket that exists already.
     fn add_export_at(
         &self,
+        claim: &Claim<'_>,
         name: &str,
         spec: &ExportSpec,
         socket: Option<Socket>,
-        changes: Changes,
     ) -> Result<ConnectionInfo, ServerError> {
+        claim.covers(name);
+        claim.covers(&spec.id);
         let rights = self.context.rights.clone();
         let access = spec.socket_access;
         if socket.is_none() {
@@ -381,7 +366,6 @@ impl Server {
             None => {}
         }
         state.check_no_user(name)?;
-        state.check_unchanged(name, changes)?;
         if node.spec.read_only && !spec.read_only {
             return Err(ServerError::ReadOnly(name.into()));
         }
@@ -455,19 +439,16 @@ impl Server {
     /// Stops serving a disk, which stays open.
     ///
     /// # Errors
-    /// There is no such export; a VM is connected, and the removal is not forced; the disk is being moved to another
-    /// file; or writes could not be made durable: then the export is removed regardless.
-    pub fn remove_export(&self, id: &str, removal: Removal) -> Result<(), ServerError> {
-        self.remove_export_as(id, removal, Changes::Others)
-    }
-
-    fn remove_export_as(
+    /// There is no such export; a VM is connected, and the removal is not forced; or writes could not be made durable: then
+    /// the export is removed regardless.
+    pub fn remove_export(
         &self,
+        claim: &Claim<'_>,
         id: &str,
         removal: Removal,
-        changes: Changes,
     ) -> Result<(), ServerError> {
-        let export = patiently(|| self.take_export(id, removal, changes))?;
+        claim.covers(id);
+        let export = self.take_export(id, removal)?;
         self.fail_backups(Some(id), "the disk was detached");
         // No other can be added now.
         self.end_nbd_exports_of(id);
@@ -489,12 +470,7 @@ impl Server {
     }
 
     /// The export, which is stopping from now on.
-    fn take_export(
-        &self,
-        id: &str,
-        removal: Removal,
-        changes: Changes,
-    ) -> Result<Option<Export>, ServerError> {
+    fn take_export(&self, id: &str, removal: Removal) -> Result<Option<Export>, ServerError> {
         let mut state = self.state();
         let Some(export) = state.exports.get(id) else {
             return Err(ServerError::NoExport(id.into()));
@@ -509,7 +485,6 @@ impl Server {
                 return Err(NbdError::InUse(export.name.clone()).into());
             }
         }
-        state.check_unchanged(export.node.name(), changes)?;
         let stopping = (id.to_owned(), export.node.clone());
         state.stopping.push(stopping);
         Ok(state.exports.remove(id))
@@ -657,19 +632,7 @@ impl ServerState {
         }
     }
 
-    /// Checks that no export or other node uses a node, and that it is not being moved.
-    fn check_unused(&self, name: &str) -> Result<(), ServerError> {
-        self.check_no_user(name)?;
-        self.check_unchanged(name, Changes::Others)
-    }
-
-    fn check_unchanged(&self, name: &str, changes: Changes) -> Result<(), ServerError> {
-        match changes == Changes::Others && self.is_moving(name) {
-            true => Err(ServerError::Moving(name.into())),
-            false => Ok(()),
-        }
-    }
-
+    /// Checks that no export or other node uses a node.
     fn check_no_user(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
@@ -683,10 +646,6 @@ impl ServerState {
             Some(user) => Err(ServerError::NodeInUse(name.into(), user)),
             None => Ok(()),
         }
-    }
-
-    fn is_moving(&self, name: &str) -> bool {
-        self.moving.iter().any(|moving| moving == name)
     }
 
     /// The export of a node that is stopping.

@@ -25,7 +25,7 @@ use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::handover::HandoverInProgress;
 use crate::server::iothreads::IoThreadError;
 use crate::server::reload::Reloader;
-use crate::server::{Removal, Server, ServerError};
+use crate::server::{Claim, Removal, Server, ServerError};
 
 /// Executes commands on a server.
 pub struct Qmp {
@@ -37,6 +37,28 @@ pub struct Qmp {
 pub struct QmpClient<'a> {
     pub qmp: &'a Qmp,
     pub stream: &'a UnixStream,
+}
+
+/// A command that a client waits for.
+struct Run<'a> {
+    server: &'a Server,
+    client: &'a QmpClient<'a>,
+    /// As users know it.
+    name: &'static str,
+}
+
+impl<'a> Run<'a> {
+    /// Claims disks, nodes and exports for the command.
+    ///
+    /// # Errors
+    /// Another command does not end, or the client has left meanwhile: it does not expect that the command begins later.
+    fn claim<N: AsRef<str>>(&self, names: impl Fn() -> Vec<N>) -> Result<Claim<'a>, CommandError> {
+        let claim = self.server.claim(self.name, names)?;
+        match claim.has_waited && self.client.has_left() {
+            true => Err(CommandError::generic("the client has left")),
+            false => Ok(claim),
+        }
+    }
 }
 
 type Reply = Result<Value, CommandError>;
@@ -74,35 +96,47 @@ impl QmpClient<'_> {
 impl Qmp {
     fn execute_now(&self, command: Command, client: &QmpClient<'_>) -> Reply {
         let server = &self.server;
+        let run = &Run {
+            server,
+            client,
+            name: command.name().trim_start_matches("x-ringdisk-"),
+        };
         match command {
-            Command::BackupAccessSetup(wanted) => backups::begin(server, wanted, client),
-            Command::BackupAccessTeardown(which) => backups::end(server, &which),
+            Command::BackupAccessSetup(wanted) => backups::begin(run, wanted),
+            Command::BackupAccessTeardown(which) => backups::end(run, &which),
             Command::RingdiskBackups(_) => backups::list(server),
-            Command::BlockdevAdd(options) => done(objects::add_node(server, &options)),
-            Command::BlockdevDel(which) => done(server.remove_node(&which.node_name)),
-            Command::BlockDirtyBitmapAdd(wanted) => bitmaps::add(server, wanted),
-            Command::BlockDirtyBitmapClear(which) => bitmaps::clear(server, which),
-            Command::BlockDirtyBitmapDisable(which) => bitmaps::disable(server, which),
-            Command::BlockDirtyBitmapEnable(which) => bitmaps::enable(server, which),
-            Command::BlockDirtyBitmapMerge(wanted) => bitmaps::merge(server, wanted),
-            Command::BlockDirtyBitmapRemove(which) => bitmaps::remove(server, which),
-            Command::Transaction(wanted) => bitmaps::transaction(server, wanted),
-            Command::BlockExportAdd(options) => done(objects::add_export(server, &options)),
+            Command::BlockdevAdd(options) => done(objects::add_node(run, &options)),
+            Command::BlockdevDel(which) => {
+                let claim = run.claim(|| vec![&which.node_name])?;
+                done(server.remove_node(&claim, &which.node_name))
+            }
+            Command::BlockDirtyBitmapAdd(wanted) => bitmaps::add(run, wanted),
+            Command::BlockDirtyBitmapClear(which) => bitmaps::clear(run, which),
+            Command::BlockDirtyBitmapDisable(which) => bitmaps::disable(run, which),
+            Command::BlockDirtyBitmapEnable(which) => bitmaps::enable(run, which),
+            Command::BlockDirtyBitmapMerge(wanted) => bitmaps::merge(run, wanted),
+            Command::BlockDirtyBitmapRemove(which) => bitmaps::remove(run, which),
+            Command::Transaction(wanted) => bitmaps::transaction(run, wanted),
+            Command::BlockExportAdd(options) => done(objects::add_export(run, &options)),
             Command::BlockExportDel(which) => {
                 let removal = match which.mode {
                     Some(BlockExportRemoveMode::Hard) => Removal::Hard,
                     _ => Removal::Safe,
                 };
-                if server.remove_nbd_export(&which.id, removal)? {
+                let id = &which.id;
+                let disk = || server.disk_of_nbd_export(id);
+                let claim = run.claim(|| vec![disk().unwrap_or_else(|| id.clone())])?;
+                if server.remove_nbd_export(&claim, id, removal)? {
                     return Ok(json!({}));
                 }
-                done(server.remove_export(&which.id, removal))
+                done(server.remove_export(&claim, id, removal))
             }
-            Command::BlockResize(wanted) => block_resize(server, wanted),
+            Command::BlockResize(wanted) => block_resize(run, wanted),
             Command::BlockSetIoThrottle(wanted) => {
                 let name = wanted.id.or(wanted.device).unwrap_or_default();
+                let claim = run.claim(|| vec![&name])?;
                 let (node, group) = (node_of(server, &name)?, wanted.group.as_deref());
-                done(server.throttle(&node, &wanted.limits, group))
+                done(server.throttle(&claim, &node, &wanted.limits, group))
             }
             Command::NbdServerStart(wanted) => done(objects::start_nbd(server, &wanted)),
             Command::NbdServerStop(_) => done(server.stop_nbd()),
@@ -127,24 +161,26 @@ impl Qmp {
                 let killed = kill_process(getpid(), Signal::TERM);
                 done(killed.map_err(|e| CommandError::generic(format!("cannot end: {e}"))))
             }
-            Command::RingdiskAttach(wanted) => attach(server, wanted),
+            Command::RingdiskAttach(wanted) => attach(run, wanted),
             Command::RingdiskDetach(which) => {
                 let removal = match which.force {
                     Some(true) => Removal::Hard,
                     _ => Removal::Safe,
                 };
-                if server.forget_absent(&which.id) {
-                    return Ok(json!({}));
-                }
-                done(server.detach(&node_of(server, &which.id)?, removal))
+                let claim = run.claim(|| vec![&which.id])?;
+                let node = match server.is_absent(&which.id) {
+                    true => which.id,
+                    false => node_of(server, &which.id)?,
+                };
+                done(server.detach(&claim, &node, removal))
             }
             Command::RingdiskNbd(_) => Ok(queries::nbd(server)),
             Command::RingdiskReload(_) => self.reload(),
             Command::RingdiskResize(wanted) => {
-                let size = server.resize(&node_of(server, &wanted.id)?, wanted.size)?;
+                let size = resize(run, &wanted.id, wanted.size)?;
                 Ok(RingdiskResized { size }.to_json())
             }
-            Command::RingdiskReplace(wanted) => replace(server, wanted),
+            Command::RingdiskReplace(wanted) => replace(run, wanted),
             Command::RingdiskConnectInfo(wanted) => connect_info(server.connect_info(&wanted.id)?),
             Command::RingdiskExplain(_) => Ok(explain::all(server)),
             Command::RingdiskResume(wanted) => {
@@ -191,7 +227,13 @@ fn done<E: Into<CommandError>>(result: Result<(), E>) -> Reply {
     }
 }
 
-fn block_resize(server: &Server, wanted: BlockResize) -> Reply {
+fn resize(run: &Run<'_>, name: &str, size: Option<u64>) -> Result<u64, CommandError> {
+    let claim = run.claim(|| vec![name])?;
+    let node = node_of(run.server, name)?;
+    Ok(run.server.resize(&claim, &node, size)?)
+}
+
+fn block_resize(run: &Run<'_>, wanted: BlockResize) -> Reply {
     let name = match (wanted.device, wanted.node_name) {
         (Some(name), None) | (None, Some(name)) => name,
         _ => {
@@ -199,15 +241,16 @@ fn block_resize(server: &Server, wanted: BlockResize) -> Reply {
             return Err(CommandError::generic(problem));
         }
     };
-    server.resize(&node_of(server, &name)?, Some(wanted.size))?;
-    Ok(json!({}))
+    resize(run, &name, Some(wanted.size)).map(|_| json!({}))
 }
 
-fn attach(server: &Server, wanted: RingdiskAttach) -> Reply {
+fn attach(run: &Run<'_>, wanted: RingdiskAttach) -> Reply {
     let spec: Result<DiskSpec, _> = wanted.disk.parse();
     let spec = spec.map_err(|e| CommandError::generic(e.to_string()))?;
-    let attached = server.attach(relative_to(spec, wanted.directory))?;
-    server.add_configured_exports(&attached.name);
+    let claim = run.claim(|| vec![&spec.name])?;
+    let spec = relative_to(spec, wanted.directory);
+    let attached = run.server.attach(&claim, spec)?;
+    (run.server).add_configured_exports(&claim, &attached.name);
     connect_info(attached)
 }
 
@@ -218,7 +261,7 @@ fn connect_info(disk: ConnectionInfo) -> Reply {
     Ok(reply)
 }
 
-fn replace(server: &Server, wanted: RingdiskReplace) -> Reply {
+fn replace(run: &Run<'_>, wanted: RingdiskReplace) -> Reply {
     let path = wanted.file.0;
     let file = match path.to_str().and_then(|path| path.strip_prefix("rbd:")) {
         Some(image) => {
@@ -233,9 +276,11 @@ fn replace(server: &Server, wanted: RingdiskReplace) -> Reply {
         ImageFormat::Raw => Format::Raw,
         ImageFormat::Qcow2 => Format::Qcow2,
     });
-    let name = node_of(server, &wanted.id)?;
+    let claim = run.claim(|| vec![&wanted.id])?;
+    let name = node_of(run.server, &wanted.id)?;
     let data_file = wanted.data_file.map(|path| path.0);
-    done(server.replace(&name, file, format, data_file))
+    let server = run.server;
+    done(server.replace(&claim, &name, file, format, data_file))
 }
 
 fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {

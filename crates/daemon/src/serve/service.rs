@@ -544,7 +544,9 @@ impl Service {
                 info!("{}", waits_for_detached(&export));
                 continue;
             }
-            if let Err(e) = server.add_nbd_export(export) {
+            let claim = server.claim("start", || vec![&export.node]);
+            let added = claim.and_then(|claim| server.add_nbd_export(&claim, export.clone()));
+            if let Err(e) = added {
                 error!("NBD: '{name}' is not exported: {e}");
             }
         }
@@ -618,6 +620,7 @@ impl Service {
         };
         info!("stopping: finishing requests in flight");
         sd_notify::tell(sd_notify::STOPPING);
+        self.server.end_commands();
         let deadline = Instant::now() + control_socket::STOP_TIMEOUT;
         drop(control);
         while reloads.iter().any(|thread| !thread.is_finished()) && Instant::now() < deadline {

@@ -14,7 +14,7 @@ use rustix::fs::Access;
 use tracing::{error, info, warn};
 
 use super::replace::close;
-use super::{Server, ServerError, ServerState};
+use super::{Claim, Server, ServerError, ServerState};
 use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::sockets;
@@ -240,8 +240,8 @@ impl Server {
         self.state().absent.insert(disk.spec.name.clone(), disk);
     }
 
-    /// A disk is no longer to be served. Returns whether it was absent.
-    pub fn forget_absent(&self, name: &str) -> bool {
+    /// A disk is no longer to be served. Returns whether it was absent. The caller has claimed it.
+    pub(super) fn forget_absent(&self, name: &str) -> bool {
         let was_absent = {
             let mut state = self.state();
             // It may have been opened a moment ago.
@@ -253,7 +253,7 @@ impl Server {
         was_absent
     }
 
-    /// The configuration of an absent disk has changed.
+    /// The configuration of an absent disk has changed. The caller has claimed it.
     pub(super) fn change_absent(&self, spec: DiskSpec) {
         let mut state = self.state();
         if let Some(absent) = state.absent.get_mut(&spec.name) {
@@ -458,12 +458,21 @@ impl Server {
         // A handover, which is waited for, may close it.
         let ahead = ahead.map(|ahead| Arc::downgrade(&ahead));
         let inhibitor = self.handover.wait_and_inhibit();
+        // Commands that are under way may not want it any more when they have ended.
+        let claim = (inhibitor.is_ok()).then(|| self.claim("start", || vec![name]));
         let is_wanted = {
             let state = self.state();
             let absent = state.absent.get(name);
             absent.is_some_and(|absent| absent.spec == *spec)
         };
-        if inhibitor.is_err() || self.handover.is_stopping() || !is_wanted {
+        let claim = claim.and_then(|claim| match claim {
+            Ok(claim) => Some(claim),
+            Err(e) => {
+                self.set_reason(name, e.to_string(), false);
+                None
+            }
+        });
+        let Some(claim) = claim.filter(|_| !self.handover.is_stopping() && is_wanted) else {
             lines.release();
             if let (Ok(node), Ok(_)) = (opened, inhibitor) {
                 close(node.into(), "which is not to be served any more");
@@ -472,15 +481,15 @@ impl Server {
                 self.end_opening(name, ahead);
             }
             return None;
-        }
+        };
         let served = opened.and_then(|node| {
             let reserved = || self.reserved_socket(name);
-            self.serve_opened(node, &ExportSpec::from(spec), reserved)
+            self.serve_opened(&claim, node, &ExportSpec::from(spec), reserved)
         });
         match &served {
             Ok(_) => {
                 lines.release();
-                self.came_back(name);
+                self.came_back(&claim, name);
             }
             Err(e) => {
                 let is_locked = e.is_locked();
@@ -568,7 +577,7 @@ impl Server {
     }
 
     /// A disk is served, which may have been absent.
-    pub(super) fn came_back(&self, name: &str) {
+    pub(super) fn came_back(&self, claim: &Claim<'_>, name: &str) {
         let Some(absent) = self.state().absent.remove(name) else {
             return;
         };
@@ -578,7 +587,7 @@ impl Server {
         }
         for export in absent.exports {
             let id = export.name.clone();
-            if let Err(e) = self.add_nbd_export(export) {
+            if let Err(e) = self.add_nbd_export(claim, export) {
                 error!("NBD: '{id}' is not exported: {e}");
             }
         }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use engine::Identity;
 use tracing::info;
 
-use super::deadline::{SHUTDOWN_TIMEOUT, patiently};
+use super::deadline::SHUTDOWN_TIMEOUT;
 use super::replace::close;
-use super::{Changes, NodeEntry, Server, ServerError, identity};
+use super::{Claim, NodeEntry, Server, ServerError, identity};
 use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::node::context::OpenContext;
@@ -22,61 +22,44 @@ impl Server {
     ///
     /// # Errors
     /// It is not served, and closed again.
-    pub fn attach(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
+    pub fn attach(&self, claim: &Claim<'_>, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         let export = ExportSpec::from(&spec);
         let node = self.open_in_time(spec, Self::open_new)?;
-        let served = self.serve_opened(node, &export, || Ok(None))?;
-        self.came_back(&name);
+        let served = self.serve_opened(claim, node, &export, || Ok(None))?;
+        self.came_back(claim, &name);
         Ok(served)
     }
 
-    /// Serves an opened disk at `socket`, or at a new one. No command changes it before that is done.
+    /// Serves an opened disk at `socket`, or at a new one.
     ///
     /// # Errors
     /// It is not served, and closed again.
     pub(super) fn serve_opened(
         &self,
+        claim: &Claim<'_>,
         node: Node,
         export: &ExportSpec,
         socket: impl FnOnce() -> Result<Option<Socket>, ServerError>,
     ) -> Result<ConnectionInfo, ServerError> {
         let name = node.name().to_owned();
-        self.alone(&name, || {
-            self.add_opened(node)?;
-            let served =
-                socket().and_then(|socket| self.add_export_at(&name, export, socket, Changes::Own));
-            served.inspect_err(|_| {
-                drop(self.remove_node_within(&name, SHUTDOWN_TIMEOUT, Changes::Own));
-            })
+        self.add_opened(claim, node)?;
+        let served = socket().and_then(|socket| self.add_export_at(claim, &name, export, socket));
+        served.inspect_err(|_| {
+            drop(self.remove_node_within(claim, &name, SHUTDOWN_TIMEOUT));
         })
     }
 
-    /// Does something to a disk while no other command changes, moves or removes it.
-    ///
-    /// # Errors
-    /// Another command does not end; otherwise those of the work.
-    pub(super) fn alone<T>(
-        &self,
-        name: &str,
-        work: impl FnOnce() -> Result<T, ServerError>,
-    ) -> Result<T, ServerError> {
-        let alone = [name.to_owned()];
-        patiently(|| self.now_moving(&alone))?;
-        let done = work();
-        self.no_longer_moving(&alone);
-        done
-    }
-
     /// Like [`attach`](Self::attach), with the disk's name in errors.
-    pub fn attach_at_start(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
+    pub(super) fn attach_at_start(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
-        self.attach(spec).map_err(|e| e.of_disk(&name))
+        let claim = self.claim("start", || vec![&name])?;
+        self.attach(&claim, spec).map_err(|e| e.of_disk(&name))
     }
 
     /// Opens a disk without serving it.
-    pub fn add_node(&self, spec: DiskSpec) -> Result<(), ServerError> {
-        self.add_opened(self.open_in_time(spec, Self::open_new)?)
+    pub fn add_node(&self, claim: &Claim<'_>, spec: DiskSpec) -> Result<(), ServerError> {
+        self.add_opened(claim, self.open_in_time(spec, Self::open_new)?)
     }
 
     /// Opens a disk. If its storage does not answer in time, it is not opened: when the storage answers, the file is closed
@@ -175,8 +158,9 @@ impl Server {
         }
     }
 
-    pub(super) fn add_opened(&self, node: Node) -> Result<(), ServerError> {
+    fn add_opened(&self, claim: &Claim<'_>, node: Node) -> Result<(), ServerError> {
         let (name, limits) = (node.name().to_owned(), node.spec.limits);
+        claim.covers(&name);
         let group = node.spec.throttle_group.clone();
         self.watch_damage(&node);
         node.add_temporary_bitmaps(self.context.inherited.bitmaps(&name));

@@ -26,12 +26,12 @@ use tracing::{error, info};
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 use super::bitmaps::sync;
 use super::clients::END_TIMEOUT;
-use super::deadline::{self, ANSWER_TIMEOUT, patiently};
+use super::deadline::{self, ANSWER_TIMEOUT};
 use super::device::ServedDisk;
 use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
 use super::nbd::export::{Moment, locked};
 use super::nbd::rbd_snapshot::Snapshot;
-use super::{Server, ServerError};
+use super::{Claim, Server, ServerError};
 use crate::node::Node;
 use crate::node::checkpoint::{self, Checkpoint, Continued};
 use crate::token::token;
@@ -160,19 +160,15 @@ impl Server {
     /// Nothing has changed.
     pub fn begin_backup(
         &self,
+        claim: &Claim<'_>,
         id: &str,
         targets: &[BackupTarget],
         options: BackupOptions,
     ) -> Result<Arc<Backup>, ServerError> {
-        let (served, names) = patiently(|| {
-            let served = self.targets(id, targets)?;
-            let names: Vec<_> = served.iter().map(|(_, n)| n.name().to_owned()).collect();
-            self.now_moving(&names)?;
-            Ok((served, names))
-        })?;
-        let begun = self.begin(id, targets, &served, options);
-        self.no_longer_moving(&names);
-        let backup = begun?;
+        let served = self.targets(id, targets)?;
+        let names: Vec<_> = served.iter().map(|(_, node)| node.name()).collect();
+        names.iter().for_each(|name| claim.covers(name));
+        let backup = self.begin(id, targets, &served, options)?;
         info!(
             "backup '{id}': begun for {}; guests were held for {} us",
             names.join(", "),
@@ -332,45 +328,23 @@ impl Server {
         Ok(backup)
     }
 
-    /// Ends a backup, if it has this token, and disconnects its clients. If it was a success, its bitmaps have only what has
-    /// changed since its moment, and a new checkpoint, durably, which is returned if there is a bitmap; otherwise they have all
-    /// that they had.
+    /// Ends a backup that was a success, if it has this token, and disconnects its clients. Its bitmaps have only what has
+    /// changed since its moment then, and a new checkpoint, durably, which is returned if there is a bitmap.
     ///
     /// # Errors
-    /// There is no such backup, or one of its disks is being changed, or the bitmaps could not advance: it is still open. Or it
-    /// was not a success after all, and is ended.
+    /// There is no such backup, or the bitmaps could not advance: it is still open. Or it was not a success after all, and is
+    /// ended.
     pub fn end_backup(
         &self,
+        claim: &Claim<'_>,
         id: &str,
         token: Option<&str>,
-        is_success: bool,
     ) -> Result<Option<Checkpoint>, ServerError> {
-        let (backup, names) = patiently(|| {
-            // While it is held, nobody exports a disk of the backup.
-            let mut state = self.state();
-            let mut open = self.backups.lock();
-            let missing = || BackupError::Missing(id.into());
-            let backup = (open.get(id).cloned())
-                .filter(|backup| token.is_none_or(|token| backup.token == token))
-                .ok_or_else(missing)?;
-            let names = backup.disks.iter().map(|d| d.node.name().to_owned());
-            let names: Vec<_> = names.collect();
-            if is_success && let Some(name) = names.iter().find(|name| state.is_moving(name)) {
-                return Err(ServerError::Moving(name.clone()));
-            }
-            open.remove(id);
-            if is_success {
-                self.backups.will_succeed(id);
-                state.moving.extend(names.iter().cloned());
-            }
-            Ok((backup, names))
-        })?;
-        self.disconnect_backup(&backup);
-        if !is_success {
-            self.close_backup(&backup);
-            info!("backup '{id}': ended");
-            return Ok(None);
+        let backup = self.take_backup(id, token, || self.backups.will_succeed(id))?;
+        for disk in &backup.disks {
+            claim.covers(disk.node.name());
         }
+        self.disconnect_backup(&backup);
         let ended = self.succeed(&backup);
         let is_open = matches!(ended, Err(ServerError::Backup(BackupError::StillOpen(..))));
         if is_open {
@@ -379,8 +353,38 @@ impl Server {
             self.close_backup(&backup);
         }
         self.backups.has_ended(id);
-        self.no_longer_moving(&names);
         ended.inspect(|_| info!("backup '{id}': ended"))
+    }
+
+    /// Ends a backup that was no success, if it has this token, and disconnects its clients: its bitmaps have all that they
+    /// had. Waits for no command.
+    ///
+    /// # Errors
+    /// There is no such backup.
+    pub fn cancel_backup(&self, id: &str, token: Option<&str>) -> Result<(), ServerError> {
+        let backup = self.take_backup(id, token, || ())?;
+        self.disconnect_backup(&backup);
+        self.close_backup(&backup);
+        info!("backup '{id}': ended");
+        Ok(())
+    }
+
+    /// A backup, which is not open any more once `taken` was called.
+    fn take_backup(
+        &self,
+        id: &str,
+        token: Option<&str>,
+        taken: impl FnOnce(),
+    ) -> Result<Arc<Backup>, BackupError> {
+        // While it is held, nobody exports a disk of the backup.
+        let _state = self.state();
+        let mut open = self.backups.lock();
+        let is_meant = |backup: &Backup| token.is_none_or(|token| backup.token == token);
+        if !open.get(id).is_some_and(|backup| is_meant(backup)) {
+            return Err(BackupError::Missing(id.into()));
+        }
+        taken();
+        (open.remove(id)).ok_or_else(|| BackupError::Missing(id.into()))
     }
 
     /// The bitmaps of a backup advance, if it has not failed. They get the checkpoint that is returned.
@@ -532,9 +536,9 @@ impl Server {
             actions.push(BitmapAction::Change(name(background), BitmapChange::Remove));
         }
         if !stale.is_empty() {
-            self.change_bitmaps_alone(&stale)?;
+            self.change_bitmaps_at_once(&stale)?;
         }
-        self.change_bitmaps_alone(&actions)
+        self.change_bitmaps_at_once(&actions)
     }
 
     /// Removes the bitmaps that record since the moment, and ends the copies of old data. Waits for no request.
@@ -544,10 +548,9 @@ impl Server {
             // What changes the bitmaps now has this one, too, and would add it again.
             self.backups.will_end(node, background);
             node.remove_bitmap(background);
-            let state = self.state();
-            if !state.is_moving(node.name()) {
+            self.claims.unless_claimed(node.name(), || {
                 self.backups.forget_ended(|ended| ended == node.name());
-            }
+            });
         }
         for disk in &backup.disks {
             // Its queues then take over which bitmaps record changes.

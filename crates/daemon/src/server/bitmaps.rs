@@ -23,9 +23,9 @@ use std::time::Instant;
 use block::DirtyBitmap;
 
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapError, BitmapName, BitmapUsers, Plan};
-use super::deadline::{SHUTDOWN_TIMEOUT, patiently, with_deadline};
+use super::deadline::{SHUTDOWN_TIMEOUT, with_deadline};
 use super::device::ServedDisk;
-use super::{Server, ServerError};
+use super::{Claim, Server, ServerError};
 use crate::node::{Node, checkpoint};
 
 impl Server {
@@ -33,7 +33,12 @@ impl Server {
     ///
     /// # Errors
     /// Nothing has changed, except after [`BitmapError::NotDurable`].
-    pub fn change_bitmaps(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+    pub fn change_bitmaps(
+        &self,
+        claim: &Claim<'_>,
+        actions: &[BitmapAction],
+    ) -> Result<(), ServerError> {
+        disks_of(actions).for_each(|disk| claim.covers(disk));
         check_names(actions)?;
         self.check_not_absent(actions)?;
         self.check_not_in_backups(actions)?;
@@ -49,17 +54,9 @@ impl Server {
 
     /// Checks that no bitmap is on a disk that is to be served and cannot be. Other missing disks are found later.
     fn check_not_absent(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
-        let on_disk = |action: &BitmapAction| match action {
-            BitmapAction::Abort => Vec::new(),
-            BitmapAction::Change(target, BitmapChange::Merge(from)) => {
-                let all = from.iter().chain([target]);
-                all.map(|bitmap| bitmap.disk.clone()).collect()
-            }
-            BitmapAction::Change(target, _) => vec![target.disk.clone()],
-        };
-        let absent = |disk: &String| self.node_of(disk).is_none() && self.is_absent(disk);
-        let absent = actions.iter().flat_map(on_disk).find(absent);
-        absent.map_or(Ok(()), |disk| Err(self.not_there(&disk)))
+        let absent = |disk: &&str| self.node_of(disk).is_none() && self.is_absent(disk);
+        let absent = disks_of(actions).find(absent);
+        absent.map_or(Ok(()), |disk| Err(self.not_there(disk)))
     }
 
     /// Checks that no open backup is about any of the bitmaps.
@@ -94,43 +91,11 @@ impl Server {
         exports.map(|export| export.device.clone()).collect()
     }
 
-    /// The same without making disks durable.
-    fn change_bitmaps_at_once(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
-        let ((nodes, places), names) = patiently(|| {
-            let found = self.nodes_of(actions);
-            let names: Vec<_> = found.0.iter().map(|n| n.name().to_owned()).collect();
-            self.now_moving(&names)?;
-            Ok((found, names))
-        })?;
-        // A backup may have begun meanwhile. None does from now on.
-        let changed = (self.check_not_in_backups(actions))
-            .and_then(|()| Ok(self.change_held(&nodes, places, actions)?));
-        self.no_longer_moving(&names);
-        changed
-    }
-
-    /// Nobody else moves, removes or resizes these disks from now on, or changes their bitmaps.
-    ///
-    /// # Errors
-    /// Somebody does.
-    pub(super) fn now_moving(&self, names: &[String]) -> Result<(), ServerError> {
-        let mut state = self.state();
-        if let Some(name) = names.iter().find(|name| state.is_moving(name)) {
-            return Err(ServerError::Moving(name.clone()));
-        }
-        state.moving.extend(names.iter().cloned());
-        Ok(())
-    }
-
-    /// Others may do so again.
-    pub(super) fn no_longer_moving(&self, names: &[String]) {
-        let mut state = self.state();
-        state.moving.retain(|moving| !names.contains(moving));
-        (self.backups).forget_ended(|ended| names.iter().any(|name| name == ended));
-    }
-
-    /// The same if the caller keeps others from changing the disks.
-    pub(super) fn change_bitmaps_alone(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+    /// The same without making disks durable, and whatever backups are open.
+    pub(super) fn change_bitmaps_at_once(
+        &self,
+        actions: &[BitmapAction],
+    ) -> Result<(), ServerError> {
         let (nodes, places) = self.nodes_of(actions);
         Ok(self.change_held(&nodes, places, actions)?)
     }
@@ -160,16 +125,7 @@ impl Server {
 
     /// The nodes that actions are about, each once, and the place among them of each name.
     fn nodes_of(&self, actions: &[BitmapAction]) -> (Vec<Arc<Node>>, BTreeMap<String, usize>) {
-        let mut names = BTreeSet::new();
-        for action in actions {
-            let BitmapAction::Change(target, change) = action else {
-                continue;
-            };
-            names.insert(&target.disk);
-            if let BitmapChange::Merge(sources) = change {
-                names.extend(sources.iter().map(|source| &source.disk));
-            }
-        }
+        let names: BTreeSet<_> = disks_of(actions).collect();
         let (mut nodes, mut places) = (Vec::<Arc<Node>>::new(), BTreeMap::new());
         for name in names {
             let Some(node) = self.node_of(name) else {
@@ -179,7 +135,7 @@ impl Server {
                 continue;
             };
             let place = nodes.iter().position(|other| Arc::ptr_eq(other, &node));
-            places.insert(name.clone(), place.unwrap_or(nodes.len()));
+            places.insert(name.to_owned(), place.unwrap_or(nodes.len()));
             if place.is_none() {
                 nodes.push(node);
             }
@@ -221,6 +177,21 @@ impl Server {
         };
         datapath::hold(&disks, change).map_err(BitmapError::Hold)?
     }
+}
+
+/// The disks that actions are about.
+pub fn disks_of(actions: &[BitmapAction]) -> impl Iterator<Item = &str> {
+    actions.iter().flat_map(|action| {
+        let (target, sources) = match action {
+            BitmapAction::Abort => (None, &[][..]),
+            BitmapAction::Change(target, BitmapChange::Merge(sources)) => {
+                (Some(target), &sources[..])
+            }
+            BitmapAction::Change(target, _) => (Some(target), &[][..]),
+        };
+        let all = target.into_iter().chain(sources);
+        all.map(|bitmap| bitmap.disk.as_str())
+    })
 }
 
 /// Checks that the names of new bitmaps are not those that backups use.

@@ -1,5 +1,4 @@
-//! Runs work that waits for storage in threads of its own, so that storage that does not answer holds up nothing else; waits
-//! for other commands.
+//! Runs work that waits for storage in threads of its own, so that storage that does not answer holds up nothing else.
 
 use std::sync::mpsc::{self, SendError};
 use std::thread;
@@ -18,9 +17,6 @@ pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a command waits for what it has done with the storage of a disk.
 pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// How long a command waits for another one that changes the same disk.
-const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What a thread does for a command.
 #[derive(Clone, PartialEq, Eq)]
@@ -125,18 +121,5 @@ impl Server {
         let mut state = self.state();
         let ended = (state.under_way.iter()).position(|other| other == work);
         ended.map(|ended| state.under_way.swap_remove(ended));
-    }
-}
-
-/// Tries again for a moment while another command changes a disk: most such changes take milliseconds.
-pub(super) fn patiently<T>(attempt: impl Fn() -> Result<T, ServerError>) -> Result<T, ServerError> {
-    let began = Instant::now();
-    loop {
-        match attempt() {
-            Err(ServerError::Moving(_)) if began.elapsed() < PATIENCE => {
-                thread::sleep(Duration::from_millis(2));
-            }
-            ended => return ended,
-        }
     }
 }

@@ -72,9 +72,16 @@ pub enum ServerError {
     #[error("disk '{0}' was changed by another command at the same time; check it and try again")]
     ChangedMeanwhile(String),
     #[error(
-        "disk '{0}' is being moved to another file, or another command begins a backup or changes its bitmaps; try again in a moment"
+        "disk '{disk}' is being changed by '{command}', which was begun {seconds} s ago and has not ended; nothing was changed; \
+         try again when it has"
     )]
-    Moving(String),
+    Busy {
+        disk: String,
+        command: &'static str,
+        seconds: u64,
+    },
+    #[error("ringdisk is stopping; nothing was changed")]
+    Stopping,
     #[error(
         "a VM is connected to disk '{0}', which was not removed; shut the VM down first, or force the removal: the VM's disk \
          then stops answering"

@@ -31,7 +31,7 @@ use super::clients::END_TIMEOUT;
 use super::device::ServedDisk;
 use super::error::{BackupError, NbdError};
 use super::tls::TlsCredentials;
-use super::{Removal, Server, ServerError, ServerState};
+use super::{Claim, Removal, Server, ServerError, ServerState};
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::inherited::NbdService;
 use export::{Exports, Moment, NbdExport, locked};
@@ -280,7 +280,11 @@ impl Server {
     ///
     /// # Errors
     /// The server is not running, the disk is not served, or the id or name is taken.
-    pub fn add_nbd_export(&self, spec: NbdExportSpec) -> Result<(), ServerError> {
+    pub fn add_nbd_export(
+        &self,
+        claim: &Claim<'_>,
+        spec: NbdExportSpec,
+    ) -> Result<(), ServerError> {
         if locked(&self.nbd.listener).is_none() {
             return Err(NbdError::NotRunning.into());
         }
@@ -299,6 +303,7 @@ impl Server {
             Some((device, moment)) => (device, Some(moment)),
             None => (state.device_of(&spec.node)?, None),
         };
+        claim.covers(&device.disk.name);
         if moment.is_some() && !spec.bitmaps.is_empty() {
             // Its bitmap is there in any case; only that can be named.
             moment
@@ -331,7 +336,7 @@ impl Server {
         }
         if moment.is_none() {
             let node = &state.top(&spec.node)?.node;
-            self.check_bitmaps(&state, &spec, node)?;
+            self.check_bitmaps(&spec, node)?;
         }
         exports.made += 1;
         let export = NbdExport::new(exports.made, spec, device, moment)?;
@@ -344,7 +349,7 @@ impl Server {
     }
 
     /// Adds the NBD exports that the configuration has for a disk which a command serves again.
-    pub fn add_configured_exports(&self, disk: &str) {
+    pub fn add_configured_exports(&self, claim: &Claim<'_>, disk: &str) {
         if self.nbd.address().is_none() {
             return;
         }
@@ -353,7 +358,7 @@ impl Server {
         let exports = self.configured().nbd.exports.into_iter();
         for export in exports.filter(|it| it.node == disk && !is_there(&it.id)) {
             let name = export.name.clone();
-            if let Err(e) = self.add_nbd_export(export) {
+            if let Err(e) = self.add_nbd_export(claim, export) {
                 error!("NBD: '{name}' is not exported: {e}");
             }
         }
@@ -363,7 +368,12 @@ impl Server {
     ///
     /// # Errors
     /// Clients are connected, and the removal is not forced.
-    pub fn remove_nbd_export(&self, id: &str, removal: Removal) -> Result<bool, ServerError> {
+    pub fn remove_nbd_export(
+        &self,
+        claim: &Claim<'_>,
+        id: &str,
+        removal: Removal,
+    ) -> Result<bool, ServerError> {
         let export = {
             let mut exports = locked(&self.nbd.exports);
             let Some(export) = exports.by_id.get(id) else {
@@ -374,6 +384,7 @@ impl Server {
                 return Err(NbdError::Connected(id.into()).into());
             }
             let export = export.clone();
+            claim.covers(&export.device.disk.name);
             // From now on, no client connects.
             exports.by_id.remove(id);
             export
@@ -381,6 +392,13 @@ impl Server {
         disconnect(&export, Instant::now() + END_TIMEOUT);
         self.say_removed(&export);
         Ok(true)
+    }
+
+    /// The disk of an NBD export.
+    pub fn disk_of_nbd_export(&self, id: &str) -> Option<String> {
+        let exports = locked(&self.nbd.exports);
+        let export = exports.by_id.get(id)?;
+        Some(export.device.disk.name.clone())
     }
 
     /// An NBD export of this disk.

@@ -189,7 +189,6 @@ impl Server {
             detached,
             // None of these is possible during a handover.
             stopping: _,
-            moving: _,
             under_way: _,
             absent,
             is_retrying: _,

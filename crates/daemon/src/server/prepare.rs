@@ -8,7 +8,7 @@ use std::sync::Arc;
 use engine::Identity;
 
 use super::replace::close;
-use super::{DISKS_MAX, Server, ServerError, ServerState, identity};
+use super::{Claim, DISKS_MAX, Server, ServerError, ServerState, identity};
 use crate::config::conflicts::ConflictError;
 use crate::config::export::ExportSpec;
 use crate::config::sockets;
@@ -192,7 +192,11 @@ impl Server {
     ///
     /// # Errors
     /// It is not served.
-    pub fn serve(&self, prepared: PreparedDisk) -> Result<ConnectionInfo, ServerError> {
+    pub fn serve(
+        &self,
+        claim: &Claim<'_>,
+        prepared: PreparedDisk,
+    ) -> Result<ConnectionInfo, ServerError> {
         let PreparedDisk {
             spec,
             node,
@@ -203,7 +207,7 @@ impl Server {
             Some(node) => node,
             None => self.open_in_time(spec, Self::open_new)?,
         };
-        self.serve_opened(node, &export, || {
+        self.serve_opened(claim, node, &export, || {
             let moved = socket.move_to(&export.socket);
             moved.map_err(|e| ServerError::Export(e.into()))?;
             Ok(Some(socket))
@@ -229,7 +233,6 @@ impl ServerState {
         let above = nodes.find(|entry| entry.child.as_deref() == Some(name));
         match above.map(|entry| entry.node.name().to_owned()) {
             Some(above) => Err(ServerError::NodeInUse(name.into(), above)),
-            None if self.is_moving(name) => Err(ServerError::Moving(name.into())),
             None => Ok(()),
         }
     }

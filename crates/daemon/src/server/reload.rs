@@ -15,7 +15,7 @@ use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, ConfigError, ThreadSpec};
 use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
-use crate::server::{Move, PreparedDisk, Removal, Server, ServerError, TargetState};
+use crate::server::{Claim, Move, PreparedDisk, Removal, Server, ServerError, TargetState};
 use crate::state::store::Configured;
 
 /// A configuration file, and which of its settings apply.
@@ -102,10 +102,13 @@ impl Reloader {
     fn apply(&self, server: &Server, restarts: Restarts) -> Result<Vec<String>, ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = old.read_again(&self.path)?;
+        // What else commands change from now on is not what the reload is about.
+        let claim = server.claim("reload", || disks_that_differ(&old, &new, server))?;
         let change = Change::between(&old, &new, server, restarts);
         let prepared = change.prepare(server)?;
         let ended = change.what_ends(server);
-        let failed = change.carry_out(server, prepared);
+        let failed = change.carry_out(server, &claim, prepared);
+        drop(claim);
         let after_restart = change.what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: reloaded: {}", change.summary());
@@ -334,13 +337,18 @@ impl<'a> Change<'a> {
     }
 
     /// Applies the changes, some of which may fail.
-    fn carry_out(&self, server: &Server, ready: ConnectionInfo<'a>) -> Failed<'a> {
+    fn carry_out(
+        &self,
+        server: &Server,
+        claim: &Claim<'_>,
+        ready: ConnectionInfo<'a>,
+    ) -> Failed<'a> {
         let mut failed = Failed::default();
         for disk in &self.absent {
             server.change_absent(disk.clone());
         }
         for &disk in &self.removed {
-            let result = server.detach(&disk.name, Removal::Hard);
+            let result = server.detach(claim, &disk.name, Removal::Hard);
             let remains = server.node_of(&disk.name).map(|_| disk);
             failed.disk("removing disk", disk, result, remains);
         }
@@ -349,19 +357,20 @@ impl<'a> Change<'a> {
         let exports: Vec<NbdExportSpec> = exports.collect();
         // All of them before the first starts again: they may have exchanged files.
         let changed = self.changed.iter().zip(ready.changed);
-        let stopped = changed.map(|(changed, prepared)| (changed, stop(server, changed), prepared));
+        let stopped =
+            changed.map(|(changed, prepared)| (changed, stop(server, claim, changed), prepared));
         let stopped: Vec<_> = stopped.collect();
         let before = |disk: &str| self.old.disks.iter().find(|d| d.name == disk);
         for moved in ready.moves {
             let name = moved.disk().to_owned();
             if let Some(disk) = self.moved.iter().find(|disk| disk.name == name) {
-                let result = server.carry_out(moved);
+                let result = server.carry_out(claim, moved);
                 failed.disk("moving disk", disk, result, before(&name));
             }
         }
         for (changed, stopped, prepared) in stopped {
             let result = match stopped {
-                Ok(()) => start(server, changed, prepared),
+                Ok(()) => start(server, claim, changed, prepared),
                 Err(e) => {
                     server.forget(prepared);
                     Err(e)
@@ -372,19 +381,21 @@ impl<'a> Change<'a> {
             failed.disk("changing disk", before, result, remains);
         }
         for (&disk, prepared) in self.added.iter().zip(ready.added) {
-            let served = server.serve(prepared).map(drop);
+            let served = server.serve(claim, prepared).map(drop);
             failed.disk("serving disk", disk, served, None);
         }
         for export in exports {
-            let (name, result) = (export.name.clone(), server.add_nbd_export(export));
+            let name = export.name.clone();
+            let result = server.add_nbd_export(claim, export);
             failed.note("exporting", &name, result);
         }
-        self.apply_exports(server, &mut failed);
+        self.apply_exports(server, claim, &mut failed);
         let limits_stay =
             |disk: &DiskSpec| before(&disk.name).is_some_and(|b| b.has_limits_of(disk));
         let moved = self.moved.iter().filter(|disk| !limits_stay(disk));
         for &disk in self.throttled.iter().chain(moved) {
-            let result = server.throttle(&disk.name, &disk.limits, disk.throttle_group.as_deref());
+            let group = disk.throttle_group.as_deref();
+            let result = server.throttle(claim, &disk.name, &disk.limits, group);
             failed.disk("limiting disk", disk, result, before(&disk.name));
         }
         for (name, limits) in &self.new.groups {
@@ -411,14 +422,14 @@ impl<'a> Change<'a> {
 
     /// Adds and removes NBD exports whose configuration has changed, and adds those of disks that are new. One that a command
     /// has removed does not return.
-    fn apply_exports(&self, server: &Server, failed: &mut Failed<'a>) {
+    fn apply_exports(&self, server: &Server, claim: &Claim<'_>, failed: &mut Failed<'a>) {
         if server.nbd.address().is_none() {
             // 'nbd' needs a restart.
             return;
         }
         let gone = |export: &&NbdExportSpec| !self.new.exports.contains(export);
         for export in self.old.exports.iter().filter(gone) {
-            let removed = server.remove_nbd_export(&export.id, Removal::Hard);
+            let removed = server.remove_nbd_export(claim, &export.id, Removal::Hard);
             failed.note("removing export", &export.name, removed.map(drop));
         }
         let there = server.nbd.exports();
@@ -432,7 +443,7 @@ impl<'a> Change<'a> {
         let new = self.new.exports.iter().filter(is_new);
         for export in new.filter(|export| !waits(export)) {
             if !server.export_when_there(export) {
-                let result = server.add_nbd_export(export.clone());
+                let result = server.add_nbd_export(claim, export.clone());
                 if failed.note("exporting", &export.name, result) {
                     failed.exports.push(&export.name);
                 }
@@ -617,25 +628,15 @@ fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
 }
 
 /// Stops a disk that is to be restarted.
-fn stop(server: &Server, changed: &DiskChange<'_>) -> Result<(), ServerError> {
+fn stop(server: &Server, claim: &Claim<'_>, changed: &DiskChange<'_>) -> Result<(), ServerError> {
     let name = &changed.then.name;
-    let disconnected = || {
-        warn!(
-            "disk {name}: its front-end is disconnected to apply the changes, and may connect again"
-        );
-    };
-    match server
-        .detach_unchanged(&changed.now)
-        .inspect(|()| disconnected())
-    {
+    warn!("disk {name}: its front-end is disconnected to apply the changes, and may connect again");
+    match server.detach(claim, name, Removal::Hard) {
         // It is stopped regardless, and must be started again for its VM.
         Err(e @ ServerError::Detached(_)) => {
-            disconnected();
             error!("{e}");
             Ok(())
         }
-        // A command has detached it meanwhile, but it is configured.
-        Err(ServerError::NoNode(_)) => Ok(()),
         result => result,
     }
 }
@@ -643,16 +644,37 @@ fn stop(server: &Server, changed: &DiskChange<'_>) -> Result<(), ServerError> {
 /// Starts it again; with its previous settings if the new ones fail.
 fn start(
     server: &Server,
+    claim: &Claim<'_>,
     changed: &DiskChange<'_>,
     prepared: PreparedDisk,
 ) -> Result<(), ServerError> {
-    let Err(e) = server.serve(prepared) else {
+    let Err(e) = server.serve(claim, prepared) else {
         return Ok(());
     };
-    if let Err(e) = server.attach(changed.now.clone()) {
+    if let Err(e) = server.attach(claim, changed.now.clone()) {
         error!("disk {}: cannot be restored: {e}", changed.now.name);
     }
     Err(e)
+}
+
+/// The disks that a reload may change: their configuration differs, or that of an NBD export.
+fn disks_that_differ(old: &Config, new: &Config, server: &Server) -> Vec<String> {
+    let disks = [(old, new), (new, old)]
+        .into_iter()
+        .flat_map(|(one, other)| {
+            let disks = one.disks.iter();
+            let disks = disks.filter(|disk| !other.disks.contains(disk));
+            let exports = one.exports.iter();
+            let exports = exports.filter(|export| !other.exports.contains(export));
+            let disks = disks.map(|disk| disk.name.clone());
+            let exports = exports.flat_map(|export| {
+                // A command may have given the id to another disk.
+                let now = server.disk_of_nbd_export(&export.id);
+                now.into_iter().chain([export.node.clone()])
+            });
+            disks.chain(exports)
+        });
+    disks.collect()
 }
 
 fn is_path(disk: &DiskSpec) -> bool {

@@ -11,7 +11,7 @@ use image::Format;
 use tracing::{info, warn};
 
 use super::deadline::{SHUTDOWN_TIMEOUT, with_deadline};
-use super::{Server, ServerError, identity};
+use super::{Claim, Server, ServerError, identity};
 use crate::config::spec::{DiskSpec, FileSpec, Problem};
 use crate::node::{Node, NodeError, format_of};
 use crate::server::device::ServedDisk;
@@ -132,6 +132,7 @@ impl Server {
     /// The disk stays on its previous file.
     pub fn replace(
         &self,
+        claim: &Claim<'_>,
         name: &str,
         file: FileSpec,
         format: Option<Format>,
@@ -142,17 +143,22 @@ impl Server {
             format,
             data_file,
         };
-        self.put_on(name, &to)
+        self.put_on(claim, name, &to)
     }
 
     /// Like [`replace`](Self::replace), to the file of the configuration.
-    pub fn follow(&self, name: &str, configured: &DiskSpec) -> Result<(), ServerError> {
-        self.put_on(name, &To::Configured(configured))
+    pub fn follow(
+        &self,
+        claim: &Claim<'_>,
+        name: &str,
+        configured: &DiskSpec,
+    ) -> Result<(), ServerError> {
+        self.put_on(claim, name, &To::Configured(configured))
     }
 
-    fn put_on(&self, name: &str, to: &To<'_>) -> Result<(), ServerError> {
+    fn put_on(&self, claim: &Claim<'_>, name: &str, to: &To<'_>) -> Result<(), ServerError> {
         let prepared = self.prepare_to_put(name, to, &|_| false)?;
-        self.carry_out(prepared)
+        self.carry_out(claim, prepared)
     }
 
     /// Opens the configured file of a disk, and changes nothing. A file that a disk still uses which `leaves` it is
@@ -229,13 +235,14 @@ impl Server {
     ///
     /// # Errors
     /// The disk stays on its previous file.
-    pub fn carry_out(&self, prepared: Move) -> Result<(), ServerError> {
+    pub fn carry_out(&self, claim: &Claim<'_>, prepared: Move) -> Result<(), ServerError> {
         let Move { name, before, new } = prepared;
         let name = name.as_str();
+        claim.covers(name);
         let new = match new {
             New::File(new) => new,
             New::Name(new) => return self.exchange(name, &before, &new),
-            New::After(_, spec) => return self.follow(name, &spec),
+            New::After(_, spec) => return self.follow(claim, name, &spec),
             New::Same => {
                 info!("disk {name}: already uses {}", before.filename);
                 return Ok(());
@@ -269,22 +276,14 @@ impl Server {
     /// Continues a disk on another node.
     fn exchange(&self, name: &str, before: &Arc<Node>, new: &Arc<Node>) -> Result<(), ServerError> {
         let served = {
-            let mut state = self.state();
+            let state = self.state();
             if !Arc::ptr_eq(&state.top(name)?.node, before) {
                 return Err(ServerError::ChangedMeanwhile(name.into()));
             }
-            if let Some(id) = state.stops(before.name()) {
-                return Err(ServerError::NodeInUse(name.into(), id));
-            }
             self.backups.check_none(before.name())?;
-            if state.is_moving(before.name()) {
-                return Err(ServerError::Moving(name.into()));
-            }
             let mut exports = state.exports.values();
             let export = exports.find(|e| Arc::ptr_eq(&e.node, before));
-            let served = export.map(|export| export.device.clone());
-            state.moving.push(before.name().to_owned());
-            served
+            export.map(|export| export.device.clone())
         };
         // Waits for the slowest request in flight.
         let moved = self.move_to(served.as_deref(), before, new);
@@ -312,7 +311,6 @@ impl Server {
                 store.finish_move(before.name());
             }
         }
-        self.no_longer_moving(&[before.name().to_owned()]);
         moved
     }
 

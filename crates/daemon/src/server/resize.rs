@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use tracing::{info, warn};
 
-use super::deadline::{ANSWER_TIMEOUT, patiently, with_deadline};
-use super::{Server, ServerError};
+use super::deadline::{ANSWER_TIMEOUT, with_deadline};
+use super::{Claim, Server, ServerError};
 use crate::node::Node;
 
 impl Server {
@@ -15,63 +15,63 @@ impl Server {
     ///
     /// # Errors
     /// It has not grown; or its storage has not answered in time, and it grows when it does.
-    pub fn resize(&self, name: &str, size: Option<u64>) -> Result<u64, ServerError> {
-        let disk = name.to_owned();
-        let resize = move |server: &Self| {
+    pub fn resize(
+        &self,
+        claim: &Claim<'_>,
+        name: &str,
+        size: Option<u64>,
+    ) -> Result<u64, ServerError> {
+        claim.covers(name);
+        let node = self.state().top(name)?.node.clone();
+        let (disk, its) = (name.to_owned(), node.clone());
+        let grow = move |server: &Self| {
             // As long as it may change the file, no other process takes that over.
             let _inhibitor = server.handover.wait_and_inhibit();
             if _inhibitor.is_err() {
                 return Err(ServerError::ChangedMeanwhile(disk));
             }
-            server.resize_now(&disk, size)
+            server.check_not_shrunk(&its)?;
+            if let Some(size) = size {
+                let grown = its.grow_file(size);
+                grown.map_err(|e| ServerError::Resize(disk, e))?;
+            }
+            Ok(its.file_size())
         };
-        let disk = name.to_owned();
-        let late = move |_: &Self, size| {
-            let size = block::format_size(size);
-            info!("disk {disk}: its storage answers again, and it has {size} now");
+        let (disk, its) = (name.to_owned(), node.clone());
+        let late = move |server: &Self, size| {
+            let Ok(_inhibitor) = server.handover.wait_and_inhibit() else {
+                return;
+            };
+            // The command has ended, and others may have come.
+            let claim = server.claim("resize", || vec![&disk]);
+            match claim.and_then(|_claim| server.grown(&its, size)) {
+                Ok(size) => {
+                    let size = block::format_size(size);
+                    info!("disk {disk}: its storage answers again, and it has {size} now");
+                }
+                Err(e) => warn!("disk {disk}: its storage answers again; {e}"),
+            }
         };
         let file = self.spec_of(name).map(|disk| disk.file);
-        self.in_time(name, file.as_ref(), resize, late).map_err(|e| match e {
+        let grown = self.in_time(name, file.as_ref(), grow, late);
+        let size = grown.map_err(|e| match e {
             ServerError::NotResponding(name) => {
-                let file = self.spec_of(&name);
-                let file = file.map_or_else(String::new, |disk| format!("{}: ", disk.file));
+                let file = file.map_or_else(String::new, |file| format!("{file}: "));
                 ServerError::Silent(name, format!(
                     "{file}its storage does not answer; the disk is resized when it does, and the log says so. Nothing is lost. \
                      Until then, it can be neither resized again nor handed over to a new process"
                 ))
             }
             e => e,
-        })
+        })?;
+        self.grown(&node, size)
     }
 
-    fn resize_now(&self, name: &str, size: Option<u64>) -> Result<u64, ServerError> {
-        let node = patiently(|| {
-            let state = self.state();
-            let node = &state.top(name)?.node;
-            if state.is_moving(node.name()) {
-                return Err(ServerError::Moving(name.into()));
-            }
-            Ok(node.clone())
-        })?;
-        self.check_not_shrunk(&node)?;
-        if let Some(size) = size {
-            node.grow_file(size)
-                .map_err(|e| ServerError::Resize(name.into(), e))?;
-        }
-        let size = node.file_size();
-        let grown = patiently(|| self.let_grow(&node, &size)).map_err(|e| match (e, &size) {
-            (ServerError::Moving(name), Ok(size)) => {
-                let size = block::format_size(*size);
-                let why = format!(
-                    "its file has {size} now, but another command changes the disk; 'ringdisk resize {name}' lets it grow"
-                );
-                ServerError::Resize(name, why)
-            }
-            (e, _) => e,
-        })?;
-        match grown {
+    /// Lets a disk grow to the size of its file. Returns its size.
+    fn grown(&self, node: &Arc<Node>, size: io::Result<u64>) -> Result<u64, ServerError> {
+        match self.let_grow(node, &size)? {
             Some(size) => Ok(size),
-            None => size.map_err(|e| ServerError::Resize(name.into(), e.to_string())),
+            None => size.map_err(|e| ServerError::Resize(node.name().into(), e.to_string())),
         }
     }
 
@@ -99,7 +99,8 @@ impl Server {
         }
     }
 
-    /// Lets the disk on a node grow to the size of its file, if that is known. Returns the disk's size, if it is served.
+    /// Lets the disk on a node grow to the size of its file, if that is known. Returns the disk's size, if it is served. The
+    /// caller has claimed it.
     fn let_grow(
         &self,
         node: &Arc<Node>,
@@ -108,8 +109,6 @@ impl Server {
         let state = self.state();
         let export = state.exports.values().find(|e| Arc::ptr_eq(&e.node, node));
         match export {
-            // The other file may not be as long.
-            Some(_) if state.is_moving(node.name()) => Err(ServerError::Moving(node.name().into())),
             Some(export) => {
                 Node::let_grow(&export.disk, size);
                 // Also if it grew earlier: no front-end may have been connected then.
@@ -138,8 +137,12 @@ impl Server {
         for node in nodes {
             let its = node.clone();
             match with_deadline(node.name(), deadline, move || Ok(its.file_size())) {
-                // A disk that is being moved gets the size of its new file in a moment.
-                Ok(size) => drop(self.let_grow(&node, &size)),
+                Ok(size) => {
+                    let until = Instant::now() + ANSWER_TIMEOUT;
+                    let claim = self.claim_until(until, "growth", || vec![node.name()]);
+                    // It may be on another file by now, which has been looked at.
+                    drop(claim.and_then(|_claim| self.let_grow(&node, &size)));
+                }
                 Err(_) => warn!(
                     "disk {}: its storage does not answer, so its size is unknown",
                     node.name()

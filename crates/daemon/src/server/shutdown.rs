@@ -12,6 +12,11 @@ use crate::server::export::Export;
 use crate::server::handover::HandoverInhibitor;
 
 impl Server {
+    /// Commands that wait for others fail from now on, and new ones.
+    pub fn end_commands(&self) {
+        self.claims.close();
+    }
+
     /// Finishes requests in flight, disconnects front-ends, and makes everything durable. Waits at most a minute for storage
     /// that does not answer. Not after a handover.
     ///

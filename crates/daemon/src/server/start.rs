@@ -89,9 +89,12 @@ impl Server {
     ) -> Result<(), ServerError> {
         // Each follows the node below it.
         for node in &overrides.nodes {
+            let names = || vec![Some(&node.disk.name), node.child.as_ref()];
+            let names = || names().into_iter().flatten().collect();
+            let claim = self.claim("start", names)?;
             let added = match &node.child {
-                None => self.add_node(node.disk.clone()),
-                Some(child) => self.add_node_over(child, node.disk.clone()),
+                None => self.add_node(&claim, node.disk.clone()),
+                Some(child) => self.add_node_over(&claim, child, node.disk.clone()),
             };
             let Err(e) = added else { continue };
             if self.is_taken_over(&node.disk.name) {
@@ -110,7 +113,8 @@ impl Server {
         ready: &mut Vec<ConnectionInfo>,
     ) -> Result<(), ServerError> {
         for export in &overrides.exports {
-            match self.add_export(&export.node, &export.spec) {
+            let claim = self.claim("start", || vec![&export.node, &export.spec.id])?;
+            match self.add_export(&claim, &export.node, &export.spec) {
                 Ok(exported) => ready.push(exported),
                 Err(e) if self.is_taken_over(&export.node) => return Err(e),
                 Err(e) => {

@@ -5,16 +5,18 @@ use std::sync::Arc;
 use block::ThrottleLimits;
 use datapath::ThrottleGroup;
 
-use super::{GROUPS_MAX, Server, ServerError, ServerState};
+use super::{Claim, GROUPS_MAX, Server, ServerError, ServerState};
 
 impl Server {
     /// Sets a disk's own limits, and the group whose limits it shares.
     pub fn throttle(
         &self,
+        claim: &Claim<'_>,
         name: &str,
         limits: &ThrottleLimits,
         group: Option<&str>,
     ) -> Result<(), ServerError> {
+        claim.covers(name);
         limits.check()?;
         let mut state = self.state();
         let shared = state.group(group)?;

@@ -10,7 +10,7 @@ use control::{
 };
 use tracing::warn;
 
-use super::{QmpClient, Reply};
+use super::{Reply, Run};
 use crate::node::checkpoint::Checkpoint;
 use crate::server::backup::{
     Backup, BackupDisk, BackupOptions, BackupTarget, BitmapMode, WantedBitmap, WhyFull,
@@ -20,7 +20,8 @@ use crate::server::{Server, ServerError};
 
 /// Nobody would know of a backup whose client has left before the reply, so it does not stay open. A client that has waited in
 /// vain can hang up, and then end the backup of its token if there is one: it does not begin later.
-pub(super) fn begin(server: &Server, wanted: BackupAccessSetup, client: &QmpClient<'_>) -> Reply {
+pub(super) fn begin(run: &Run<'_>, wanted: BackupAccessSetup) -> Reply {
+    let Run { server, client, .. } = run;
     let id = wanted.target_id;
     if client.has_left() {
         return Err(left(&id));
@@ -49,10 +50,12 @@ pub(super) fn begin(server: &Server, wanted: BackupAccessSetup, client: &QmpClie
         memory: wanted.memory,
         token: wanted.token,
     };
-    let backup = server.begin_backup(&id, &targets, options)?;
+    let disks = || targets.iter().map(|target| &target.disk).collect();
+    let claim = run.claim(disks)?;
+    let backup = server.begin_backup(&claim, &id, &targets, options)?;
     if client.has_left() {
         // It may have been ended already.
-        let _ = server.end_backup(&id, Some(&backup.token), false);
+        let _ = server.cancel_backup(&id, Some(&backup.token));
         return Err(left(&id));
     }
     let infos: Vec<_> = backup.disks.iter().map(info).collect();
@@ -64,13 +67,19 @@ fn left(id: &str) -> CommandError {
     CommandError::generic("the client has left")
 }
 
-pub(super) fn end(server: &Server, which: &BackupAccessTeardown) -> Reply {
-    if !which.success && server.backups.all().is_empty() {
-        // As in Proxmox' QEMU, where a client cleans up after a setup that has failed.
-        return Ok(RingdiskBackupEnd { checkpoint: None }.to_json());
-    }
+pub(super) fn end(run: &Run<'_>, which: &BackupAccessTeardown) -> Reply {
+    let (server, id) = (run.server, &which.target_id);
     let token = which.token.as_deref();
-    let checkpoint = server.end_backup(&which.target_id, token, which.success)?;
+    let checkpoint = if which.success {
+        let claim = run.claim(|| server.backups.disks_of(id))?;
+        server.end_backup(&claim, id, token)?
+    } else {
+        // As in Proxmox' QEMU, where a client cleans up after a setup that has failed.
+        if !server.backups.all().is_empty() {
+            server.cancel_backup(id, token)?;
+        }
+        None
+    };
     let checkpoint = checkpoint.map(|checkpoint| checkpoint.to_string());
     Ok(RingdiskBackupEnd { checkpoint }.to_json())
 }

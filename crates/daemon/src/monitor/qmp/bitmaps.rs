@@ -7,37 +7,37 @@ use control::{
     BlockDirtyInfo, Transaction, TransactionActionKind,
 };
 
-use super::{Reply, done};
+use super::{Reply, Run, done};
 use crate::node::Node;
 use crate::node::checkpoint::{self, Continued};
-use crate::server::Server;
 use crate::server::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
+use crate::server::bitmaps::disks_of;
 
-pub(super) fn add(server: &Server, wanted: BlockDirtyBitmapAdd) -> Reply {
-    run(server, &[added(wanted)])
+pub(super) fn add(run: &Run<'_>, wanted: BlockDirtyBitmapAdd) -> Reply {
+    change(run, &[added(wanted)])
 }
 
-pub(super) fn clear(server: &Server, which: BlockDirtyBitmap) -> Reply {
-    run(server, &[one(which, BitmapChange::Clear)])
+pub(super) fn clear(run: &Run<'_>, which: BlockDirtyBitmap) -> Reply {
+    change(run, &[one(which, BitmapChange::Clear)])
 }
 
-pub(super) fn disable(server: &Server, which: BlockDirtyBitmap) -> Reply {
-    run(server, &[one(which, BitmapChange::Disable)])
+pub(super) fn disable(run: &Run<'_>, which: BlockDirtyBitmap) -> Reply {
+    change(run, &[one(which, BitmapChange::Disable)])
 }
 
-pub(super) fn enable(server: &Server, which: BlockDirtyBitmap) -> Reply {
-    run(server, &[one(which, BitmapChange::Enable)])
+pub(super) fn enable(run: &Run<'_>, which: BlockDirtyBitmap) -> Reply {
+    change(run, &[one(which, BitmapChange::Enable)])
 }
 
-pub(super) fn merge(server: &Server, wanted: BlockDirtyBitmapMerge) -> Reply {
-    run(server, &[merged(wanted)])
+pub(super) fn merge(run: &Run<'_>, wanted: BlockDirtyBitmapMerge) -> Reply {
+    change(run, &[merged(wanted)])
 }
 
-pub(super) fn remove(server: &Server, which: BlockDirtyBitmap) -> Reply {
-    run(server, &[one(which, BitmapChange::Remove)])
+pub(super) fn remove(run: &Run<'_>, which: BlockDirtyBitmap) -> Reply {
+    change(run, &[one(which, BitmapChange::Remove)])
 }
 
-pub(super) fn transaction(server: &Server, wanted: Transaction) -> Reply {
+pub(super) fn transaction(run: &Run<'_>, wanted: Transaction) -> Reply {
     let action = |kind| match kind {
         TransactionActionKind::Abort(_) => BitmapAction::Abort,
         TransactionActionKind::BitmapAdd(wanted) => added(wanted.data),
@@ -49,11 +49,12 @@ pub(super) fn transaction(server: &Server, wanted: Transaction) -> Reply {
     };
     let actions = wanted.actions.into_iter();
     let actions: Vec<_> = actions.map(|wanted| action(wanted.action)).collect();
-    run(server, &actions)
+    change(run, &actions)
 }
 
-fn run(server: &Server, actions: &[BitmapAction]) -> Reply {
-    done(server.change_bitmaps(actions))
+fn change(run: &Run<'_>, actions: &[BitmapAction]) -> Reply {
+    let claim = run.claim(|| disks_of(actions).collect())?;
+    done(run.server.change_bitmaps(&claim, actions))
 }
 
 fn name(which: BlockDirtyBitmap) -> BitmapName {

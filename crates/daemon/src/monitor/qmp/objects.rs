@@ -15,13 +15,14 @@ use datapath::Polling;
 use image::Format;
 use rbd::Location;
 
+use super::Run;
 use crate::config::ThreadSpec;
 use crate::config::cpus::Cpus;
 use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
-use crate::server::{Server, ServerError};
+use crate::server::{Claim, Server, ServerError};
 
 /// The path of an image's data file.
 fn data_file_of(file: &BlockdevRef) -> Result<PathBuf, CommandError> {
@@ -36,8 +37,21 @@ fn data_file_of(file: &BlockdevRef) -> Result<PathBuf, CommandError> {
     ))
 }
 
-pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(), CommandError> {
+/// The node that others name as the one below them.
+fn child_of(options: &BlockdevOptions) -> Option<&String> {
+    match &options.driver {
+        BlockdevDriver::Raw(raw) => match &raw.file {
+            BlockdevRef::Reference(child) => Some(child),
+            BlockdevRef::Definition(file) => child_of(file),
+        },
+        _ => None,
+    }
+}
+
+pub(super) fn add_node(run: &Run<'_>, options: &BlockdevOptions) -> Result<(), CommandError> {
+    let server = run.server;
     let name = options.root_node_name()?.to_string();
+    let claim = run.claim(|| child_of(options).into_iter().chain([&name]).collect())?;
     if server.is_absent(&name) {
         return Err(server.not_there(&name).into());
     }
@@ -113,14 +127,14 @@ pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(),
                     read_only: read_only || below.read_only,
                     ..below
                 };
-                return Ok(server.add_node_over(child, spec)?);
+                return Ok(server.add_node_over(&claim, child, spec)?);
             }
         }
     };
     // What the outer node says of caches goes; what it leaves out is the inner one's.
     let cache = options.cache.as_ref().map_or(inner, |_| options);
     let detect_zeroes = options.detect_zeroes.or(inner.detect_zeroes);
-    Ok(server.add_node(DiskSpec {
+    let spec = DiskSpec {
         format: Some(format),
         data_file,
         l2_cache_bytes,
@@ -130,7 +144,8 @@ pub(super) fn add_node(server: &Server, options: &BlockdevOptions) -> Result<(),
         discard,
         detect_zeroes: detect_zeroes.unwrap_or(DetectZeroes::Off),
         ..DiskSpec::new(name, file)
-    })?)
+    };
+    Ok(server.add_node(&claim, spec)?)
 }
 
 fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
@@ -162,13 +177,17 @@ fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
     Ok(location)
 }
 
-pub(super) fn add_export(
-    server: &Server,
-    options: &BlockExportOptions,
-) -> Result<(), CommandError> {
+pub(super) fn add_export(run: &Run<'_>, options: &BlockExportOptions) -> Result<(), CommandError> {
+    let server = run.server;
+    // What a backup exports belongs to its disk.
+    let disk = || match server.backups.find_access(&options.node_name) {
+        Some((device, _)) => device.disk.name.clone(),
+        None => options.node_name.clone(),
+    };
+    let claim = run.claim(|| vec![disk(), options.id.to_string()])?;
     let device = match &options.kind {
         BlockExportType::VhostUserBlk(device) => device,
-        BlockExportType::Nbd(nbd) => return add_nbd_export(server, options, nbd),
+        BlockExportType::Nbd(nbd) => return add_nbd_export(server, &claim, options, nbd),
     };
     let node = spec_of(server, &options.node_name)?;
     let cache = match (options.writethrough, node.cache) {
@@ -205,11 +224,13 @@ pub(super) fn add_export(
         cache,
         logical_block: logical_block.map(|bytes| bytes as u32),
     };
-    Ok(server.add_export(&options.node_name, &spec).map(drop)?)
+    let added = server.add_export(&claim, &options.node_name, &spec);
+    Ok(added.map(drop)?)
 }
 
 fn add_nbd_export(
     server: &Server,
+    claim: &Claim<'_>,
     options: &BlockExportOptions,
     nbd: &BlockExportOptionsNbd,
 ) -> Result<(), CommandError> {
@@ -236,7 +257,7 @@ fn add_nbd_export(
             }
         });
     }
-    Ok(server.add_nbd_export(NbdExportSpec {
+    let spec = NbdExportSpec {
         id: options.id.to_string(),
         node: options.node_name.clone(),
         name: name.clone(),
@@ -244,7 +265,8 @@ fn add_nbd_export(
         writable: options.writable.unwrap_or(false),
         bitmaps,
         limits,
-    })?)
+    };
+    Ok(server.add_nbd_export(claim, spec)?)
 }
 
 pub(super) fn start_nbd(server: &Server, wanted: &NbdServerStart) -> Result<(), CommandError> {

@@ -73,6 +73,13 @@ impl OpenBackups {
         Some((found.device.clone(), found.moment.clone()))
     }
 
+    /// The nodes of an open backup's disks.
+    pub fn disks_of(&self, id: &str) -> Vec<String> {
+        let open = self.lock();
+        let disks = open.get(id).into_iter().flat_map(|backup| &backup.disks);
+        disks.map(|disk| disk.node.name().to_owned()).collect()
+    }
+
     /// The id of the open backup of a disk, by its name or that of its node.
     pub fn of_disk(&self, disk: &str) -> Option<String> {
         let open = self.lock();

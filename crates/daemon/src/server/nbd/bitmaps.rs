@@ -13,7 +13,7 @@ use crate::node::Node;
 use crate::server::bitmap_plan::ExportedBitmapError;
 use crate::server::device::ServedDisk;
 use crate::server::error::NbdError;
-use crate::server::{Server, ServerError, ServerState};
+use crate::server::{Server, ServerError};
 
 impl NbdExport {
     /// Its bitmaps in the order of their names; `None` if the disk does not have one any more, or it is of no use.
@@ -87,16 +87,11 @@ impl Server {
     /// holds the exports.
     pub(super) fn check_bitmaps(
         &self,
-        state: &ServerState,
         spec: &NbdExportSpec,
         node: &Arc<Node>,
     ) -> Result<(), ServerError> {
         if spec.bitmaps.is_empty() {
             return Ok(());
-        }
-        // A change of its bitmaps may be under way.
-        if state.is_moving(node.name()) {
-            return Err(ServerError::Moving(node.name().into()));
         }
         let (all, unusable) = (node.bitmaps(), node.unusable_bitmaps());
         for (i, name) in spec.bitmaps.iter().enumerate() {

@@ -1,0 +1,370 @@
+//! The order of commands: whoever changes a disk has claimed it before.
+//!
+//! A claim names disks, nodes and exports. Claims that have nothing in common are held at the same time; others follow each
+//! other in the order in which they were asked for, so that none is overtaken. A thread holds one claim at a time, and it is
+//! taken as a whole: no two commands wait for each other. Only the holder of a claim can call what changes a disk, and what it
+//! has found stays true until it gives the claim up.
+//!
+//! Claims come after the [inhibitor of handovers](super::handover::HandoverInhibitor) and before all locks. What guests,
+//! backups and storage do by themselves, and queries, go on without one.
+
+use std::collections::BTreeSet;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
+
+use super::{Server, ServerError};
+
+/// How long a command waits for others. Longer than most commands wait for storage.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// All claims, held or waited for.
+#[derive(Default)]
+pub(super) struct Claims {
+    table: Mutex<Table>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Table {
+    /// In the order of their tickets.
+    entries: Vec<Entry>,
+    last_ticket: u64,
+    /// Nothing is claimed any more.
+    is_closed: bool,
+}
+
+struct Entry {
+    ticket: u64,
+    names: BTreeSet<String>,
+    /// Who has asked for it.
+    command: &'static str,
+    since: Instant,
+    thread: ThreadId,
+}
+
+impl Table {
+    /// What an entry waits for, with a name that both have.
+    fn ahead_of(&self, ticket: u64) -> Option<(&Entry, &String)> {
+        let place = self.entries.iter().position(|e| e.ticket == ticket)?;
+        let (earlier, own) = (&self.entries[..place], &self.entries[place]);
+        earlier.iter().find_map(|other| {
+            let common = other.names.intersection(&own.names).next()?;
+            Some((other, common))
+        })
+    }
+}
+
+impl Claims {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until nobody else holds these names, or waits for them since earlier. Returns the ticket.
+    fn take(
+        &self,
+        names: BTreeSet<String>,
+        command: &'static str,
+        deadline: Instant,
+    ) -> Result<u64, ServerError> {
+        let mut table = self.table();
+        let thread = thread::current().id();
+        debug_assert!(
+            table.entries.iter().all(|entry| entry.thread != thread),
+            "{command}: this thread has a claim already"
+        );
+        table.last_ticket += 1;
+        let ticket = table.last_ticket;
+        table.entries.push(Entry {
+            ticket,
+            names,
+            command,
+            since: Instant::now(),
+            thread,
+        });
+        loop {
+            let error = if table.is_closed {
+                ServerError::Stopping
+            } else {
+                let Some((other, name)) = table.ahead_of(ticket) else {
+                    return Ok(ticket);
+                };
+                let left = deadline.saturating_duration_since(Instant::now());
+                if !left.is_zero() {
+                    let waited = self.changed.wait_timeout(table, left);
+                    table = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    continue;
+                }
+                ServerError::Busy {
+                    disk: name.clone(),
+                    command: other.command,
+                    seconds: other.since.elapsed().as_secs(),
+                }
+            };
+            drop(table);
+            self.give_up(ticket, || ());
+            return Err(error);
+        }
+    }
+
+    /// Others may hold the names when `work` is done.
+    fn give_up(&self, ticket: u64, work: impl FnOnce()) {
+        let mut table = self.table();
+        table.entries.retain(|entry| entry.ticket != ticket);
+        work();
+        drop(table);
+        self.changed.notify_all();
+    }
+
+    /// From now on, nothing is claimed: commands that wait fail.
+    pub(super) fn close(&self) {
+        self.table().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Does something unless somebody has claimed this, and before anybody has.
+    pub(super) fn unless_claimed(&self, name: &str, work: impl FnOnce()) {
+        let table = self.table();
+        let is_held = |entry: &Entry| table.ahead_of(entry.ticket).is_none();
+        let mut entries = table.entries.iter();
+        if !entries.any(|entry| entry.names.contains(name) && is_held(entry)) {
+            work();
+        }
+    }
+}
+
+/// The right to change what it names. Given up when it is dropped.
+pub struct Claim<'a> {
+    server: &'a Server,
+    names: BTreeSet<String>,
+    ticket: u64,
+    /// Whether another command was waited for.
+    pub has_waited: bool,
+}
+
+impl Claim<'_> {
+    /// Checks that the claim names this, in tests: to change anything else is a mistake of the program.
+    pub(super) fn covers(&self, name: &str) {
+        debug_assert!(
+            self.names.contains(name),
+            "{name} is not claimed, but {:?}",
+            self.names
+        );
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        // A change of bitmaps has brought back those of a backup that has ended meanwhile.
+        let forget = || {
+            (self.server.backups).forget_ended(|node| self.names.contains(node));
+        };
+        self.server.claims.give_up(self.ticket, forget);
+    }
+}
+
+impl Server {
+    /// Claims what `names` returns, with all nodes and exports that belong to it.
+    ///
+    /// # Errors
+    /// Another command does not end, or the process does.
+    pub fn claim<N: AsRef<str>>(
+        &self,
+        command: &'static str,
+        names: impl Fn() -> Vec<N>,
+    ) -> Result<Claim<'_>, ServerError> {
+        self.claim_until(Instant::now() + PATIENCE, command, names)
+    }
+
+    /// Like [`claim`](Self::claim), with another deadline.
+    pub(super) fn claim_until<N: AsRef<str>>(
+        &self,
+        deadline: Instant,
+        command: &'static str,
+        names: impl Fn() -> Vec<N>,
+    ) -> Result<Claim<'_>, ServerError> {
+        let began = Instant::now();
+        let wanted = || {
+            let names = names().into_iter();
+            self.related(names.map(|name| name.as_ref().to_owned()).collect())
+        };
+        loop {
+            let names = wanted();
+            let ticket = self.claims.take(names.clone(), command, deadline)?;
+            let claim = Claim {
+                server: self,
+                names,
+                ticket,
+                has_waited: began.elapsed() > Duration::from_millis(1),
+            };
+            // The commands that were waited for may have given the names to others.
+            if wanted().is_subset(&claim.names) {
+                return Ok(claim);
+            }
+        }
+    }
+
+    /// These names, and those of all nodes and exports that belong to the same disks.
+    fn related(&self, mut names: BTreeSet<String>) -> BTreeSet<String> {
+        let state = self.state();
+        for (id, export) in &state.exports {
+            if names.contains(id) {
+                names.insert(export.node.name().into());
+            }
+        }
+        loop {
+            let before = names.len();
+            for (name, entry) in &state.nodes {
+                if let Some(child) = &entry.child
+                    && (names.contains(name) || names.contains(child))
+                {
+                    names.extend([name.clone(), child.clone()]);
+                }
+            }
+            if names.len() == before {
+                break;
+            }
+        }
+        for (id, export) in &state.exports {
+            if names.contains(export.node.name()) {
+                names.insert(id.clone());
+            }
+        }
+        names
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    use super::*;
+
+    fn names(all: &[&str]) -> BTreeSet<String> {
+        all.iter().map(|&name| name.to_owned()).collect()
+    }
+
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(600)
+    }
+
+    /// Waits until so many claims are held or waited for.
+    fn wait_for(claims: &Claims, number: usize) {
+        while claims.table().entries.len() < number {
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn claims_of_other_disks_do_not_wait() {
+        let claims = Claims::default();
+        let first = claims.take(names(&["a"]), "first", later()).unwrap();
+        thread::scope(|scope| {
+            let second = scope.spawn(|| claims.take(names(&["b"]), "second", later()));
+            claims.give_up(second.join().unwrap().unwrap(), || ());
+        });
+        claims.give_up(first, || ());
+    }
+
+    /// A command for all disks is not overtaken by those that come later for one that is free.
+    #[test]
+    fn claims_are_held_in_the_order_in_which_they_are_asked_for() {
+        let claims = Arc::new(Claims::default());
+        let first = claims.take(names(&["a"]), "first", later()).unwrap();
+        let (done, order) = mpsc::channel();
+        let asked = [("all", names(&["a", "b"])), ("b", names(&["b"]))];
+        let threads = asked.into_iter().enumerate().map(|(i, (command, names))| {
+            let (claims, done) = (claims.clone(), done.clone());
+            let thread_claims = claims.clone();
+            let thread = thread::spawn(move || {
+                let ticket = thread_claims.take(names, command, later()).unwrap();
+                done.send(command).unwrap();
+                thread_claims.give_up(ticket, || ());
+            });
+            wait_for(&claims, i + 2);
+            thread
+        });
+        let threads: Vec<_> = threads.collect();
+        assert!(order.try_recv().is_err());
+        claims.give_up(first, || ());
+        assert_eq!([order.recv(), order.recv()], [Ok("all"), Ok("b")]);
+        threads.into_iter().for_each(|t| t.join().unwrap());
+    }
+
+    /// The error says which command holds what, and one that gives up holds up nobody.
+    #[test]
+    fn command_that_waits_too_long_says_for_what() {
+        let claims = Claims::default();
+        let first = claims.take(names(&["a", "b"]), "replace", later()).unwrap();
+        thread::scope(|scope| {
+            let second = scope.spawn(|| claims.take(names(&["b", "c"]), "detach", Instant::now()));
+            match second.join().unwrap() {
+                Err(ServerError::Busy { disk, command, .. }) => {
+                    assert_eq!((disk.as_str(), command), ("b", "replace"));
+                }
+                other => panic!("{other:?}"),
+            }
+            let third = scope.spawn(|| claims.take(names(&["c"]), "attach", later()));
+            claims.give_up(third.join().unwrap().unwrap(), || ());
+        });
+        claims.give_up(first, || ());
+    }
+
+    #[test]
+    fn nothing_is_claimed_once_the_process_ends() {
+        let claims = Claims::default();
+        let first = claims.take(names(&["a"]), "replace", later()).unwrap();
+        thread::scope(|scope| {
+            let second = scope.spawn(|| claims.take(names(&["a"]), "detach", later()));
+            wait_for(&claims, 2);
+            claims.close();
+            assert!(matches!(second.join().unwrap(), Err(ServerError::Stopping)));
+        });
+        claims.give_up(first, || ());
+        let late = claims.take(names(&["a"]), "detach", later());
+        assert!(matches!(late, Err(ServerError::Stopping)));
+    }
+
+    /// Random claims from many threads: no name is held twice, and all end.
+    #[test]
+    fn no_two_claims_hold_the_same_name() {
+        let claims = Claims::default();
+        let held: Vec<AtomicUsize> = (0..5).map(|_| AtomicUsize::new(0)).collect();
+        thread::scope(|scope| {
+            for seed in 1..=8u64 {
+                let (claims, held) = (&claims, &held);
+                scope.spawn(move || {
+                    let mut random = seed;
+                    for _ in 0..500 {
+                        random = random
+                            .wrapping_mul(6_364_136_223_846_793_005)
+                            .wrapping_add(1);
+                        let wanted: Vec<usize> =
+                            (0..5).filter(|i| random >> (40 + i) & 1 == 1).collect();
+                        let names = wanted.iter().map(ToString::to_string).collect();
+                        let ticket = claims.take(names, "random", later()).unwrap();
+                        for &i in &wanted {
+                            assert_eq!(held[i].fetch_add(1, Ordering::SeqCst), 0);
+                        }
+                        thread::yield_now();
+                        for &i in &wanted {
+                            held[i].fetch_sub(1, Ordering::SeqCst);
+                        }
+                        claims.give_up(ticket, || ());
+                    }
+                });
+            }
+        });
+        assert!(claims.table().entries.is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "has a claim already")]
+    fn thread_that_claims_twice_is_a_mistake() {
+        let claims = Claims::default();
+        claims.take(names(&["a"]), "first", later()).unwrap();
+        let _ = claims.take(names(&["b"]), "second", later());
+    }
+}
