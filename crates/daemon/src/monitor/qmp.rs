@@ -124,8 +124,7 @@ impl Qmp {
                     _ => Removal::Safe,
                 };
                 let id = &which.id;
-                let disk = || server.disk_of_nbd_export(id);
-                let claim = run.claim(|| vec![disk().unwrap_or_else(|| id.clone())])?;
+                let claim = run.claim(|| vec![id])?;
                 if server.remove_nbd_export(&claim, id, removal)? {
                     return Ok(json!({}));
                 }

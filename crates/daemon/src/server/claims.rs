@@ -206,31 +206,34 @@ impl Server {
 
     /// These names, and those of all nodes and exports that belong to the same disks.
     fn related(&self, mut names: BTreeSet<String>) -> BTreeSet<String> {
-        let state = self.state();
-        for (id, export) in &state.exports {
-            if names.contains(id) {
-                names.insert(export.node.name().into());
-            }
+        let mut both: Vec<(String, String)> = {
+            let state = self.state();
+            let exports = state.exports.iter();
+            let exports = exports.map(|(id, export)| (id.clone(), export.node.name().to_owned()));
+            let nodes = state.nodes.iter();
+            let nodes =
+                nodes.filter_map(|(name, entry)| Some((name.clone(), entry.child.clone()?)));
+            exports.chain(nodes).collect()
+        };
+        let waiting = self.waiting_exports().into_iter();
+        both.extend(waiting.map(|export| (export.id, export.node)));
+        let exports = self.nbd.exports().into_iter();
+        both.extend(exports.map(|export| (export.id.clone(), export.device.disk.name.clone())));
+        for backup in self.backups.all() {
+            let disks = backup.disks.iter();
+            both.extend(disks.map(|disk| (disk.access.clone(), disk.device.disk.name.clone())));
         }
         loop {
             let before = names.len();
-            for (name, entry) in &state.nodes {
-                if let Some(child) = &entry.child
-                    && (names.contains(name) || names.contains(child))
-                {
-                    names.extend([name.clone(), child.clone()]);
+            for (one, other) in &both {
+                if names.contains(one) || names.contains(other) {
+                    names.extend([one.clone(), other.clone()]);
                 }
             }
             if names.len() == before {
-                break;
+                return names;
             }
         }
-        for (id, export) in &state.exports {
-            if names.contains(export.node.name()) {
-                names.insert(id.clone());
-            }
-        }
-        names
     }
 }
 

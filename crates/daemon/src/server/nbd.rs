@@ -394,13 +394,6 @@ impl Server {
         Ok(true)
     }
 
-    /// The disk of an NBD export.
-    pub fn disk_of_nbd_export(&self, id: &str) -> Option<String> {
-        let exports = locked(&self.nbd.exports);
-        let export = exports.by_id.get(id)?;
-        Some(export.device.disk.name.clone())
-    }
-
     /// An NBD export of this disk.
     pub(super) fn nbd_export_of(&self, disk: &str) -> Option<Arc<NbdExport>> {
         let mut exports = self.nbd.exports().into_iter();

@@ -103,7 +103,7 @@ impl Reloader {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = old.read_again(&self.path)?;
         // What else commands change from now on is not what the reload is about.
-        let claim = server.claim("reload", || disks_that_differ(&old, &new, server))?;
+        let claim = server.claim("reload", || disks_that_differ(&old, &new))?;
         let change = Change::between(&old, &new, server, restarts);
         let prepared = change.prepare(server)?;
         let ended = change.what_ends(server);
@@ -658,7 +658,7 @@ fn start(
 }
 
 /// The disks that a reload may change: their configuration differs, or that of an NBD export.
-fn disks_that_differ(old: &Config, new: &Config, server: &Server) -> Vec<String> {
+fn disks_that_differ(old: &Config, new: &Config) -> Vec<String> {
     let disks = [(old, new), (new, old)]
         .into_iter()
         .flat_map(|(one, other)| {
@@ -667,11 +667,8 @@ fn disks_that_differ(old: &Config, new: &Config, server: &Server) -> Vec<String>
             let exports = one.exports.iter();
             let exports = exports.filter(|export| !other.exports.contains(export));
             let disks = disks.map(|disk| disk.name.clone());
-            let exports = exports.flat_map(|export| {
-                // A command may have given the id to another disk.
-                let now = server.disk_of_nbd_export(&export.id);
-                now.into_iter().chain([export.node.clone()])
-            });
+            // A command may have given the id to another disk.
+            let exports = exports.flat_map(|export| [export.id.clone(), export.node.clone()]);
             disks.chain(exports)
         });
     disks.collect()

@@ -12,6 +12,7 @@ mod host_cpus;
 mod limits;
 mod named_files;
 mod names_of_bitmaps;
+mod pairs;
 mod persisted_state;
 mod qemu_client;
 mod qemu_errors;

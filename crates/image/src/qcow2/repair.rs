@@ -26,10 +26,14 @@ pub(super) fn repair(
     header_block: &mut [u8],
     progress: ReportProgress<'_>,
 ) -> Result<(), ScanError> {
-    let room = Room::behind(storage, header)?;
-    let room = match rebuild(storage, header, &room, progress) {
-        Ok(()) => room,
-        Err(ScanError::Image(e)) if e.is_no_space() => {
+    let behind = Room::behind(storage, header).map_err(ScanError::from);
+    let behind = behind.and_then(|room| {
+        rebuild(storage, header, &room, progress)?;
+        Ok(room)
+    });
+    let room = match behind {
+        Ok(room) => room,
+        Err(ScanError::Image(e)) if e.is_no_space() || matches!(e, ImageError::Full(_)) => {
             let room = Room::in_place(storage, header, progress)?;
             match rebuild(storage, header, &room, progress) {
                 Err(ScanError::Image(e)) if e.is_no_space() => {

@@ -74,9 +74,10 @@ pub(super) fn end(run: &Run<'_>, which: &BackupAccessTeardown) -> Reply {
         let claim = run.claim(|| server.backups.disks_of(id))?;
         server.end_backup(&claim, id, token)?
     } else {
+        let cancelled = server.cancel_backup(id, token);
         // As in Proxmox' QEMU, where a client cleans up after a setup that has failed.
-        if !server.backups.all().is_empty() {
-            server.cancel_backup(id, token)?;
+        if cancelled.is_err() && !server.backups.all().is_empty() {
+            cancelled?;
         }
         None
     };

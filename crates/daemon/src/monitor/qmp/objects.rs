@@ -179,12 +179,7 @@ fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
 
 pub(super) fn add_export(run: &Run<'_>, options: &BlockExportOptions) -> Result<(), CommandError> {
     let server = run.server;
-    // What a backup exports belongs to its disk.
-    let disk = || match server.backups.find_access(&options.node_name) {
-        Some((device, _)) => device.disk.name.clone(),
-        None => options.node_name.clone(),
-    };
-    let claim = run.claim(|| vec![disk(), options.id.to_string()])?;
+    let claim = run.claim(|| vec![options.node_name.clone(), options.id.to_string()])?;
     let device = match &options.kind {
         BlockExportType::VhostUserBlk(device) => device,
         BlockExportType::Nbd(nbd) => return add_nbd_export(server, &claim, options, nbd),

@@ -173,6 +173,8 @@ impl World {
         self.step(then);
         self.without_limits();
         self.may_fail = false;
+        // Has what could not be saved for want of descriptors saved now.
+        self.succeeds(&["reload"]);
         self.count("limits on descriptors");
     }
 
