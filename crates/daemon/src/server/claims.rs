@@ -363,6 +363,7 @@ mod tests {
         assert!(claims.table().entries.is_empty());
     }
 
+    #[cfg(debug_assertions)]
     #[test]
     #[should_panic(expected = "has a claim already")]
     fn thread_that_claims_twice_is_a_mistake() {

@@ -322,6 +322,10 @@ impl Server {
             return Err(NbdError::ReadOnly(device.disk.name.clone()).into());
         }
         let mut exports = locked(&self.nbd.exports);
+        // The server may have been stopped just now, and removes those that are there then.
+        if self.nbd.address().is_none() {
+            return Err(NbdError::NotRunning.into());
+        }
         if exports.by_id.values().any(|other| other.name == spec.name) {
             return Err(NbdError::SameName(spec.name).into());
         }
