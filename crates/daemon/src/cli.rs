@@ -8,7 +8,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::upgrade::client as upgrade;
-use crate::{check, client, lab, log, manual, profile, resource_limits, serve};
+use crate::{check, client, hook, lab, log, manual, profile, resource_limits, serve};
 
 #[derive(Parser)]
 #[command(name = "ringdisk", version, about, arg_required_else_help = true)]
@@ -62,6 +62,8 @@ enum Command {
 
     /// Replace the running ringdisk with this program, without disconnecting VMs
     Upgrade(upgrade::Args),
+    /// Serve the disks of a VM when its manager starts it, and end that when it has gone
+    Hook(hook::Args),
     /// Write manual pages and shell completions to a directory
     Manual(manual::Args),
 }
@@ -138,6 +140,7 @@ fn run(command: &Command) -> Result<(), Failure> {
             client::reload(args)
         }
         Command::Upgrade(args) => upgrade::run(args),
+        Command::Hook(args) => hook::run(args),
     }?;
     Ok(())
 }

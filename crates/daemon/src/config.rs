@@ -12,7 +12,7 @@ pub mod reference;
 pub mod sockets;
 pub mod spec;
 
-mod disk_text;
+pub mod disk_text;
 mod files;
 mod keys;
 mod sandbox_mode;

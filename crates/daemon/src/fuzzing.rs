@@ -3,6 +3,7 @@
 use crate::client::nbd_client;
 use crate::config::Config;
 use crate::config::spec::DiskSpec;
+use crate::hook::libvirt;
 use crate::node;
 use crate::state::Overrides;
 use crate::upgrade::launch_record::LaunchRecord;
@@ -23,6 +24,11 @@ pub fn disk_spec(text: &str) {
 /// A configuration file.
 pub fn config(text: &str) {
     Config::check(text);
+}
+
+/// A domain that libvirt gives to its hook.
+pub fn domain(text: &str) {
+    libvirt::check(text);
 }
 
 /// A state file.

@@ -5,6 +5,7 @@ mod cli;
 mod client;
 mod config;
 mod credentials;
+mod hook;
 mod inherited;
 mod lab;
 mod log;

@@ -1,6 +1,8 @@
 //! Guests that libvirt runs: with the XML that ringdisk prints, and with a VM patched by `ringdisk check`. libvirt's
 //! driver runs inside virsh, so other VMs on this machine are not touched.
 
+mod hook;
+
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt, chown};

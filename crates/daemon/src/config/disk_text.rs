@@ -1,6 +1,7 @@
 //! Disks as text: a path, or `key=value` pairs with QEMU's names.
 
 use std::fmt::{self, Display};
+use std::path::Path;
 use std::str::FromStr;
 
 use super::disk_keys::{DISK_KEYS, DiskKey};
@@ -65,13 +66,39 @@ impl DiskSpec {
 }
 
 /// As on the command line, with every choice that does not follow from others.
-impl Display for DiskSpec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl DiskSpec {
+    /// Its options that differ from the defaults.
+    pub fn pairs(&self) -> impl Iterator<Item = (&'static str, String)> {
         let keys = DISK_KEYS.iter();
         let keys = keys.filter_map(|key| Some((key.name(), key.show(self)?)));
         let limits = limits::pairs(&self.limits).into_iter();
-        let limits = limits.map(|(key, value)| (key, value.to_string()));
-        for (i, (key, value)) in keys.chain(limits).enumerate() {
+        keys.chain(limits.map(|(key, value)| (key, value.to_string())))
+    }
+
+    /// The same disk, whose relative paths begin in this directory.
+    pub fn in_directory(mut self, directory: &Path) -> Self {
+        match &mut self.file {
+            FileSpec::Path(path) => *path = directory.join(&*path),
+            FileSpec::Rbd(location) => {
+                let access = &mut location.access;
+                for path in [&mut access.conf, &mut access.keyring]
+                    .into_iter()
+                    .flatten()
+                {
+                    *path = directory.join(&*path);
+                }
+            }
+            FileSpec::Null(_) => {}
+        }
+        self.data_file = self.data_file.map(|path| directory.join(path));
+        self.socket = self.socket.map(|path| directory.join(path));
+        self
+    }
+}
+
+impl Display for DiskSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (key, value)) in self.pairs().enumerate() {
             let separator = if i > 0 { "," } else { "" };
             write!(f, "{separator}{key}={}", value.replace(',', ",,"))?;
         }
@@ -110,7 +137,10 @@ impl DiskSpec {
 }
 
 /// The pairs of a disk of the command line.
-fn pairs(text: &str) -> Result<Vec<(String, String)>, Problem> {
+///
+/// # Errors
+/// A part is not `key=value`.
+pub fn pairs(text: &str) -> Result<Vec<(String, String)>, Problem> {
     let mut pairs: Vec<(String, String)> = Vec::new();
     for (i, part) in split(text).into_iter().enumerate() {
         match (part.split_once('='), pairs.last_mut()) {

@@ -247,7 +247,10 @@ fn attach(run: &Run<'_>, wanted: RingdiskAttach) -> Reply {
     let spec: Result<DiskSpec, _> = wanted.disk.parse();
     let spec = spec.map_err(|e| CommandError::generic(e.to_string()))?;
     let claim = run.claim(|| vec![&spec.name])?;
-    let spec = relative_to(spec, wanted.directory);
+    let spec = match wanted.directory {
+        Some(FilePath(directory)) => spec.in_directory(&directory),
+        None => spec,
+    };
     let attached = run.server.attach(&claim, spec)?;
     (run.server).add_configured_exports(&claim, &attached.name);
     connect_info(attached)
@@ -280,27 +283,6 @@ fn replace(run: &Run<'_>, wanted: RingdiskReplace) -> Reply {
     let data_file = wanted.data_file.map(|path| path.0);
     let server = run.server;
     done(server.replace(&claim, &name, file, format, data_file))
-}
-
-fn relative_to(mut disk: DiskSpec, directory: Option<FilePath>) -> DiskSpec {
-    if let Some(FilePath(directory)) = directory {
-        match &mut disk.file {
-            FileSpec::Path(path) => *path = directory.join(&*path),
-            FileSpec::Rbd(location) => {
-                let access = &mut location.access;
-                for path in [&mut access.conf, &mut access.keyring]
-                    .into_iter()
-                    .flatten()
-                {
-                    *path = directory.join(&*path);
-                }
-            }
-            FileSpec::Null(_) => {}
-        }
-        disk.data_file = disk.data_file.map(|path| directory.join(path));
-        disk.socket = disk.socket.map(|path| directory.join(path));
-    }
-    disk
 }
 
 impl From<ServerError> for CommandError {

@@ -93,7 +93,8 @@ pub fn libvirt(socket: &str, queues: u16, queue_size: u16, fixed_buffers: bool) 
     }
 }
 
-fn escape(text: &str) -> String {
+/// Text as the value of an attribute in XML.
+pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('\'', "&apos;")

@@ -60,6 +60,11 @@ additions=/etc/apparmor.d/local/abstractions/libvirt-qemu
 grep -q '^include if exists <abstractions/libvirt-qemu.d> # ringdisk$' $additions
 # systemd ignores settings that it does not know, with a warning.
 [ -z "$(systemd-analyze verify --man=no ringdisk.service 2>&1 | grep -F ringdisk.service)" ]
+# Every VM of the host runs it, also those without ringdisk's disks.
+hook=/etc/libvirt/hooks/qemu.d/ringdisk
+for step in 'prepare begin' 'release end'; do
+    [ -z "$(echo '<domain><name>vm</name></domain>' | $hook vm $step -)" ]
+done
 ok 'the package is installed, and its service runs'
 
 # ---- disks, which exist when systemctl returns

@@ -1,0 +1,273 @@
+//! The hook that the package installs, under a libvirtd of its own: nothing of the host's libvirt is touched.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::{BINARY, Host, TIMEOUT, is_root};
+
+/// Empty directories for libvirt and ringdisk, and libvirt's user, in a mount namespace.
+const SETUP: &str = "
+    set -e
+    for directory in /etc/libvirt /run/libvirt /run/ringdisk /var/lib/libvirt /var/log/libvirt /var/cache/libvirt; do
+        mkdir -p $directory
+        mount -t tmpfs tmpfs $directory
+    done
+    cd \"$1\"
+    for file in passwd group; do cp /etc/$file $file; done
+    grep -q ^kvm: group || echo kvm:x:64054: >>group
+    grep -q ^libvirt-qemu: group || echo libvirt-qemu:x:64055: >>group
+    grep -q ^libvirt-qemu: passwd || echo libvirt-qemu:x:64055:64055::/:/bin/false >>passwd
+    for file in passwd group; do mount --bind $file /etc/$file; done
+    mkdir -p /etc/libvirt/hooks/qemu.d
+    printf '%s\\n' 'user = \"root\"' 'group = \"root\"' 'security_driver = \"none\"' 'namespaces = []' \
+        'cgroup_controllers = []' 'remember_owner = 0' 'stdio_handler = \"file\"' >/etc/libvirt/qemu.conf
+    cp hook /etc/libvirt/hooks/qemu.d/ringdisk
+    echo ready
+    exec sleep 3600";
+
+/// libvirtd and ringdisk in a mount namespace.
+struct Daemons {
+    namespace: Child,
+    /// In the order in which they are ended.
+    children: Vec<Child>,
+}
+
+impl Daemons {
+    /// Prints a message and returns `None` where that is impossible.
+    fn start(host: &Host, test: &str) -> Option<Self> {
+        if !is_root() {
+            println!("skipped: {test}: only root may start a libvirtd");
+            return None;
+        }
+        let hook = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/libvirt-hook");
+        let hook = fs::read_to_string(hook).unwrap();
+        assert!(hook.contains("/usr/bin/ringdisk"));
+        fs::write(host.path("hook"), hook.replace("/usr/bin/ringdisk", BINARY)).unwrap();
+        fs::set_permissions(host.path("hook"), PermissionsExt::from_mode(0o755)).unwrap();
+        let namespace = Command::new("unshare")
+            .args(["--mount", "sh", "-c", SETUP, "setup"])
+            .arg(host.dir.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut daemons = Self {
+            namespace,
+            children: Vec::new(),
+        };
+        let ready = || daemons.inside("test", &["-e", "/etc/libvirt/hooks/qemu.d/ringdisk"]);
+        wait_until("the namespace is ready", || {
+            ready().output().unwrap().status.success()
+        });
+        let directory = host.dir.path().display();
+        daemons.children.push(daemons.serve(host));
+        let log = fs::File::create(host.path("libvirtd.log")).unwrap();
+        let mut libvirtd = daemons.inside("libvirtd", &["--pid-file", &format!("{directory}/pid")]);
+        let libvirtd = libvirtd.stderr(log).spawn().unwrap();
+        daemons.children.insert(0, libvirtd);
+        wait_until("libvirtd answers", || {
+            daemons.virsh(&["list"]).status.success()
+        });
+        Some(daemons)
+    }
+
+    fn serve(&self, host: &Host) -> Child {
+        let allowed = format!("--allow-dir={}", host.dir.path().display());
+        let log = fs::File::create(host.path("ringdisk.log")).unwrap();
+        let mut ringdisk = self.inside(BINARY, &["serve", &allowed, "null:1M,name=null"]);
+        let ringdisk = ringdisk.stdout(Stdio::null()).stderr(log).spawn().unwrap();
+        wait_until("ringdisk answers", || {
+            self.ringdisk(&["list"]).status.success()
+        });
+        ringdisk
+    }
+
+    fn inside(&self, program: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--mount=/proc/{}/ns/mnt", self.namespace.id()));
+        command.arg(program).args(arguments);
+        command
+    }
+
+    fn virsh(&self, arguments: &[&str]) -> Output {
+        let connect = ["-c", "qemu:///system"];
+        let mut command = self.inside("virsh", &[&connect, arguments].concat());
+        command.output().unwrap()
+    }
+
+    /// Runs virsh, which must succeed.
+    fn does(&self, arguments: &[&str]) {
+        let output = self.virsh(arguments);
+        assert!(output.status.success(), "virsh {arguments:?}: {output:?}");
+    }
+
+    fn ringdisk(&self, arguments: &[&str]) -> Output {
+        let mut command = self.inside(BINARY, arguments);
+        // For the virsh that it runs.
+        command.env("LIBVIRT_DEFAULT_URI", "qemu:///system");
+        command.output().unwrap()
+    }
+
+    /// The served disks of domains, each with its file.
+    fn disks(&self) -> Vec<(String, String)> {
+        let output = self.ringdisk(&["list", "--json"]);
+        let disks: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        let disks = disks.as_array().unwrap().iter();
+        disks
+            .filter(|disk| disk["name"] != "null")
+            .map(|disk| (text(&disk["name"]), text(&disk["file"])))
+            .collect()
+    }
+}
+
+impl Drop for Daemons {
+    fn drop(&mut self) {
+        let _ = self.virsh(&["destroy", "guest"]);
+        for child in self.children.iter_mut().chain([&mut self.namespace]) {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < TIMEOUT, "never: {what}");
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn hook_serves_the_disks_of_a_domain_while_it_runs() {
+    let test = "hook_serves_the_disks_of_a_domain_while_it_runs";
+    let Some(host) = Host::new(test) else {
+        return;
+    };
+    for name in ["first.raw", "second.raw", "moved.raw"] {
+        host.disk(name);
+    }
+    let Some(mut daemons) = Daemons::start(&host, test) else {
+        return;
+    };
+    let dir = host.dir.path().display().to_string();
+    let file = |name: &str| format!("{dir}/{name}.raw");
+    let first = || vec![("guest-vda".to_owned(), file("first"))];
+    let disk = "<disk type='vhostuser' device='disk'><driver name='qemu' type='raw'/>\
+        <source type='unix' path='/run/ringdisk/guest-vda.sock'><reconnect enabled='yes' timeout='1'/></source>\
+        <target dev='vda' bus='virtio'/></disk>";
+    let memory = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
+    let script = "
+        head -c 1048576 /dev/urandom >/tmp/data
+        check() { dd if=/tmp/data of=$1 bs=64k oflag=direct conv=notrunc,fsync 2>/tmp/dd
+            dd if=$1 bs=64k count=16 iflag=direct 2>/tmp/dd | cmp - /tmp/data; }
+        check /dev/vda
+        echo plug
+        until [ -b /dev/vdb ]; do sleep 0.1; done
+        check /dev/vdb
+        echo pull
+        while [ -b /dev/vdb ]; do sleep 0.1; done
+        check /dev/vda
+        echo done";
+    let metadata = format!(
+        "<name>guest</name><metadata><ringdisk:disks xmlns:ringdisk='urn:ringdisk:libvirt:1'>\
+         <ringdisk:disk target='vda' file='{}' cache='none'/></ringdisk:disks></metadata>",
+        file("first")
+    );
+    let domain = host.domain(script, memory, disk);
+    let domain = domain.replace("<name>guest</name>", &metadata);
+    fs::write(host.path("guest.xml"), domain).unwrap();
+    let domain = format!("{dir}/guest.xml");
+    daemons.does(&["define", &domain]);
+
+    // A disk that cannot be served keeps the domain from starting, and the reason is shown.
+    fs::rename(file("first"), file("gone")).unwrap();
+    let failed = daemons.virsh(&["start", "guest"]);
+    let said = String::from_utf8_lossy(&failed.stderr).into_owned();
+    assert!(
+        !failed.status.success() && said.contains("first.raw"),
+        "{said}"
+    );
+    assert_eq!(daemons.disks(), []);
+    fs::rename(file("gone"), file("first")).unwrap();
+
+    // A start, disks that come and go, and a shutdown from inside.
+    daemons.does(&["start", "guest"]);
+    assert_eq!(daemons.disks(), first());
+    host.wait_for_line("plug");
+    let (second, on_vdb) = (
+        file("second"),
+        ["--libvirt", "guest", "--target", "vdb", "--config"],
+    );
+    let attached = daemons.ringdisk(&[&["attach", &second], &on_vdb[..]].concat());
+    assert!(attached.status.success(), "{attached:?}");
+    host.wait_for_line("pull");
+    let configured = daemons.virsh(&["dumpxml", "guest", "--inactive"]);
+    let configured = String::from_utf8_lossy(&configured.stdout).into_owned();
+    assert!(
+        configured.contains("second.raw") && configured.contains("guest-vdb.sock"),
+        "{configured}"
+    );
+    let detached = daemons.ringdisk(&[&["detach", "guest-vdb"], &on_vdb[..]].concat());
+    assert!(detached.status.success(), "{detached:?}");
+    assert_eq!(daemons.disks(), first());
+    let configured = daemons.virsh(&["dumpxml", "guest", "--inactive"]);
+    let configured = String::from_utf8_lossy(&configured.stdout).into_owned();
+    assert!(
+        !configured.contains("vdb") && configured.contains("first.raw"),
+        "{configured}"
+    );
+    host.wait_for_line("done");
+    wait_until("the disk is released", || daemons.disks().is_empty());
+
+    // libvirt refuses a target that there is: the disk is detached again.
+    daemons.does(&["start", "guest"]);
+    let other = format!("{second},name=other");
+    let refused = ["attach", &other, "--libvirt", "guest", "--target", "vda"];
+    let refused = daemons.ringdisk(&refused);
+    assert!(!refused.status.success(), "{refused:?}");
+    assert_eq!(daemons.disks(), first());
+
+    // Saved, restored and crashed.
+    let saved = format!("{dir}/saved");
+    daemons.does(&["save", "guest", &saved]);
+    wait_until("the disk is released", || daemons.disks().is_empty());
+    daemons.does(&["restore", &saved]);
+    assert_eq!(daemons.disks(), first());
+    let qemu = format!("{dir}/kernel");
+    let killed = Command::new("pkill").args(["-KILL", "-f", &qemu]).status();
+    assert!(killed.unwrap().success());
+    wait_until("the disk is released", || daemons.disks().is_empty());
+
+    // A disk that has moved to another file stays on it, whatever the metadata says.
+    daemons.does(&["start", "guest"]);
+    let moved = file("moved");
+    let replaced = daemons.ringdisk(&["replace", "guest-vda", &moved]);
+    assert!(replaced.status.success(), "{replaced:?}");
+    let on_moved = vec![("guest-vda".to_owned(), moved)];
+    daemons.does(&["destroy", "guest"]);
+    assert_eq!(daemons.disks(), on_moved);
+    daemons.does(&["start", "guest"]);
+    assert_eq!(daemons.disks(), on_moved);
+    daemons.does(&["destroy", "guest"]);
+
+    // Without ringdisk, the domain does not start, and others do.
+    let mut ringdisk = daemons.children.pop().unwrap();
+    ringdisk.kill().unwrap();
+    ringdisk.wait().unwrap();
+    assert!(!daemons.virsh(&["start", "guest"]).status.success());
+    let other = fs::read_to_string(&domain).unwrap();
+    let other = other
+        .replace(&metadata, "<name>guest</name>")
+        .replace(disk, "");
+    fs::write(&domain, other).unwrap();
+    daemons.does(&["undefine", "guest"]);
+    daemons.does(&["define", &domain]);
+    daemons.does(&["start", "guest"]);
+}
