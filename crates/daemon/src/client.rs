@@ -1,5 +1,6 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
+mod attach;
 mod backup;
 mod bitmap;
 mod domain;
@@ -11,9 +12,9 @@ mod rates;
 mod stats;
 mod top;
 
+pub use attach::{AttachArgs, DetachArgs, attach, detach};
 pub use backup::{BackupArgs, backup};
 pub use bitmap::{BitmapArgs, bitmap};
-use domain::DomainArgs;
 pub use export::{ExportArgs, export};
 use stats::check_present;
 pub use stats::{StatsArgs, stats};
@@ -30,10 +31,9 @@ use image::Format;
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use crate::config::disk_text;
 use crate::config::limits;
 use crate::config::reference::limits_help;
-use crate::config::spec::{DiskSpec, SpecError};
+use crate::config::spec::SpecError;
 use crate::monitor::control_socket;
 use crate::monitor::explain;
 
@@ -68,22 +68,6 @@ pub struct ListArgs {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "Example:
-  ringdisk attach file=/dev/vg0/vm2,queues=4,iops=20000
-  ringdisk attach /dev/vg0/data --libvirt vm2 --target vdb     also attaches it to the running domain
-  ringdisk attach /dev/vg0/data --libvirt vm2 --target vdb --config     and to its next start
-
-'ringdisk serve --help' lists the options of a disk. Relative paths are relative to the working directory.")]
-pub struct AttachArgs {
-    /// A path, or key=value pairs separated by commas
-    disk: String,
-    #[command(flatten)]
-    domain: DomainArgs,
-    #[command(flatten)]
-    connection: Connection,
-}
-
-#[derive(clap::Args)]
 #[command(after_help = "Examples:
   ringdisk connect-info vm2
   ringdisk connect-info vm2 --json | jq -r .libvirt.disk
@@ -92,24 +76,6 @@ pub struct AttachArgs {
 pub struct ConnectInfoArgs {
     /// Name of the disk
     name: String,
-    #[command(flatten)]
-    connection: Connection,
-}
-
-#[derive(clap::Args)]
-#[command(after_help = "Examples:
-  ringdisk detach vm2
-  ringdisk detach vm2-vdb --libvirt vm2 --target vdb     first from the running domain
-
-ringdisk finishes the requests in flight and makes the VM's data durable.")]
-pub struct DetachArgs {
-    /// Name of the disk
-    name: String,
-    /// Detach the disk even if a VM is connected to it
-    #[arg(long)]
-    force: bool,
-    #[command(flatten)]
-    domain: DomainArgs,
     #[command(flatten)]
     connection: Connection,
 }
@@ -398,40 +364,6 @@ pub fn list(args: &ListArgs) -> CommandResult {
     Ok(())
 }
 
-pub fn attach(args: &AttachArgs) -> CommandResult {
-    let here = std::env::current_dir()
-        .map_err(|e| CommandLineError::Here("cannot find the current directory", e))?;
-    // Parsed here too, so that a mistake is found before anything else.
-    let mut disk: DiskSpec = args.disk.parse()?;
-    let mut text = args.disk.clone();
-    let domain = args.domain.domain();
-    let has_name =
-        disk_text::pairs(&args.disk).is_ok_and(|pairs| pairs.iter().any(|(key, _)| key == "name"));
-    if let Some(domain) = &domain
-        && !has_name
-    {
-        disk.name = domain.disk_name();
-        text = disk.to_string();
-    }
-    let arguments = json!({ "disk": text, "directory": here.to_string_lossy() });
-    let mut client = args.connection.open()?;
-    let reply = client.call_for("x-ringdisk-attach", arguments, |reply| {
-        reply["paste"].is_string()
-    })?;
-    if let Some(domain) = domain {
-        let disk = disk.in_directory(&here);
-        domain
-            .attach(&disk, &reply)
-            .inspect_err(|_| domain::undo(&mut client, &disk.name))?;
-        let done = format!("disk {} is attached to the domain", disk.name);
-        args.connection.say(&reply, &done);
-        return Ok(());
-    }
-    let text = reply["paste"].as_str().unwrap_or_default();
-    args.connection.say(&reply, text);
-    Ok(())
-}
-
 pub fn connect_info(args: &ConnectInfoArgs) -> CommandResult {
     let arguments = json!({ "id": args.name });
     let mut client = args.connection.open()?;
@@ -443,15 +375,6 @@ pub fn connect_info(args: &ConnectInfoArgs) -> CommandResult {
     let text = text.as_str().unwrap_or_default().trim_end();
     args.connection.say(&reply, text);
     Ok(())
-}
-
-pub fn detach(args: &DetachArgs) -> CommandResult {
-    if let Some(domain) = args.domain.domain() {
-        domain.detach(&mut args.connection.open()?, &args.name)?;
-    }
-    let arguments = json!({ "id": args.name, "force": args.force });
-    let done = format!("disk {} is no longer served", args.name);
-    args.connection.order("x-ringdisk-detach", arguments, &done)
 }
 
 pub fn resize(args: &ResizeArgs) -> CommandResult {

@@ -61,8 +61,8 @@ use crate::state::store::{Configured, StateStore};
 
 use absent::AbsentDisk;
 use backup::OpenBackups;
-pub use claims::Claim;
 use claims::Claims;
+pub use claims::{Claim, Waiting};
 use deadline::{SHUTDOWN_TIMEOUT, with_deadline};
 use error::NbdError;
 pub use error::ServerError;
@@ -264,6 +264,7 @@ impl Server {
     ) -> Result<(), ServerError> {
         claim.covers(child);
         claim.covers(&spec.name);
+        self.backups.check_name(&spec.name)?;
         let mut state = self.state();
         state.check_new_node(&spec)?;
         let below = state.entry(child)?.node.clone();
@@ -338,6 +339,7 @@ impl Server {
     ) -> Result<ConnectionInfo, ServerError> {
         claim.covers(name);
         claim.covers(&spec.id);
+        self.backups.check_name(&spec.id)?;
         let rights = self.context.rights.clone();
         let access = spec.socket_access;
         if socket.is_none() {

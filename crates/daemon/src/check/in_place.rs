@@ -17,10 +17,15 @@ struct Staged {
     name: String,
     /// With symbolic links resolved.
     path: PathBuf,
-    /// A file in the same directory with the new text.
-    new: PathBuf,
-    /// Whether the file must not exist yet.
-    is_new: bool,
+    change: Change,
+}
+
+enum Change {
+    /// A file in the same directory, with the new text, takes its place.
+    Replace(PathBuf),
+    /// The same, if it does not exist yet.
+    Create(PathBuf),
+    Remove,
 }
 
 impl InPlace {
@@ -46,7 +51,7 @@ impl InPlace {
                 metadata.nlink()
             ));
         }
-        let new = self.stage(name, path, false);
+        let new = self.stage(name, path, Change::Replace);
         let file = create(&new, metadata.mode()).map_err(fail)?;
         if metadata.uid() != file.metadata().map_err(fail)?.uid()
             || metadata.gid() != file.metadata().map_err(fail)?.gid()
@@ -58,32 +63,44 @@ impl InPlace {
         fill(file, text).map_err(fail)
     }
 
-    /// Stages a file that must not exist yet.
+    /// Stages a file that must not exist yet, or be empty.
     ///
     /// # Errors
     /// The file exists, or cannot be written. Nothing has changed.
     pub fn create(&mut self, path: &Path, text: &str) -> Result<(), String> {
         let name = path.display().to_string();
         if path.symlink_metadata().is_ok() {
+            let before = fs::read_to_string(path).unwrap_or_else(|_| "-".into());
+            if before.trim().is_empty() {
+                return self.change(&name, &before, text);
+            }
             return Err(format!(
-                "{name}: the file already exists; no file was changed, name a new file and merge the two manually"
+                "{name}: the file already exists; no file was changed, name a new file in ringdisk's disks.d with --config"
             ));
         }
         let fail = |e: io::Error| format!("{name}: cannot be created: {e}; no file was changed");
-        let new = self.stage(&name, path.to_owned(), true);
+        let new = self.stage(&name, path.to_owned(), Change::Create);
         let file = create(&new, 0o644).map_err(fail)?;
         fill(file, text).map_err(fail)
     }
 
-    fn stage(&mut self, name: &str, path: PathBuf, is_new: bool) -> PathBuf {
+    /// Stages the removal of a file.
+    pub fn remove(&mut self, path: &Path) {
+        self.staged.push(Staged {
+            name: path.display().to_string(),
+            path: path.to_owned(),
+            change: Change::Remove,
+        });
+    }
+
+    fn stage(&mut self, name: &str, path: PathBuf, change: fn(PathBuf) -> Change) -> PathBuf {
         let mut file_name = path.file_name().unwrap_or_default().to_owned();
         file_name.push(format!(".ringdisk-{}", std::process::id()));
         let new = path.with_file_name(file_name);
         self.staged.push(Staged {
             name: name.to_owned(),
             path,
-            new: new.clone(),
-            is_new,
+            change: change(new.clone()),
         });
         new
     }
@@ -95,11 +112,11 @@ impl InPlace {
     pub fn commit(&mut self) -> Result<Vec<String>, String> {
         let mut done: Vec<String> = Vec::new();
         for staged in &self.staged {
-            let moved = if staged.is_new {
+            let moved = match &staged.change {
                 // Unlike a rename, this does not replace a file that another program has created.
-                fs::hard_link(&staged.new, &staged.path)
-            } else {
-                fs::rename(&staged.new, &staged.path)
+                Change::Create(new) => fs::hard_link(new, &staged.path),
+                Change::Replace(new) => fs::rename(new, &staged.path),
+                Change::Remove => fs::remove_file(&staged.path),
             };
             let synced = moved.and_then(|()| {
                 let folder = staged.path.parent().filter(|path| *path != Path::new(""));
@@ -121,8 +138,10 @@ impl InPlace {
 impl Drop for InPlace {
     fn drop(&mut self) {
         for staged in &self.staged {
-            // Renamed files no longer exist under this name.
-            let _ = fs::remove_file(&staged.new);
+            if let Change::Create(new) | Change::Replace(new) = &staged.change {
+                // Renamed files no longer exist under this name.
+                let _ = fs::remove_file(new);
+            }
         }
     }
 }

@@ -25,7 +25,7 @@ use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::handover::HandoverInProgress;
 use crate::server::iothreads::IoThreadError;
 use crate::server::reload::Reloader;
-use crate::server::{Claim, Removal, Server, ServerError};
+use crate::server::{Claim, Removal, Server, ServerError, Waiting};
 
 /// Executes commands on a server.
 pub struct Qmp {
@@ -53,11 +53,9 @@ impl<'a> Run<'a> {
     /// # Errors
     /// Another command does not end, or the client has left meanwhile: it does not expect that the command begins later.
     fn claim<N: AsRef<str>>(&self, names: impl Fn() -> Vec<N>) -> Result<Claim<'a>, CommandError> {
-        let claim = self.server.claim(self.name, names)?;
-        match claim.has_waited && self.client.has_left() {
-            true => Err(CommandError::generic("the client has left")),
-            false => Ok(claim),
-        }
+        let has_left = || self.client.has_left();
+        let waiting = Waiting::of_client(&has_left);
+        Ok(self.server.claim_as(&waiting, self.name, names)?)
     }
 }
 

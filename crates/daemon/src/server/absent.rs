@@ -14,7 +14,7 @@ use rustix::fs::Access;
 use tracing::{error, info, warn};
 
 use super::replace::close;
-use super::{Claim, Server, ServerError, ServerState};
+use super::{Claim, Server, ServerError, ServerState, Waiting};
 use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::sockets;
@@ -31,6 +31,9 @@ use crate::socket::Socket;
 const PATIENCE: Duration = Duration::from_secs(5);
 const PATIENCE_OF_ALL: Duration = Duration::from_secs(20);
 pub(super) const MOMENT: Duration = Duration::from_millis(100);
+
+/// How long an opened disk waits for commands about it.
+const BUSY: Duration = Duration::from_secs(1);
 
 /// How often disks are tried again, and how many at a time.
 const RETRY: Duration = Duration::from_secs(5);
@@ -458,8 +461,9 @@ impl Server {
         // A handover, which is waited for, may close it.
         let ahead = ahead.map(|ahead| Arc::downgrade(&ahead));
         let inhibitor = self.handover.wait_and_inhibit();
-        // Commands that are under way may not want it any more when they have ended.
-        let claim = (inhibitor.is_ok()).then(|| self.claim("start", || vec![name]));
+        // Commands that are under way may not want it any more when they have ended. They may want its file: not for long.
+        let waiting = Waiting::until(Instant::now() + BUSY);
+        let claim = (inhibitor.is_ok()).then(|| self.claim_as(&waiting, "start", || vec![name]));
         let is_wanted = {
             let state = self.state();
             let absent = state.absent.get(name);

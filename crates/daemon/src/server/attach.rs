@@ -161,6 +161,7 @@ impl Server {
     fn add_opened(&self, claim: &Claim<'_>, node: Node) -> Result<(), ServerError> {
         let (name, limits) = (node.name().to_owned(), node.spec.limits);
         claim.covers(&name);
+        self.backups.check_name(&name)?;
         let group = node.spec.throttle_group.clone();
         self.watch_damage(&node);
         node.add_temporary_bitmaps(self.context.inherited.bitmaps(&name));

@@ -167,7 +167,10 @@ impl Server {
     ) -> Result<Arc<Backup>, ServerError> {
         let served = self.targets(id, targets)?;
         let names: Vec<_> = served.iter().map(|(_, node)| node.name()).collect();
-        names.iter().for_each(|name| claim.covers(name));
+        for (device, node) in &served {
+            claim.covers(node.name());
+            claim.covers(&access_of(device, id));
+        }
         let backup = self.begin(id, targets, &served, options)?;
         info!(
             "backup '{id}': begun for {}; guests were held for {} us",
@@ -175,6 +178,17 @@ impl Server {
             backup.held.time.as_micros()
         );
         Ok(backup)
+    }
+
+    /// What a backup of these disks changes: the disks, and the names that they have in it.
+    pub fn names_in_backup(&self, id: &str, disks: &[&String]) -> Vec<String> {
+        let names = disks.iter().flat_map(|&disk| {
+            let node = self.node_of(disk).unwrap_or_else(|| disk.clone());
+            let device = self.state().device_of(&node);
+            let access = device.map(|device| access_of(&device, id));
+            [disk.clone()].into_iter().chain(access.ok())
+        });
+        names.collect()
     }
 
     /// The devices and nodes of disks to be backed up.

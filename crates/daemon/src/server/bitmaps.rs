@@ -42,6 +42,7 @@ impl Server {
         check_names(actions)?;
         self.check_not_absent(actions)?;
         self.check_not_in_backups(actions)?;
+        self.check_not_hung(actions)?;
         self.noted_disks(actions).iter().try_for_each(sync)?;
         self.change_bitmaps_at_once(actions)?;
         // They may have got their first persistent bitmap.
@@ -57,6 +58,19 @@ impl Server {
         let absent = |disk: &&str| self.node_of(disk).is_none() && self.is_absent(disk);
         let absent = disks_of(actions).find(absent);
         absent.map_or(Ok(()), |disk| Err(self.not_there(disk)))
+    }
+
+    /// Checks that no storage hangs, which would be waited for, and with it the commands about all these disks.
+    fn check_not_hung(&self, actions: &[BitmapAction]) -> Result<(), ServerError> {
+        let (nodes, _) = self.nodes_of(actions);
+        let served = self.served_by(&nodes);
+        match served.iter().find(|device| device.hangs_for().is_some()) {
+            Some(device) => Err(ServerError::Silent(
+                device.disk.name.clone(),
+                "its storage hangs; nothing was changed; try again when it answers".into(),
+            )),
+            None => Ok(()),
+        }
     }
 
     /// Checks that no open backup is about any of the bitmaps.

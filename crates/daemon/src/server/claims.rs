@@ -18,6 +18,42 @@ use super::{Server, ServerError};
 /// How long a command waits for others. Longer than most commands wait for storage.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How many commands of clients may wait: fewer than there are sessions, so that others are answered.
+const WAITING_MAX: usize = 8;
+
+/// How often a command looks whether its client has left.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// How somebody waits for others.
+pub struct Waiting<'a> {
+    deadline: Instant,
+    /// How many may wait, if this one is among them.
+    others_max: usize,
+    /// Whether nobody wants the claim any more.
+    has_left: &'a dyn Fn() -> bool,
+}
+
+impl<'a> Waiting<'a> {
+    /// As the command of a client waits.
+    pub fn of_client(has_left: &'a dyn Fn() -> bool) -> Self {
+        Self {
+            deadline: Instant::now() + PATIENCE,
+            others_max: WAITING_MAX,
+            has_left,
+        }
+    }
+}
+
+impl Waiting<'static> {
+    pub(super) fn until(deadline: Instant) -> Self {
+        Self {
+            deadline,
+            others_max: usize::MAX,
+            has_left: &|| false,
+        }
+    }
+}
+
 /// All claims, held or waited for.
 #[derive(Default)]
 pub(super) struct Claims {
@@ -44,6 +80,13 @@ struct Entry {
 }
 
 impl Table {
+    /// How many wait for others.
+    fn waiting(&self) -> usize {
+        let entries = self.entries.iter();
+        let waiting = entries.filter(|entry| self.ahead_of(entry.ticket).is_some());
+        waiting.count()
+    }
+
     /// What an entry waits for, with a name that both have.
     fn ahead_of(&self, ticket: u64) -> Option<(&Entry, &String)> {
         let place = self.entries.iter().position(|e| e.ticket == ticket)?;
@@ -65,7 +108,7 @@ impl Claims {
         &self,
         names: BTreeSet<String>,
         command: &'static str,
-        deadline: Instant,
+        waiting: &Waiting<'_>,
     ) -> Result<u64, ServerError> {
         let mut table = self.table();
         let thread = thread::current().id();
@@ -85,13 +128,15 @@ impl Claims {
         loop {
             let error = if table.is_closed {
                 ServerError::Stopping
+            } else if (waiting.has_left)() {
+                ServerError::Left
             } else {
                 let Some((other, name)) = table.ahead_of(ticket) else {
                     return Ok(ticket);
                 };
-                let left = deadline.saturating_duration_since(Instant::now());
-                if !left.is_zero() {
-                    let waited = self.changed.wait_timeout(table, left);
+                let left = waiting.deadline.saturating_duration_since(Instant::now());
+                if !left.is_zero() && table.waiting() <= waiting.others_max {
+                    let waited = self.changed.wait_timeout(table, left.min(LOOK));
                     table = waited.unwrap_or_else(PoisonError::into_inner).0;
                     continue;
                 }
@@ -112,6 +157,16 @@ impl Claims {
         let mut table = self.table();
         table.entries.retain(|entry| entry.ticket != ticket);
         work();
+        drop(table);
+        self.changed.notify_all();
+    }
+
+    fn keep(&self, ticket: u64, names: &BTreeSet<String>) {
+        let mut table = self.table();
+        let mut entries = table.entries.iter_mut();
+        if let Some(entry) = entries.find(|entry| entry.ticket == ticket) {
+            entry.names.clone_from(names);
+        }
         drop(table);
         self.changed.notify_all();
     }
@@ -138,11 +193,15 @@ pub struct Claim<'a> {
     server: &'a Server,
     names: BTreeSet<String>,
     ticket: u64,
-    /// Whether another command was waited for.
-    pub has_waited: bool,
 }
 
 impl Claim<'_> {
+    /// Gives up all but these names.
+    pub(super) fn keep(&mut self, names: &BTreeSet<String>) {
+        self.names.retain(|name| names.contains(name));
+        self.server.claims.keep(self.ticket, &self.names);
+    }
+
     /// Checks that the claim names this, in tests: to change anything else is a mistake of the program.
     pub(super) fn covers(&self, name: &str) {
         debug_assert!(
@@ -173,29 +232,28 @@ impl Server {
         command: &'static str,
         names: impl Fn() -> Vec<N>,
     ) -> Result<Claim<'_>, ServerError> {
-        self.claim_until(Instant::now() + PATIENCE, command, names)
+        let waiting = Waiting::until(Instant::now() + PATIENCE);
+        self.claim_as(&waiting, command, names)
     }
 
-    /// Like [`claim`](Self::claim), with another deadline.
-    pub(super) fn claim_until<N: AsRef<str>>(
+    /// Like [`claim`](Self::claim), but waits in another way.
+    pub fn claim_as<N: AsRef<str>>(
         &self,
-        deadline: Instant,
+        waiting: &Waiting<'_>,
         command: &'static str,
         names: impl Fn() -> Vec<N>,
     ) -> Result<Claim<'_>, ServerError> {
-        let began = Instant::now();
         let wanted = || {
             let names = names().into_iter();
             self.related(names.map(|name| name.as_ref().to_owned()).collect())
         };
         loop {
             let names = wanted();
-            let ticket = self.claims.take(names.clone(), command, deadline)?;
+            let ticket = self.claims.take(names.clone(), command, waiting)?;
             let claim = Claim {
                 server: self,
                 names,
                 ticket,
-                has_waited: began.elapsed() > Duration::from_millis(1),
             };
             // The commands that were waited for may have given the names to others.
             if wanted().is_subset(&claim.names) {
@@ -240,7 +298,7 @@ impl Server {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::sync::mpsc;
 
     use super::*;
@@ -249,8 +307,8 @@ mod tests {
         all.iter().map(|&name| name.to_owned()).collect()
     }
 
-    fn later() -> Instant {
-        Instant::now() + Duration::from_secs(600)
+    fn later() -> Waiting<'static> {
+        Waiting::until(Instant::now() + Duration::from_secs(600))
     }
 
     /// Waits until so many claims are held or waited for.
@@ -263,9 +321,9 @@ mod tests {
     #[test]
     fn claims_of_other_disks_do_not_wait() {
         let claims = Claims::default();
-        let first = claims.take(names(&["a"]), "first", later()).unwrap();
+        let first = claims.take(names(&["a"]), "first", &later()).unwrap();
         thread::scope(|scope| {
-            let second = scope.spawn(|| claims.take(names(&["b"]), "second", later()));
+            let second = scope.spawn(|| claims.take(names(&["b"]), "second", &later()));
             claims.give_up(second.join().unwrap().unwrap(), || ());
         });
         claims.give_up(first, || ());
@@ -275,14 +333,14 @@ mod tests {
     #[test]
     fn claims_are_held_in_the_order_in_which_they_are_asked_for() {
         let claims = Arc::new(Claims::default());
-        let first = claims.take(names(&["a"]), "first", later()).unwrap();
+        let first = claims.take(names(&["a"]), "first", &later()).unwrap();
         let (done, order) = mpsc::channel();
         let asked = [("all", names(&["a", "b"])), ("b", names(&["b"]))];
         let threads = asked.into_iter().enumerate().map(|(i, (command, names))| {
             let (claims, done) = (claims.clone(), done.clone());
             let thread_claims = claims.clone();
             let thread = thread::spawn(move || {
-                let ticket = thread_claims.take(names, command, later()).unwrap();
+                let ticket = thread_claims.take(names, command, &later()).unwrap();
                 done.send(command).unwrap();
                 thread_claims.give_up(ticket, || ());
             });
@@ -300,17 +358,65 @@ mod tests {
     #[test]
     fn command_that_waits_too_long_says_for_what() {
         let claims = Claims::default();
-        let first = claims.take(names(&["a", "b"]), "replace", later()).unwrap();
+        let first = claims
+            .take(names(&["a", "b"]), "replace", &later())
+            .unwrap();
         thread::scope(|scope| {
-            let second = scope.spawn(|| claims.take(names(&["b", "c"]), "detach", Instant::now()));
+            let second = scope.spawn(|| {
+                claims.take(
+                    names(&["b", "c"]),
+                    "detach",
+                    &Waiting::until(Instant::now()),
+                )
+            });
             match second.join().unwrap() {
                 Err(ServerError::Busy { disk, command, .. }) => {
                     assert_eq!((disk.as_str(), command), ("b", "replace"));
                 }
                 other => panic!("{other:?}"),
             }
-            let third = scope.spawn(|| claims.take(names(&["c"]), "attach", later()));
+            let third = scope.spawn(|| claims.take(names(&["c"]), "attach", &later()));
             claims.give_up(third.join().unwrap().unwrap(), || ());
+        });
+        claims.give_up(first, || ());
+    }
+
+    /// Clients leave sessions to others, and one that has hung up does not wait.
+    #[test]
+    fn few_clients_wait() {
+        let claims = Claims::default();
+        let first = claims.take(names(&["a"]), "replace", &later()).unwrap();
+        let leave = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let client = || {
+                let has_left = || leave.load(Ordering::SeqCst);
+                claims.take(names(&["a"]), "detach", &Waiting::of_client(&has_left))
+            };
+            let waiting: Vec<_> = (0..WAITING_MAX).map(|_| scope.spawn(client)).collect();
+            wait_for(&claims, 1 + WAITING_MAX);
+            let refused = scope.spawn(client).join().unwrap();
+            assert!(
+                matches!(refused, Err(ServerError::Busy { .. })),
+                "{refused:?}"
+            );
+            leave.store(true, Ordering::SeqCst);
+            for client in waiting {
+                assert!(matches!(client.join().unwrap(), Err(ServerError::Left)));
+            }
+        });
+        claims.give_up(first, || ());
+        assert!(claims.table().entries.is_empty());
+    }
+
+    #[test]
+    fn names_that_are_given_up_are_free() {
+        let claims = Claims::default();
+        let first = claims.take(names(&["a", "b"]), "reload", &later()).unwrap();
+        thread::scope(|scope| {
+            let second = scope.spawn(|| claims.take(names(&["b"]), "throttle", &later()));
+            wait_for(&claims, 2);
+            claims.keep(first, &names(&["a"]));
+            claims.give_up(second.join().unwrap().unwrap(), || ());
         });
         claims.give_up(first, || ());
     }
@@ -318,15 +424,15 @@ mod tests {
     #[test]
     fn nothing_is_claimed_once_the_process_ends() {
         let claims = Claims::default();
-        let first = claims.take(names(&["a"]), "replace", later()).unwrap();
+        let first = claims.take(names(&["a"]), "replace", &later()).unwrap();
         thread::scope(|scope| {
-            let second = scope.spawn(|| claims.take(names(&["a"]), "detach", later()));
+            let second = scope.spawn(|| claims.take(names(&["a"]), "detach", &later()));
             wait_for(&claims, 2);
             claims.close();
             assert!(matches!(second.join().unwrap(), Err(ServerError::Stopping)));
         });
         claims.give_up(first, || ());
-        let late = claims.take(names(&["a"]), "detach", later());
+        let late = claims.take(names(&["a"]), "detach", &later());
         assert!(matches!(late, Err(ServerError::Stopping)));
     }
 
@@ -347,7 +453,7 @@ mod tests {
                         let wanted: Vec<usize> =
                             (0..5).filter(|i| random >> (40 + i) & 1 == 1).collect();
                         let names = wanted.iter().map(ToString::to_string).collect();
-                        let ticket = claims.take(names, "random", later()).unwrap();
+                        let ticket = claims.take(names, "random", &later()).unwrap();
                         for &i in &wanted {
                             assert_eq!(held[i].fetch_add(1, Ordering::SeqCst), 0);
                         }
@@ -368,7 +474,7 @@ mod tests {
     #[should_panic(expected = "has a claim already")]
     fn thread_that_claims_twice_is_a_mistake() {
         let claims = Claims::default();
-        claims.take(names(&["a"]), "first", later()).unwrap();
-        let _ = claims.take(names(&["b"]), "second", later());
+        claims.take(names(&["a"]), "first", &later()).unwrap();
+        let _ = claims.take(names(&["b"]), "second", &later());
     }
 }

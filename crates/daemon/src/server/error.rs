@@ -82,6 +82,8 @@ pub enum ServerError {
     },
     #[error("ringdisk is stopping; nothing was changed")]
     Stopping,
+    #[error("the client has left")]
+    Left,
     #[error(
         "a VM is connected to disk '{0}', which was not removed; shut the VM down first, or force the removal: the VM's disk \
          then stops answering"
@@ -214,6 +216,10 @@ pub enum BackupError {
     Released(String),
     #[error("the name '{0}' is taken by a disk; choose another id")]
     Name(String),
+    #[error(
+        "the name '{0}' is that of a disk in open backup '{1}'; choose another name, or wait for the end of the backup"
+    )]
+    Access(String, String),
     #[error(
         "Bitmap '{1}' of disk '{0}' is currently in use by another operation and cannot be used: an NBD export has it"
     )]

@@ -42,6 +42,13 @@ pub struct PreparedDisk {
     socket: Socket,
 }
 
+impl PreparedDisk {
+    /// Whether its file is open: no other disk has to leave that first.
+    pub(super) fn is_open(&self) -> bool {
+        self.node.is_some()
+    }
+}
+
 impl Server {
     /// Checks that the disks do not conflict, and that those to be stopped can be stopped.
     ///
@@ -49,6 +56,10 @@ impl Server {
     /// Why not, with the name of the disk.
     pub fn check_target_state(&self, end: &TargetState<'_>) -> Result<(), ServerError> {
         let fail = |disk: &str, e: ServerError| e.of_disk(disk);
+        for disk in &end.starts {
+            let free = self.backups.check_name(&disk.name);
+            free.map_err(|e| fail(&disk.name, e.into()))?;
+        }
         let new = end.starts.iter().chain(&end.moves);
         for disk in new.clone() {
             self.check_answers(disk)?;
@@ -105,7 +116,7 @@ impl Server {
     }
 
     /// Checks that storage says whether the file of a disk is there.
-    fn check_answers(&self, disk: &DiskSpec) -> Result<(), ServerError> {
+    pub fn check_answers(&self, disk: &DiskSpec) -> Result<(), ServerError> {
         let file = disk.file.clone();
         let look = move |_: &Self| Ok(identity(&file));
         match self.in_time(&disk.name, Some(&disk.file), look, |_, _| {}) {

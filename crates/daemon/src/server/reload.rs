@@ -1,21 +1,22 @@
 //! Reloads the configuration: applies only what differs from the previous one.
 
+mod apply;
+
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use block::ThrottleLimits;
 use thiserror::Error;
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use crate::config::disk_keys::{self, ReloadEffect, effect_of_reload};
 use crate::config::file_keys::TOP_KEYS;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
-use crate::config::{Config, ConfigError, ThreadSpec};
+use crate::config::{Config, ConfigError};
 use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
-use crate::server::{Claim, Move, PreparedDisk, Removal, Server, ServerError, TargetState};
+use crate::server::{Move, PreparedDisk, Server, ServerError, TargetState};
 use crate::state::store::Configured;
 
 /// A configuration file, and which of its settings apply.
@@ -102,13 +103,15 @@ impl Reloader {
     fn apply(&self, server: &Server, restarts: Restarts) -> Result<Vec<String>, ReloadError> {
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = old.read_again(&self.path)?;
-        // What else commands change from now on is not what the reload is about.
+        // While no command waits: storage may not answer.
+        let change = Change::between(&old, &new, server, restarts);
+        change.check_answers(server)?;
         let claim = server.claim("reload", || disks_that_differ(&old, &new))?;
+        // Commands may have changed disks before. What they change from now on is not what the reload is about.
         let change = Change::between(&old, &new, server, restarts);
         let prepared = change.prepare(server)?;
         let ended = change.what_ends(server);
-        let failed = change.carry_out(server, &claim, prepared);
-        drop(claim);
+        let failed = change.carry_out(server, claim, prepared);
         let after_restart = change.what_needs_a_restart(&old, &new);
         let path = self.path.display();
         info!("{path}: reloaded: {}", change.summary());
@@ -275,6 +278,14 @@ impl<'a> Change<'a> {
         change
     }
 
+    /// Checks that the storage of disks answers that are started or moved.
+    fn check_answers(&self, server: &Server) -> Result<(), ServerError> {
+        let changed = self.changed.iter().map(|changed| &changed.then);
+        let opened = changed.chain(self.added.iter().copied());
+        let mut opened = opened.chain(self.moved.iter().copied());
+        opened.try_for_each(|disk| server.check_answers(disk))
+    }
+
     /// Prepares threads, groups, sockets and files without disturbing disks. All or nothing.
     fn prepare(&self, server: &Server) -> Result<ConnectionInfo<'a>, ReloadError> {
         let mut ready = ConnectionInfo::default();
@@ -336,121 +347,6 @@ impl<'a> Change<'a> {
         Ok(())
     }
 
-    /// Applies the changes, some of which may fail.
-    fn carry_out(
-        &self,
-        server: &Server,
-        claim: &Claim<'_>,
-        ready: ConnectionInfo<'a>,
-    ) -> Failed<'a> {
-        let mut failed = Failed::default();
-        for disk in &self.absent {
-            server.change_absent(disk.clone());
-        }
-        for &disk in &self.removed {
-            let result = server.detach(claim, &disk.name, Removal::Hard);
-            let remains = server.node_of(&disk.name).map(|_| disk);
-            failed.disk("removing disk", disk, result, remains);
-        }
-        let restarted = self.changed.iter().map(|changed| &changed.then.name);
-        let exports = restarted.flat_map(|disk| server.nbd_exports_of(disk));
-        let exports: Vec<NbdExportSpec> = exports.collect();
-        // All of them before the first starts again: they may have exchanged files.
-        let changed = self.changed.iter().zip(ready.changed);
-        let stopped =
-            changed.map(|(changed, prepared)| (changed, stop(server, claim, changed), prepared));
-        let stopped: Vec<_> = stopped.collect();
-        let before = |disk: &str| self.old.disks.iter().find(|d| d.name == disk);
-        for moved in ready.moves {
-            let name = moved.disk().to_owned();
-            if let Some(disk) = self.moved.iter().find(|disk| disk.name == name) {
-                let result = server.carry_out(claim, moved);
-                failed.disk("moving disk", disk, result, before(&name));
-            }
-        }
-        for (changed, stopped, prepared) in stopped {
-            let result = match stopped {
-                Ok(()) => start(server, claim, changed, prepared),
-                Err(e) => {
-                    server.forget(prepared);
-                    Err(e)
-                }
-            };
-            let DiskChange { before, then, .. } = changed;
-            let remains = server.spec_of(&then.name).map(|_| *before);
-            failed.disk("changing disk", before, result, remains);
-        }
-        for (&disk, prepared) in self.added.iter().zip(ready.added) {
-            let served = server.serve(claim, prepared).map(drop);
-            failed.disk("serving disk", disk, served, None);
-        }
-        for export in exports {
-            let name = export.name.clone();
-            let result = server.add_nbd_export(claim, export);
-            failed.note("exporting", &name, result);
-        }
-        self.apply_exports(server, claim, &mut failed);
-        let limits_stay =
-            |disk: &DiskSpec| before(&disk.name).is_some_and(|b| b.has_limits_of(disk));
-        let moved = self.moved.iter().filter(|disk| !limits_stay(disk));
-        for &disk in self.throttled.iter().chain(moved) {
-            let group = disk.throttle_group.as_deref();
-            let result = server.throttle(claim, &disk.name, &disk.limits, group);
-            failed.disk("limiting disk", disk, result, before(&disk.name));
-        }
-        for (name, limits) in &self.new.groups {
-            let before = self.old.groups.iter().find(|(other, _)| other == name);
-            if before.is_some_and(|(_, before)| before != limits) {
-                failed.note("changing group", name, server.change_group(name, limits));
-            }
-        }
-        let gone = |(name, _): &&(String, _)| !has(&self.new.groups, name);
-        for group in self.old.groups.iter().filter(gone) {
-            if failed.note("removing group", &group.0, server.remove_group(&group.0)) {
-                failed.groups.push(group);
-            }
-        }
-        let gone = |(id, _): &&(String, _)| !has(&self.new.threads, id);
-        for thread in self.old.threads.iter().filter(gone) {
-            let result = server.threads.remove(&thread.0).map_err(ServerError::from);
-            if failed.note("removing I/O thread", &thread.0, result) {
-                failed.threads.push(thread);
-            }
-        }
-        failed
-    }
-
-    /// Adds and removes NBD exports whose configuration has changed, and adds those of disks that are new. One that a command
-    /// has removed does not return.
-    fn apply_exports(&self, server: &Server, claim: &Claim<'_>, failed: &mut Failed<'a>) {
-        if server.nbd.address().is_none() {
-            // 'nbd' needs a restart.
-            return;
-        }
-        let gone = |export: &&NbdExportSpec| !self.new.exports.contains(export);
-        for export in self.old.exports.iter().filter(gone) {
-            let removed = server.remove_nbd_export(claim, &export.id, Removal::Hard);
-            failed.note("removing export", &export.name, removed.map(drop));
-        }
-        let there = server.nbd.exports();
-        let is_new = |export: &&NbdExportSpec| {
-            let its_disk = |disk: &&DiskSpec| disk.name == export.node;
-            let is_added = self.added.iter().any(its_disk);
-            let is_there = there.iter().any(|other| other.id == export.id);
-            (is_added || !self.old.exports.contains(export)) && !is_there
-        };
-        let waits = |export: &NbdExportSpec| self.waiting_exports.contains(&export);
-        let new = self.new.exports.iter().filter(is_new);
-        for export in new.filter(|export| !waits(export)) {
-            if !server.export_when_there(export) {
-                let result = server.add_nbd_export(claim, export.clone());
-                if failed.note("exporting", &export.name, result) {
-                    failed.exports.push(&export.name);
-                }
-            }
-        }
-    }
-
     /// What ends with the disks that are removed, a sentence for each disk.
     fn what_ends(&self, server: &Server) -> Vec<String> {
         let sentence = |disk: &&DiskSpec| {
@@ -501,69 +397,6 @@ impl<'a> Change<'a> {
             self.added.len(),
             self.removed.len()
         )
-    }
-}
-
-/// Changes that failed. The next reload tries them again.
-#[derive(Default)]
-struct Failed<'a> {
-    reasons: Vec<String>,
-    /// Disks that are not as configured, and what they are instead.
-    disks: Vec<(&'a str, Option<&'a DiskSpec>)>,
-    groups: Vec<&'a (String, ThrottleLimits)>,
-    threads: Vec<&'a (String, ThreadSpec)>,
-    exports: Vec<&'a str>,
-}
-
-impl<'a> Failed<'a> {
-    /// Counts and logs a failure. Returns whether there was one.
-    fn note(&mut self, what: &str, name: &str, result: Result<(), ServerError>) -> bool {
-        let Err(e) = result else {
-            return false;
-        };
-        let reason = format!("{what} '{name}': {e}");
-        error!("{reason}");
-        self.reasons.push(reason);
-        true
-    }
-
-    fn disk(
-        &mut self,
-        what: &str,
-        disk: &'a DiskSpec,
-        result: Result<(), ServerError>,
-        remains: Option<&'a DiskSpec>,
-    ) {
-        if self.note(what, &disk.name, result) {
-            self.disks.push((&disk.name, remains));
-        }
-    }
-
-    /// What applies after `old` and `new`, without what failed, or needs a restart.
-    fn in_force(&self, old: &Config, new: &Config) -> Config {
-        let mut config = Config {
-            threads: new.threads.clone(),
-            groups: new.groups.clone(),
-            disks: new.disks.clone(),
-            exports: new.exports.clone(),
-            directory: new.directory.clone(),
-            has_files: new.has_files,
-            ..old.clone()
-        };
-        for (id, spec) in &mut config.threads {
-            if let Some((_, before)) = old.threads.iter().find(|(other, _)| other == id) {
-                *spec = before.clone();
-            }
-        }
-        for &(name, remains) in &self.disks {
-            config.disks.retain(|disk| disk.name != name);
-            config.disks.extend(remains.cloned());
-        }
-        let failed = |export: &NbdExportSpec| self.exports.contains(&export.name.as_str());
-        config.exports.retain(|export| !failed(export));
-        config.groups.extend(self.groups.iter().copied().cloned());
-        config.threads.extend(self.threads.iter().copied().cloned());
-        config
     }
 }
 
@@ -625,36 +458,6 @@ fn in_order(moves: &mut Vec<Move>) -> Result<(), ReloadError> {
         left = stuck;
     }
     Ok(())
-}
-
-/// Stops a disk that is to be restarted.
-fn stop(server: &Server, claim: &Claim<'_>, changed: &DiskChange<'_>) -> Result<(), ServerError> {
-    let name = &changed.then.name;
-    warn!("disk {name}: its front-end is disconnected to apply the changes, and may connect again");
-    match server.detach(claim, name, Removal::Hard) {
-        // It is stopped regardless, and must be started again for its VM.
-        Err(e @ ServerError::Detached(_)) => {
-            error!("{e}");
-            Ok(())
-        }
-        result => result,
-    }
-}
-
-/// Starts it again; with its previous settings if the new ones fail.
-fn start(
-    server: &Server,
-    claim: &Claim<'_>,
-    changed: &DiskChange<'_>,
-    prepared: PreparedDisk,
-) -> Result<(), ServerError> {
-    let Err(e) = server.serve(claim, prepared) else {
-        return Ok(());
-    };
-    if let Err(e) = server.attach(claim, changed.now.clone()) {
-        error!("disk {}: cannot be restored: {e}", changed.now.name);
-    }
-    Err(e)
 }
 
 /// The disks that a reload may change: their configuration differs, or that of an NBD export.

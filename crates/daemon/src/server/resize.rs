@@ -7,7 +7,7 @@ use std::time::Instant;
 use tracing::{info, warn};
 
 use super::deadline::{ANSWER_TIMEOUT, with_deadline};
-use super::{Claim, Server, ServerError};
+use super::{Claim, Server, ServerError, Waiting};
 use crate::node::Node;
 
 impl Server {
@@ -37,14 +37,18 @@ impl Server {
             }
             Ok(its.file_size())
         };
-        let (disk, its) = (name.to_owned(), node.clone());
+        let (disk, its) = (name.to_owned(), Arc::downgrade(&node));
         let late = move |server: &Self, size| {
             let Ok(_inhibitor) = server.handover.wait_and_inhibit() else {
                 return;
             };
             // The command has ended, and others may have come.
             let claim = server.claim("resize", || vec![&disk]);
-            match claim.and_then(|_claim| server.grown(&its, size)) {
+            let grown = claim.and_then(|_claim| match its.upgrade() {
+                Some(node) => server.grown(&node, size),
+                None => Err(ServerError::ChangedMeanwhile(disk.clone())),
+            });
+            match grown {
                 Ok(size) => {
                     let size = block::format_size(size);
                     info!("disk {disk}: its storage answers again, and it has {size} now");
@@ -124,29 +128,29 @@ impl Server {
 
     /// Checks all disks for growth. Requests that wait for space are tried again.
     pub fn look_for_growth(&self) {
+        // Files must be free for the commands that are waited for.
         let nodes: Vec<_> = {
             let state = self.state();
             let exports = state.exports.values();
             exports
                 .inspect(|e| e.retry())
-                .map(|e| e.node.clone())
+                .map(|e| Arc::downgrade(&e.node))
                 .collect()
         };
         // Each in a thread of its own, which stays if its storage does not answer.
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         for node in nodes {
-            let its = node.clone();
-            match with_deadline(node.name(), deadline, move || Ok(its.file_size())) {
-                Ok(size) => {
-                    let until = Instant::now() + ANSWER_TIMEOUT;
-                    let claim = self.claim_until(until, "growth", || vec![node.name()]);
-                    // It may be on another file by now, which has been looked at.
-                    drop(claim.and_then(|_claim| self.let_grow(&node, &size)));
-                }
-                Err(_) => warn!(
-                    "disk {}: its storage does not answer, so its size is unknown",
-                    node.name()
-                ),
+            let Some(its) = node.upgrade() else { continue };
+            let name = its.name().to_owned();
+            let Ok(size) = with_deadline(&name, deadline, move || Ok(its.file_size())) else {
+                warn!("disk {name}: its storage does not answer, so its size is unknown");
+                continue;
+            };
+            let waiting = Waiting::until(deadline);
+            let claim = self.claim_as(&waiting, "growth", || vec![&name]);
+            // A disk that another command has moved or started again has the size of its file already.
+            if let (Ok(_claim), Some(node)) = (claim, node.upgrade()) {
+                drop(self.let_grow(&node, &size));
             }
         }
     }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig};
 
@@ -202,6 +203,45 @@ fn a_restart_and_a_change_of_bitmaps_exclude_each_other() {
     });
     ringdisk.json(&["reload"]);
     device(&ringdisk);
+}
+
+/// What one reload does after its changes does not keep the files of disks that the next one restarts.
+#[test]
+fn reloads_follow_each_other_closely() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().to_owned();
+    let configure = |changed: usize, cache: &str| {
+        let disk = |i: usize| {
+            let file = path.join(format!("{i}.raw"));
+            let cache = if i == changed { cache } else { "none" };
+            let (file, socket) = (file.display(), path.join(format!("{i}.sock")));
+            let socket = socket.display();
+            format!(
+                "[[disk]]\nfile = \"{file}\"\nsocket = \"{socket}\"\nqueues = 1\ncache = \"{cache}\"\n"
+            )
+        };
+        let text: String = (0..6).map(disk).collect();
+        // At once: a reload may be reading it.
+        fs::write(path.join("new"), text).unwrap();
+        fs::rename(path.join("new"), path.join("r.toml")).unwrap();
+    };
+    for i in 0..6 {
+        fs::write(path.join(format!("{i}.raw")), content(0, 1 << 20)).unwrap();
+    }
+    configure(0, "none");
+    let config = format!("--config={}", path.join("r.toml").display());
+    let ringdisk = Controlled::start_in(dir, &[config]);
+    for round in 0..60 {
+        ringdisk.server.signal(Signal::HUP);
+        thread::sleep(Duration::from_micros(500 * (round % 40)));
+        configure(
+            round as usize % 6,
+            ["writeback", "none"][round as usize / 6 % 2],
+        );
+        ringdisk.json(&["reload"]);
+        let disks = ringdisk.json(&["list"]);
+        assert_eq!(disks.as_array().unwrap().len(), 6, "round {round}: {disks}");
+    }
 }
 
 /// A reload starts the disk on the file that it has then, or changes nothing.

@@ -50,8 +50,8 @@ pub(super) fn begin(run: &Run<'_>, wanted: BackupAccessSetup) -> Reply {
         memory: wanted.memory,
         token: wanted.token,
     };
-    let disks = || targets.iter().map(|target| &target.disk).collect();
-    let claim = run.claim(disks)?;
+    let disks: Vec<_> = targets.iter().map(|target| &target.disk).collect();
+    let claim = run.claim(|| server.names_in_backup(&id, &disks))?;
     let backup = server.begin_backup(&claim, &id, &targets, options)?;
     if client.has_left() {
         // It may have been ended already.

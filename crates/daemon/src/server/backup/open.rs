@@ -73,6 +73,19 @@ impl OpenBackups {
         Some((found.device.clone(), found.moment.clone()))
     }
 
+    /// Checks that no disk of an open backup has this name.
+    ///
+    /// # Errors
+    /// Which backup.
+    pub fn check_name(&self, name: &str) -> Result<(), BackupError> {
+        let open = self.lock();
+        let has = |backup: &&Arc<Backup>| backup.disks.iter().any(|disk| disk.access == name);
+        match open.values().find(has) {
+            Some(backup) => Err(BackupError::Access(name.into(), backup.id.clone())),
+            None => Ok(()),
+        }
+    }
+
     /// The nodes of an open backup's disks.
     pub fn disks_of(&self, id: &str) -> Vec<String> {
         let open = self.lock();

@@ -1,0 +1,309 @@
+//! Applies the changes of a reload.
+
+use std::collections::BTreeSet;
+
+use block::ThrottleLimits;
+use tracing::{error, warn};
+
+use super::{Change, ConnectionInfo, DiskChange, has};
+use crate::config::nbd::NbdExportSpec;
+use crate::config::spec::DiskSpec;
+use crate::config::{Config, ThreadSpec, sockets};
+use crate::server::{Claim, DISKS_MAX, Move, PreparedDisk, Removal, Server, ServerError};
+use crate::socket::canonical_path;
+
+/// A change that may wait for storage.
+enum Last<'a> {
+    Move(Move),
+    Remove(&'a DiskSpec),
+}
+
+impl Last<'_> {
+    fn disk(&self) -> &str {
+        match self {
+            Self::Move(moved) => moved.disk(),
+            Self::Remove(disk) => &disk.name,
+        }
+    }
+}
+
+impl<'a> Change<'a> {
+    /// Applies the changes, some of which may fail. What may wait for storage comes last, if nothing depends on it: by then, the
+    /// other disks are free for commands.
+    pub(super) fn carry_out(
+        &self,
+        server: &Server,
+        mut claim: Claim<'_>,
+        ready: ConnectionInfo<'a>,
+    ) -> Failed<'a> {
+        let mut failed = Failed::default();
+        for disk in &self.absent {
+            server.change_absent(disk.clone());
+        }
+        // If nothing else depends on them, removals and moves are last.
+        let is_last = !self.is_entangled(&ready);
+        let (moves, last_moves): (Vec<_>, Vec<_>) = ready.moves.into_iter().partition(|_| !is_last);
+        let (removed, last_removed): (Vec<_>, Vec<_>) = self.removed.iter().partition(|_| !is_last);
+        for &disk in removed {
+            self.remove(server, &claim, disk, &mut failed);
+        }
+        let restarted = self.changed.iter().map(|changed| &changed.then.name);
+        let exports = restarted.flat_map(|disk| server.nbd_exports_of(disk));
+        let exports: Vec<NbdExportSpec> = exports.collect();
+        // All of them before the first starts again: they may have exchanged files.
+        let changed = self.changed.iter().zip(ready.changed);
+        let stopped =
+            changed.map(|(changed, prepared)| (changed, stop(server, &claim, changed), prepared));
+        let stopped: Vec<_> = stopped.collect();
+        for moved in moves {
+            self.move_disk(server, &claim, moved, &mut failed);
+        }
+        for (changed, stopped, prepared) in stopped {
+            let result = match stopped {
+                Ok(()) => start(server, &claim, changed, prepared),
+                Err(e) => {
+                    server.forget(prepared);
+                    Err(e)
+                }
+            };
+            let DiskChange { before, then, .. } = changed;
+            let remains = server.spec_of(&then.name).map(|_| *before);
+            failed.disk("changing disk", before, result, remains);
+        }
+        for (&disk, prepared) in self.added.iter().zip(ready.added) {
+            let served = server.serve(&claim, prepared).map(drop);
+            failed.disk("serving disk", disk, served, None);
+        }
+        for export in exports {
+            let name = export.name.clone();
+            let result = server.add_nbd_export(&claim, export);
+            failed.note("exporting", &name, result);
+        }
+        self.apply_exports(server, &claim, &mut failed);
+        for &disk in &self.throttled {
+            self.limit(server, &claim, disk, &mut failed);
+        }
+        for (name, limits) in &self.new.groups {
+            let before = self.old.groups.iter().find(|(other, _)| other == name);
+            if before.is_some_and(|(_, before)| before != limits) {
+                failed.note("changing group", name, server.change_group(name, limits));
+            }
+        }
+        let moves = last_moves.into_iter().map(Last::Move);
+        let removed = last_removed.into_iter().copied().map(Last::Remove);
+        let hung = server.hung_disks();
+        let mut last: Vec<_> = moves.chain(removed).collect();
+        last.sort_by_key(|last| hung.iter().any(|hung| hung == last.disk()));
+        let mut names: BTreeSet<_> = last.iter().map(|last| last.disk().to_owned()).collect();
+        for last in last {
+            claim.keep(&names);
+            names.remove(last.disk());
+            match last {
+                Last::Move(moved) => self.move_disk(server, &claim, moved, &mut failed),
+                Last::Remove(disk) => self.remove(server, &claim, disk, &mut failed),
+            }
+        }
+        drop(claim);
+        self.remove_groups_and_threads(server, &mut failed);
+        failed
+    }
+
+    /// Whether a disk starts or moves only once another has left its file, its socket or its name.
+    fn is_entangled(&self, ready: &ConnectionInfo<'_>) -> bool {
+        let mut opened = ready.changed.iter().chain(&ready.added);
+        let mut removed = self.removed.iter();
+        opened.any(|prepared| !prepared.is_open())
+            || ready.moves.iter().any(|moved| moved.waits_for().is_some())
+            || removed.any(|removed| {
+                let path = |disk: &DiskSpec| canonical_path(&sockets::path(disk));
+                let starts = self.changed.iter().map(|changed| &changed.then);
+                let mut starts = starts.chain(self.added.iter().copied());
+                let mut exports = self.new.exports.iter();
+                starts.any(|disk| path(disk) == path(removed))
+                    || exports.any(|export| export.id == removed.name)
+            })
+            || self.old.disks.len() + self.added.len() > DISKS_MAX
+    }
+
+    fn remove(
+        &self,
+        server: &Server,
+        claim: &Claim<'_>,
+        disk: &'a DiskSpec,
+        failed: &mut Failed<'a>,
+    ) {
+        let result = server.detach(claim, &disk.name, Removal::Hard);
+        let remains = server.node_of(&disk.name).map(|_| disk);
+        failed.disk("removing disk", disk, result, remains);
+    }
+
+    /// Moves a disk, and then sets its limits.
+    fn move_disk(&self, server: &Server, claim: &Claim<'_>, moved: Move, failed: &mut Failed<'a>) {
+        let Some(&disk) = self.moved.iter().find(|disk| disk.name == moved.disk()) else {
+            return server.release(moved);
+        };
+        let before = self.before(&disk.name);
+        let result = server.carry_out(claim, moved);
+        failed.disk("moving disk", disk, result, before);
+        if !before.is_some_and(|before| before.has_limits_of(disk)) {
+            self.limit(server, claim, disk, failed);
+        }
+    }
+
+    fn limit(
+        &self,
+        server: &Server,
+        claim: &Claim<'_>,
+        disk: &'a DiskSpec,
+        failed: &mut Failed<'a>,
+    ) {
+        let group = disk.throttle_group.as_deref();
+        let result = server.throttle(claim, &disk.name, &disk.limits, group);
+        failed.disk("limiting disk", disk, result, self.before(&disk.name));
+    }
+
+    /// A disk as it was configured.
+    fn before(&self, disk: &str) -> Option<&'a DiskSpec> {
+        self.old.disks.iter().find(|other| other.name == disk)
+    }
+
+    fn remove_groups_and_threads(&self, server: &Server, failed: &mut Failed<'a>) {
+        let gone = |(name, _): &&(String, _)| !has(&self.new.groups, name);
+        for group in self.old.groups.iter().filter(gone) {
+            if failed.note("removing group", &group.0, server.remove_group(&group.0)) {
+                failed.groups.push(group);
+            }
+        }
+        let gone = |(id, _): &&(String, _)| !has(&self.new.threads, id);
+        for thread in self.old.threads.iter().filter(gone) {
+            let result = server.threads.remove(&thread.0).map_err(ServerError::from);
+            if failed.note("removing I/O thread", &thread.0, result) {
+                failed.threads.push(thread);
+            }
+        }
+    }
+
+    /// Adds and removes NBD exports whose configuration has changed, and adds those of disks that are new. One that a command
+    /// has removed does not return.
+    fn apply_exports(&self, server: &Server, claim: &Claim<'_>, failed: &mut Failed<'a>) {
+        if server.nbd.address().is_none() {
+            // 'nbd' needs a restart.
+            return;
+        }
+        let gone = |export: &&NbdExportSpec| !self.new.exports.contains(export);
+        for export in self.old.exports.iter().filter(gone) {
+            let removed = server.remove_nbd_export(claim, &export.id, Removal::Hard);
+            failed.note("removing export", &export.name, removed.map(drop));
+        }
+        let there = server.nbd.exports();
+        let is_new = |export: &&NbdExportSpec| {
+            let its_disk = |disk: &&DiskSpec| disk.name == export.node;
+            let is_added = self.added.iter().any(its_disk);
+            let is_there = there.iter().any(|other| other.id == export.id);
+            (is_added || !self.old.exports.contains(export)) && !is_there
+        };
+        let waits = |export: &NbdExportSpec| self.waiting_exports.contains(&export);
+        let new = self.new.exports.iter().filter(is_new);
+        for export in new.filter(|export| !waits(export)) {
+            if !server.export_when_there(export) {
+                let result = server.add_nbd_export(claim, export.clone());
+                if failed.note("exporting", &export.name, result) {
+                    failed.exports.push(&export.name);
+                }
+            }
+        }
+    }
+}
+
+/// Changes that failed. The next reload tries them again.
+#[derive(Default)]
+pub(super) struct Failed<'a> {
+    pub(super) reasons: Vec<String>,
+    /// Disks that are not as configured, and what they are instead.
+    disks: Vec<(&'a str, Option<&'a DiskSpec>)>,
+    groups: Vec<&'a (String, ThrottleLimits)>,
+    threads: Vec<&'a (String, ThreadSpec)>,
+    exports: Vec<&'a str>,
+}
+
+impl<'a> Failed<'a> {
+    /// Counts and logs a failure. Returns whether there was one.
+    fn note(&mut self, what: &str, name: &str, result: Result<(), ServerError>) -> bool {
+        let Err(e) = result else {
+            return false;
+        };
+        let reason = format!("{what} '{name}': {e}");
+        error!("{reason}");
+        self.reasons.push(reason);
+        true
+    }
+
+    fn disk(
+        &mut self,
+        what: &str,
+        disk: &'a DiskSpec,
+        result: Result<(), ServerError>,
+        remains: Option<&'a DiskSpec>,
+    ) {
+        if self.note(what, &disk.name, result) {
+            self.disks.push((&disk.name, remains));
+        }
+    }
+
+    /// What applies after `old` and `new`, without what failed, or needs a restart.
+    pub(super) fn in_force(&self, old: &Config, new: &Config) -> Config {
+        let mut config = Config {
+            threads: new.threads.clone(),
+            groups: new.groups.clone(),
+            disks: new.disks.clone(),
+            exports: new.exports.clone(),
+            directory: new.directory.clone(),
+            has_files: new.has_files,
+            ..old.clone()
+        };
+        for (id, spec) in &mut config.threads {
+            if let Some((_, before)) = old.threads.iter().find(|(other, _)| other == id) {
+                *spec = before.clone();
+            }
+        }
+        for &(name, remains) in &self.disks {
+            config.disks.retain(|disk| disk.name != name);
+            config.disks.extend(remains.cloned());
+        }
+        let failed = |export: &NbdExportSpec| self.exports.contains(&export.name.as_str());
+        config.exports.retain(|export| !failed(export));
+        config.groups.extend(self.groups.iter().copied().cloned());
+        config.threads.extend(self.threads.iter().copied().cloned());
+        config
+    }
+}
+
+/// Stops a disk that is to be restarted.
+fn stop(server: &Server, claim: &Claim<'_>, changed: &DiskChange<'_>) -> Result<(), ServerError> {
+    let name = &changed.then.name;
+    warn!("disk {name}: its front-end is disconnected to apply the changes, and may connect again");
+    match server.detach(claim, name, Removal::Hard) {
+        // It is stopped regardless, and must be started again for its VM.
+        Err(e @ ServerError::Detached(_)) => {
+            error!("{e}");
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+/// Starts it again; with its previous settings if the new ones fail.
+fn start(
+    server: &Server,
+    claim: &Claim<'_>,
+    changed: &DiskChange<'_>,
+    prepared: PreparedDisk,
+) -> Result<(), ServerError> {
+    let Err(e) = server.serve(claim, prepared) else {
+        return Ok(());
+    };
+    if let Err(e) = server.attach(claim, changed.now.clone()) {
+        error!("disk {}: cannot be restored: {e}", changed.now.name);
+    }
+    Err(e)
+}
