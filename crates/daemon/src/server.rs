@@ -13,6 +13,7 @@ pub mod handover;
 pub mod iothreads;
 pub mod nbd;
 pub mod reload;
+pub mod resources;
 
 mod absent;
 mod ahead;

@@ -7,6 +7,7 @@ mod queries;
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
 use control::{
     BlockExportRemoveMode, BlockResize, Command, CommandError, FilePath, Handler, ImageFormat,
@@ -25,6 +26,7 @@ use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::handover::HandoverInProgress;
 use crate::server::iothreads::IoThreadError;
 use crate::server::reload::Reloader;
+use crate::server::resources;
 use crate::server::{Claim, Removal, Server, ServerError, Waiting};
 
 /// Executes commands on a server.
@@ -53,8 +55,17 @@ impl<'a> Run<'a> {
     /// # Errors
     /// Another command does not end, or the client has left meanwhile: it does not expect that the command begins later.
     fn claim<N: AsRef<str>>(&self, names: impl Fn() -> Vec<N>) -> Result<Claim<'a>, CommandError> {
+        self.claim_within(Duration::MAX, names)
+    }
+
+    /// The same, but does not wait for longer than `time`.
+    fn claim_within<N: AsRef<str>>(
+        &self,
+        time: Duration,
+        names: impl Fn() -> Vec<N>,
+    ) -> Result<Claim<'a>, CommandError> {
         let has_left = || self.client.has_left();
-        let waiting = Waiting::of_client(&has_left);
+        let waiting = Waiting::of_client(&has_left).at_most(time);
         Ok(self.server.claim_as(&waiting, self.name, names)?)
     }
 }
@@ -138,7 +149,12 @@ impl Qmp {
             Command::NbdServerStart(wanted) => done(objects::start_nbd(server, &wanted)),
             Command::NbdServerStop(_) => done(server.stop_nbd()),
             Command::ObjectAdd(options) => done(objects::add_object(server, &options)),
-            Command::ObjectDel(which) => done(objects::remove_object(server, &which.id)),
+            Command::ObjectDel(which) => {
+                // A reload may be starting a disk that uses it.
+                let names = || vec![resources::group(&which.id), resources::thread(&which.id)];
+                let _claim = run.claim(names)?;
+                done(objects::remove_object(server, &which.id))
+            }
             Command::QueryBlockExports(_) => Ok(queries::exports(server).to_json()),
             Command::QueryBlockstats(wanted) => {
                 let nodes = wanted.query_nodes.unwrap_or(false);
@@ -244,11 +260,13 @@ fn block_resize(run: &Run<'_>, wanted: BlockResize) -> Reply {
 fn attach(run: &Run<'_>, wanted: RingdiskAttach) -> Reply {
     let spec: Result<DiskSpec, _> = wanted.disk.parse();
     let spec = spec.map_err(|e| CommandError::generic(e.to_string()))?;
-    let claim = run.claim(|| vec![&spec.name])?;
     let spec = match wanted.directory {
         Some(FilePath(directory)) => spec.in_directory(&directory),
         None => spec,
     };
+    let mut names = run.server.own_resources(&spec);
+    names.push(spec.name.clone());
+    let claim = run.claim(|| names.clone())?;
     let attached = run.server.attach(&claim, spec)?;
     (run.server).add_configured_exports(&claim, &attached.name);
     connect_info(attached)
@@ -276,7 +294,9 @@ fn replace(run: &Run<'_>, wanted: RingdiskReplace) -> Reply {
         ImageFormat::Raw => Format::Raw,
         ImageFormat::Qcow2 => Format::Qcow2,
     });
-    let claim = run.claim(|| vec![&wanted.id])?;
+    let mut names = run.server.file_resources(&wanted.id, &file);
+    names.push(wanted.id.clone());
+    let claim = run.claim(|| names.clone())?;
     let name = node_of(run.server, &wanted.id)?;
     let data_file = wanted.data_file.map(|path| path.0);
     let server = run.server;

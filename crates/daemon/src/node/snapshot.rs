@@ -15,7 +15,9 @@
 //! leaves {the old image, as it was closed in 3 or with its journal}; while 5 is persisted, the new image has no writes yet,
 //! and {either} is right; afterwards {the new one}, above an old one that nothing writes to.
 
-use engine::Identity;
+use std::sync::Arc;
+
+use engine::{DiskFile, Identity};
 use image::{FileIndex, Format, Image};
 
 use super::{Node, NodeError};
@@ -33,6 +35,21 @@ impl Node {
         written.map(|file| file.identity()).collect()
     }
 
+    /// The first of these files that this image builds on, without having it as its own.
+    fn below_its_top(&self, files: &[Arc<DiskFile>]) -> Option<FileIndex> {
+        let ours: Vec<_> = {
+            let state = self.state();
+            state.image.as_ref()?;
+            state.files.iter().map(|file| file.identity()).collect()
+        };
+        let is_below = |file: &Arc<DiskFile>| {
+            let there = file.identity();
+            ours.contains(&there) && !self.is_on(there)
+        };
+        let found = files.iter().position(is_below);
+        found.map(|found| FileIndex(found as u16))
+    }
+
     /// If this node builds on the files of `before`, which the disk uses until now, writes that one completely and reads it
     /// again, so that this node can replace it. No request is in flight there, and everything is durable. Returns whether
     /// this node builds on the other.
@@ -47,6 +64,15 @@ impl Node {
             (chain.cloned(), state.file.clone(), state.files.clone())
         };
         let builds_on_ours = files.iter().any(|file| ours.contains(&file.identity()));
+        if let Some(chain) = &chain
+            && !builds_on_ours
+            && let Some(below) = before.below_its_top(&files)
+            && chain.is_unwritten_above(below)
+        {
+            let why = "has nothing of its own, and builds on a file below what the disk is on";
+            let (above, below) = (self.filename.clone(), before.filename.clone());
+            return Err(NodeError::Above(above, why, below, before.format));
+        }
         let (Some(chain), Some(file), FileSpec::Path(path), true) =
             (chain, file, &self.spec.file, builds_on_ours)
         else {

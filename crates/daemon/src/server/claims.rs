@@ -1,6 +1,6 @@
 //! The order of commands: whoever changes a disk has claimed it before.
 //!
-//! A claim names disks, nodes and exports. Claims that have nothing in common are held at the same time; others follow each
+//! A claim names disks, nodes and exports, and [what these need](super::resources). Claims that have nothing in common are held at the same time; others follow each
 //! other in the order in which they were asked for, so that none is overtaken. A thread holds one claim at a time, and it is
 //! taken as a whole: no two commands wait for each other. Only the holder of a claim can call what changes a disk, and what it
 //! has found stays true until it gives the claim up.
@@ -41,6 +41,15 @@ impl<'a> Waiting<'a> {
             others_max: WAITING_MAX,
             has_left,
         }
+    }
+}
+
+impl<'a> Waiting<'a> {
+    /// The same, but not for longer than this.
+    pub fn at_most(self, time: Duration) -> Self {
+        let deadline = Instant::now().checked_add(time);
+        let deadline = deadline.map_or(self.deadline, |it| it.min(self.deadline));
+        Self { deadline, ..self }
     }
 }
 

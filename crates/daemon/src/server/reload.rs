@@ -16,6 +16,7 @@ use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, ConfigError};
 use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
+use crate::server::resources;
 use crate::server::{Move, PreparedDisk, Server, ServerError, TargetState};
 use crate::state::store::Configured;
 
@@ -106,7 +107,12 @@ impl Reloader {
         // While no command waits: storage may not answer.
         let change = Change::between(&old, &new, server, restarts);
         change.check_answers(server)?;
-        let claim = server.claim("reload", || disks_that_differ(&old, &new))?;
+        let claim = server.claim("reload", || {
+            let change = Change::between(&old, &new, server, restarts);
+            let mut names = disks_that_differ(&old, &new);
+            names.extend(change.resources(server));
+            names
+        })?;
         // Commands may have changed disks before. What they change from now on is not what the reload is about.
         let change = Change::between(&old, &new, server, restarts);
         let prepared = change.prepare(server)?;
@@ -276,6 +282,24 @@ impl<'a> Change<'a> {
             .waiting_exports
             .extend(new.exports.iter().filter(waits));
         change
+    }
+
+    /// What the disks need that are started, moved or restarted, as it is claimed.
+    fn resources(&self, server: &Server) -> Vec<String> {
+        let restarted = self
+            .changed
+            .iter()
+            .flat_map(|changed| [&changed.now, &changed.then]);
+        let opened = self.added.iter().chain(&self.moved).copied();
+        let mut names = Vec::new();
+        for disk in restarted.chain(opened) {
+            names.extend(server.own_resources(disk));
+            names.extend(resources::shared(disk));
+        }
+        let exports = self.changed.iter();
+        let exports = exports.flat_map(|changed| server.nbd_exports_of(&changed.then.name));
+        names.extend(exports.map(|export| resources::nbd_name(&export.name)));
+        names
     }
 
     /// Checks that the storage of disks answers that are started or moved.
@@ -471,7 +495,10 @@ fn disks_that_differ(old: &Config, new: &Config) -> Vec<String> {
             let exports = exports.filter(|export| !other.exports.contains(export));
             let disks = disks.map(|disk| disk.name.clone());
             // A command may have given the id to another disk.
-            let exports = exports.flat_map(|export| [export.id.clone(), export.node.clone()]);
+            let exports = exports.flat_map(|export| {
+                let name = resources::nbd_name(&export.name);
+                [export.id.clone(), export.node.clone(), name]
+            });
             disks.chain(exports)
         });
     disks.collect()

@@ -1,6 +1,7 @@
 //! Commands about backups.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use block::DirtyBitmap;
 use control::{
@@ -17,6 +18,9 @@ use crate::server::backup::{
 };
 use crate::server::error::BackupError;
 use crate::server::{Server, ServerError};
+
+/// How long a backup waits for other commands: its guests may be frozen.
+const FROZEN: Duration = Duration::from_secs(1);
 
 /// Nobody would know of a backup whose client has left before the reply, so it does not stay open. A client that has waited in
 /// vain can hang up, and then end the backup of its token if there is one: it does not begin later.
@@ -51,7 +55,7 @@ pub(super) fn begin(run: &Run<'_>, wanted: BackupAccessSetup) -> Reply {
         token: wanted.token,
     };
     let disks: Vec<_> = targets.iter().map(|target| &target.disk).collect();
-    let claim = run.claim(|| server.names_in_backup(&id, &disks))?;
+    let claim = run.claim_within(FROZEN, || server.names_in_backup(&id, &disks))?;
     let backup = server.begin_backup(&claim, &id, &targets, options)?;
     if client.has_left() {
         // It may have been ended already.

@@ -22,7 +22,7 @@ use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::config::spec::{DiskSpec, FileSpec, SocketAccess};
-use crate::server::{Claim, Server, ServerError};
+use crate::server::{Claim, Server, ServerError, resources};
 
 /// The path of an image's data file.
 fn data_file_of(file: &BlockdevRef) -> Result<PathBuf, CommandError> {
@@ -48,10 +48,31 @@ fn child_of(options: &BlockdevOptions) -> Option<&String> {
     }
 }
 
+/// The file that a node opens.
+fn path_of(options: &BlockdevOptions) -> Option<&PathBuf> {
+    let below = match &options.driver {
+        BlockdevDriver::File(file) | BlockdevDriver::HostDevice(file) => {
+            return Some(&file.filename.0);
+        }
+        BlockdevDriver::Raw(raw) => &raw.file,
+        BlockdevDriver::Qcow2(image) => &image.file,
+        _ => return None,
+    };
+    match below {
+        BlockdevRef::Definition(file) => path_of(file),
+        BlockdevRef::Reference(_) => None,
+    }
+}
+
 pub(super) fn add_node(run: &Run<'_>, options: &BlockdevOptions) -> Result<(), CommandError> {
     let server = run.server;
     let name = options.root_node_name()?.to_string();
-    let claim = run.claim(|| child_of(options).into_iter().chain([&name]).collect())?;
+    let mut names = vec![name.clone()];
+    names.extend(child_of(options).cloned());
+    if let Some(path) = path_of(options) {
+        names.extend(server.file_resources(&name, &FileSpec::Path(path.clone())));
+    }
+    let claim = run.claim(|| names.clone())?;
     if server.is_absent(&name) {
         return Err(server.not_there(&name).into());
     }
@@ -179,7 +200,20 @@ fn location_of(options: &BlockdevOptionsRbd) -> Result<Location, String> {
 
 pub(super) fn add_export(run: &Run<'_>, options: &BlockExportOptions) -> Result<(), CommandError> {
     let server = run.server;
-    let claim = run.claim(|| vec![options.node_name.clone(), options.id.to_string()])?;
+    let taken = match &options.kind {
+        BlockExportType::VhostUserBlk(device) => resources::socket(device.addr.path()),
+        BlockExportType::Nbd(nbd) => {
+            resources::nbd_name(nbd.name.as_ref().unwrap_or(&options.node_name))
+        }
+    };
+    let names = || {
+        vec![
+            options.node_name.clone(),
+            options.id.to_string(),
+            taken.clone(),
+        ]
+    };
+    let claim = run.claim(names)?;
     let device = match &options.kind {
         BlockExportType::VhostUserBlk(device) => device,
         BlockExportType::Nbd(nbd) => return add_nbd_export(server, &claim, options, nbd),
