@@ -1,5 +1,6 @@
 //! Backups that begin and end while other commands change bitmaps of the same disk.
 
+use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 
@@ -85,4 +86,53 @@ fn commands_that_wait_spare_the_bitmap_of_a_backup() {
     };
     backups_beside_clears(&served, "n", 100, || write(&mut device, 0, 0, 1), compare);
     assert_eq!(served.done(&["backup", "list"]), Value::Array(Vec::new()));
+}
+
+/// Disk `a` in a backup `b-c` and disk `a-b` in a backup `c` would both be `a-b-c`: the client of one would copy the other.
+#[test]
+fn names_of_disks_in_backups_are_of_one_disk() {
+    let test = "names_of_disks_in_backups_are_of_one_disk";
+    let Some(served) = Served::start(test, &[]) else {
+        return;
+    };
+    let attach = |name: &str| {
+        let file = served.path(&format!("{name}.raw"));
+        fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
+        let socket = served.path(&format!("{name}.sock"));
+        format!("{},name={name},socket={}", file.display(), socket.display())
+    };
+    served.done(&["attach", &attach("a-b")]);
+    let mut clients = [(); 2].map(|()| Client::connect(served.path("control.qmp"), HANG).unwrap());
+    let end = |id: &str| json!({ "target-id": id, "success": false });
+    for _ in 0..30 {
+        let begun: Vec<bool> = thread::scope(|scope| {
+            let pairs = [("a", "b-c"), ("a-b", "c")].into_iter().zip(&mut clients);
+            let threads: Vec<_> = pairs
+                .map(|((disk, id), client)| {
+                    scope.spawn(move || {
+                        let devices = json!([{ "device": disk }]);
+                        let begin = json!({ "target-id": id, "devices": devices });
+                        client.call("backup-access-setup", begin).is_ok()
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert_eq!(begun.iter().filter(|begun| **begun).count(), 1, "{begun:?}");
+        let id = if begun[0] { "b-c" } else { "c" };
+        clients[0].call("backup-access-teardown", end(id)).unwrap();
+    }
+
+    // Nor can a disk have the name while the backup is open.
+    let begin = json!({ "target-id": "x", "devices": [{ "device": "a" }] });
+    clients[0].call("backup-access-setup", begin).unwrap();
+    let late = attach("a-x");
+    let refused = served.ringdisk(&["attach", &late]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        !refused.status.success() && said.contains("open backup 'x'"),
+        "{said}"
+    );
+    clients[0].call("backup-access-teardown", end("x")).unwrap();
+    served.done(&["attach", &late]);
 }

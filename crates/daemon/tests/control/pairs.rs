@@ -40,10 +40,15 @@ enum Change {
     CancelBackup,
     Export,
     Unexport,
+    /// Another disk takes what this one has, which is refused unless it is free.
+    TakeFile,
+    TakeSocket,
+    TakeExportName,
+    DeleteGroup,
 }
 
 impl Change {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 20] = [
         Self::ReloadRestart,
         Self::ReloadLimits,
         Self::ReloadMove,
@@ -60,6 +65,10 @@ impl Change {
         Self::CancelBackup,
         Self::Export,
         Self::Unexport,
+        Self::TakeFile,
+        Self::TakeSocket,
+        Self::TakeExportName,
+        Self::DeleteGroup,
     ];
 
     fn is_reload(self) -> bool {
@@ -68,9 +77,10 @@ impl Change {
 
     /// The disk in the configuration that this change applies.
     fn configured(self, dir: &Path, disk: &str) -> String {
+        let group = format!("[[throttle-group]]\nname = \"{disk}-g\"\niops = 9000\n");
         let other = format!("file = \"{}\"\n", file(dir, disk, "other"));
         let (file, more) = match self {
-            Self::ReloadRemove => return String::new(),
+            Self::ReloadRemove => return group,
             Self::ReloadMove => (other, ""),
             Self::ReloadRestart => (own_file(dir, disk), "cache = \"writeback\"\n"),
             Self::ReloadLimits => (own_file(dir, disk), "cache = \"none\"\niops = 5000\n"),
@@ -83,7 +93,7 @@ impl Change {
         };
         let socket = dir.join(format!("{disk}.sock"));
         format!(
-            "[[disk]]\nname = \"{disk}\"\nsocket = \"{}\"\n{file}{more}",
+            "{group}[[disk]]\nname = \"{disk}\"\nsocket = \"{}\"\nthrottle-group = \"{disk}-g\"\n{file}{more}",
             socket.display()
         )
     }
@@ -92,7 +102,7 @@ impl Change {
     fn needs(self) -> Option<Self> {
         match self {
             Self::EndBackup | Self::CancelBackup => Some(Self::BeginBackup),
-            Self::Unexport => Some(Self::Export),
+            Self::Unexport | Self::TakeExportName => Some(Self::Export),
             _ => None,
         }
     }
@@ -124,6 +134,23 @@ impl Change {
                 );
                 ("x-ringdisk-attach", json!({ "disk": spec }))
             }
+            Self::TakeFile => {
+                let spec = format!("{},name={disk}-o", file(dir, disk, "own"));
+                let socket = dir.join(format!("{disk}-o.sock"));
+                let spec = format!("{spec},socket={}", socket.display());
+                ("x-ringdisk-attach", json!({ "disk": spec }))
+            }
+            Self::TakeSocket => {
+                let spec = format!("{},name={disk}-s", file(dir, disk, "fourth"));
+                let socket = dir.join(format!("{disk}.sock"));
+                let spec = format!("{spec},socket={}", socket.display());
+                ("x-ringdisk-attach", json!({ "disk": spec }))
+            }
+            Self::TakeExportName => (
+                "block-export-add",
+                json!({ "type": "nbd", "id": format!("{disk}-y"), "node-name": "null", "name": format!("{disk}-x") }),
+            ),
+            Self::DeleteGroup => ("object-del", json!({ "id": format!("{disk}-g") })),
             Self::AddBitmap => (
                 "block-dirty-bitmap-add",
                 json!({ "node": disk, "name": "m" }),
@@ -251,7 +278,7 @@ impl Setup {
         self.disks += 1;
         let dir = self.ringdisk.dir.path().to_owned();
         let disk = format!("d{:05}", self.disks);
-        for which in ["own", "other", "third"] {
+        for which in ["own", "other", "third", "fourth"] {
             let file = fs::File::create(file(&dir, &disk, which)).unwrap();
             file.set_len(DISK_BYTES).unwrap();
         }
@@ -328,16 +355,17 @@ impl Setup {
 
     fn clean_up(&self, disk: &str, client: &mut Client) {
         let dir = self.ringdisk.dir.path();
-        for change in [
-            Change::CancelBackup,
-            Change::Unexport,
-            Change::DetachByForce,
-        ] {
+        for change in [Change::CancelBackup, Change::Unexport] {
             let _ = client.run(&change.command(dir, disk));
+        }
+        let other = json!({ "id": format!("{disk}-y"), "mode": "hard" });
+        let _ = client.run(&json!({ "execute": "block-export-del", "arguments": other }));
+        for disk in ["", "-o", "-s"].map(|other| format!("{disk}{other}")) {
+            let _ = client.run(&Change::DetachByForce.command(dir, &disk));
         }
         self.configure("");
         client.query("x-ringdisk-reload");
-        for which in ["own", "other", "third"] {
+        for which in ["own", "other", "third", "fourth"] {
             let _ = fs::remove_file(file(dir, disk, which));
         }
     }

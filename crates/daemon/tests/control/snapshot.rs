@@ -422,6 +422,15 @@ fn unusable_overlay_is_refused_and_released() {
     refused.assert_fails(1, &["a part of", "beside.qcow2 -F qcow2"]);
     overlay(at, "right.qcow2", "base.qcow2", "");
     ringdisk.json(&["replace", "disk", "right.qcow2"]);
+    // Another overlay over the previous image, which lacks what was written since, as of an administrator who came later.
+    overlay(at, "late.qcow2", "base.qcow2", "");
+    let refused = ringdisk.ringdisk(&["replace", "disk", "late.qcow2"]);
+    refused.assert_fails(1, &["below what the disk is on", "right.qcow2 -F qcow2"]);
+    // A copy of all that is above it.
+    qemu::img(
+        at,
+        "convert -U -O qcow2 -B base.qcow2 -F qcow2 right.qcow2 copy.qcow2",
+    );
     // The backing file can no longer be opened for writing.
     let refused = ringdisk.ringdisk(&["replace", "disk", "base.qcow2"]);
     refused.assert_fails(1, &["base.qcow2", "in use"]);

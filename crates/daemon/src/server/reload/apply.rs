@@ -9,6 +9,7 @@ use super::{Change, ConnectionInfo, DiskChange, has};
 use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec, sockets};
+use crate::server::iothreads::IoThreadError;
 use crate::server::{Claim, DISKS_MAX, Move, PreparedDisk, Removal, Server, ServerError};
 use crate::socket::canonical_path;
 
@@ -170,13 +171,21 @@ impl<'a> Change<'a> {
     fn remove_groups_and_threads(&self, server: &Server, failed: &mut Failed<'a>) {
         let gone = |(name, _): &&(String, _)| !has(&self.new.groups, name);
         for group in self.old.groups.iter().filter(gone) {
-            if failed.note("removing group", &group.0, server.remove_group(&group.0)) {
+            let removed = match server.remove_group(&group.0) {
+                // A command has removed it.
+                Err(ServerError::NoGroup(_)) => Ok(()),
+                removed => removed,
+            };
+            if failed.note("removing group", &group.0, removed) {
                 failed.groups.push(group);
             }
         }
         let gone = |(id, _): &&(String, _)| !has(&self.new.threads, id);
         for thread in self.old.threads.iter().filter(gone) {
-            let result = server.threads.remove(&thread.0).map_err(ServerError::from);
+            let result = match server.threads.remove(&thread.0) {
+                Err(IoThreadError::Unknown(..)) => Ok(()),
+                removed => removed.map_err(ServerError::from),
+            };
             if failed.note("removing I/O thread", &thread.0, result) {
                 failed.threads.push(thread);
             }
