@@ -610,22 +610,8 @@ fn fix(
             }
         }
     }
-    if matches!(args.to, Some(To::Qemu))
-        && let Some(path) = disks_d::without_disks(&before, &after)
-    {
-        let path_is = path.display();
-        if args.in_place && path.starts_with(&args.disks_d) {
-            in_place.remove(&path);
-            eprintln!(
-                "ringdisk: {path_is}: all its disks have moved to QEMU, and it is removed; 'ringdisk reload' lets them go, before \
-                 the VM starts"
-            );
-        } else {
-            eprintln!(
-                "ringdisk: {path_is}: all its disks have moved to QEMU: remove them there, and run 'ringdisk reload' before the \
-                 VM starts"
-            );
-        }
+    if matches!(args.to, Some(To::Qemu)) {
+        disks_d::let_go(args, &before, &after, &mut in_place);
     }
     for name in in_place.commit()? {
         eprintln!("ringdisk: {name}: changed");

@@ -3,7 +3,7 @@
 mod attach;
 mod backup;
 mod bitmap;
-mod domain;
+pub mod domain;
 mod export;
 mod guest_agent;
 mod interrupt;

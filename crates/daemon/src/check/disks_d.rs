@@ -9,6 +9,7 @@ use advisor::model::Disk;
 use advisor::text::Source;
 
 use super::Args;
+use super::in_place::InPlace;
 
 /// Where ringdisk's configuration of the disks of these VMs is written, with `--in-place`.
 pub fn config_path(args: &Args, inputs: &[Input]) -> Result<PathBuf, String> {
@@ -23,8 +24,9 @@ pub fn config_path(args: &Args, inputs: &[Input]) -> Result<PathBuf, String> {
     let name = convert::file_of_vm(inputs);
     let name = name.ok_or_else(|| unnamed("these are several VMs, or have no name".into()))?;
     let directory = &args.disks_d;
-    let parent = directory.parent().is_some_and(Path::is_dir);
-    if !directory.is_dir() && !(parent && fs::create_dir(directory).is_ok()) {
+    let has_parent = || directory.parent().is_some_and(Path::is_dir);
+    let is_there = directory.is_dir() || has_parent() && fs::create_dir(directory).is_ok();
+    if !is_there {
         let directory = directory.display();
         return Err(unnamed(format!("there is no directory {directory}")));
     }
@@ -45,8 +47,25 @@ pub fn add_config(args: &Args, inputs: &mut Vec<Input>) -> Result<(), String> {
     Ok(())
 }
 
+/// Says what is to be done with ringdisk's file for a VM whose disks have all moved to QEMU. With `--in-place`, it is removed.
+pub fn let_go(args: &Args, before: &[Input], after: &[Input], in_place: &mut InPlace) {
+    let Some(path) = without_disks(before, after) else {
+        return;
+    };
+    let next = if args.in_place && path.starts_with(&args.disks_d) {
+        in_place.remove(&path);
+        "it is removed; 'ringdisk reload' lets them go, before the VM starts"
+    } else {
+        "remove them there, and run 'ringdisk reload' before the VM starts"
+    };
+    eprintln!(
+        "ringdisk: {}: all its disks have moved to QEMU: {next}",
+        path.display()
+    );
+}
+
 /// Ringdisk's file for a VM, if all its disks are the VM's and have moved to QEMU: nothing is left in it.
-pub fn without_disks(before: &[Input], after: &[Input]) -> Option<PathBuf> {
+fn without_disks(before: &[Input], after: &[Input]) -> Option<PathBuf> {
     let (config, machines): (Vec<_>, Vec<_>) =
         (before.iter()).partition(|input| input.kind == Kind::Ringdisk);
     let [config] = config[..] else {

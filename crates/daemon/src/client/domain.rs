@@ -11,8 +11,10 @@ use serde_json::{Value, json};
 
 use super::{CommandLineError, CommandResult};
 use crate::config::spec::DiskSpec;
-use crate::hook::libvirt::NAMESPACE;
 use crate::server::connection_info::escape;
+
+/// The namespace of ringdisk's disks in a domain's metadata.
+pub const NAMESPACE: &str = "urn:ringdisk:libvirt:1";
 
 /// How long a guest may take to let a disk go. libvirt has asked it, and does not wait that long.
 const GUEST: Duration = Duration::from_secs(30);

@@ -25,11 +25,9 @@ use control::Client;
 use roxmltree::{Document, Node, ParsingOptions};
 use serde_json::{Value, json};
 
+use crate::client::domain::NAMESPACE;
 use crate::client::{CommandLineError, CommandResult, Connection};
 use crate::config::spec::{DiskSpec, FileSpec};
-
-/// The namespace of the metadata.
-pub const NAMESPACE: &str = "urn:ringdisk:libvirt:1";
 
 /// Limit of a domain's size: far more than any has.
 const DOMAIN_BYTES_MAX: u64 = 4 << 20;

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use control::{
-    BlockExportRemoveMode, BlockResize, Command, CommandError, FilePath, Handler, ImageFormat,
-    Qapi, RingdiskAttach, RingdiskReplace, RingdiskResized,
+    BlockExportDel, BlockExportRemoveMode, BlockResize, Command, CommandError, FilePath, Handler,
+    ImageFormat, Qapi, RingdiskAttach, RingdiskReplace, RingdiskResized,
 };
 use harness::text::escaped;
 use image::Format;
@@ -26,7 +26,6 @@ use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::handover::HandoverInProgress;
 use crate::server::iothreads::IoThreadError;
 use crate::server::reload::Reloader;
-use crate::server::resources;
 use crate::server::{Claim, Removal, Server, ServerError, Waiting};
 
 /// Executes commands on a server.
@@ -127,18 +126,7 @@ impl Qmp {
             Command::BlockDirtyBitmapRemove(which) => bitmaps::remove(run, which),
             Command::Transaction(wanted) => bitmaps::transaction(run, wanted),
             Command::BlockExportAdd(options) => done(objects::add_export(run, &options)),
-            Command::BlockExportDel(which) => {
-                let removal = match which.mode {
-                    Some(BlockExportRemoveMode::Hard) => Removal::Hard,
-                    _ => Removal::Safe,
-                };
-                let id = &which.id;
-                let claim = run.claim(|| vec![id])?;
-                if server.remove_nbd_export(&claim, id, removal)? {
-                    return Ok(json!({}));
-                }
-                done(server.remove_export(&claim, id, removal))
-            }
+            Command::BlockExportDel(which) => remove_export(run, &which),
             Command::BlockResize(wanted) => block_resize(run, wanted),
             Command::BlockSetIoThrottle(wanted) => {
                 let name = wanted.id.or(wanted.device).unwrap_or_default();
@@ -149,12 +137,7 @@ impl Qmp {
             Command::NbdServerStart(wanted) => done(objects::start_nbd(server, &wanted)),
             Command::NbdServerStop(_) => done(server.stop_nbd()),
             Command::ObjectAdd(options) => done(objects::add_object(server, &options)),
-            Command::ObjectDel(which) => {
-                // A reload may be starting a disk that uses it.
-                let names = || vec![resources::group(&which.id), resources::thread(&which.id)];
-                let _claim = run.claim(names)?;
-                done(objects::remove_object(server, &which.id))
-            }
+            Command::ObjectDel(which) => done(objects::remove_object(run, &which.id)),
             Command::QueryBlockExports(_) => Ok(queries::exports(server).to_json()),
             Command::QueryBlockstats(wanted) => {
                 let nodes = wanted.query_nodes.unwrap_or(false);
@@ -237,6 +220,19 @@ fn done<E: Into<CommandError>>(result: Result<(), E>) -> Reply {
     match result {
         Ok(()) => Ok(json!({})),
         Err(e) => Err(e.into()),
+    }
+}
+
+fn remove_export(run: &Run<'_>, which: &BlockExportDel) -> Reply {
+    let removal = match which.mode {
+        Some(BlockExportRemoveMode::Hard) => Removal::Hard,
+        _ => Removal::Safe,
+    };
+    let (server, id) = (run.server, &which.id);
+    let claim = run.claim(|| vec![id])?;
+    match server.remove_nbd_export(&claim, id, removal)? {
+        true => Ok(json!({})),
+        false => done(server.remove_export(&claim, id, removal)),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The order of commands: whoever changes a disk has claimed it before.
+//! The order of commands: what changes a disk has claimed it before.
 //!
 //! A claim names disks, nodes and exports, and [what these need](super::resources). Claims that have nothing in common are held at the same time; others follow each
 //! other in the order in which they were asked for, so that none is overtaken. A thread holds one claim at a time, and it is

@@ -226,6 +226,15 @@ fn hook_serves_the_disks_of_a_domain_while_it_runs() {
     host.wait_for_line("done");
     wait_until("the disk is released", || daemons.disks().is_empty());
 
+    refused_saved_and_crashed(&daemons, &dir);
+    moved(&daemons, &file("moved"));
+    without_ringdisk(&mut daemons, &domain, &metadata, disk);
+}
+
+/// A domain that libvirt refuses to change, saves and restores, and whose QEMU dies.
+fn refused_saved_and_crashed(daemons: &Daemons, dir: &str) {
+    let (first, second) = (format!("{dir}/first.raw"), format!("{dir}/second.raw"));
+    let first = || vec![("guest-vda".to_owned(), first.clone())];
     // libvirt refuses a target that there is: the disk is detached again.
     daemons.does(&["start", "guest"]);
     let other = format!("{second},name=other");
@@ -244,30 +253,33 @@ fn hook_serves_the_disks_of_a_domain_while_it_runs() {
     let killed = Command::new("pkill").args(["-KILL", "-f", &qemu]).status();
     assert!(killed.unwrap().success());
     wait_until("the disk is released", || daemons.disks().is_empty());
+}
 
-    // A disk that has moved to another file stays on it, whatever the metadata says.
+/// A disk that has moved to another file stays on it, whatever the metadata says.
+fn moved(daemons: &Daemons, moved: &str) {
     daemons.does(&["start", "guest"]);
-    let moved = file("moved");
-    let replaced = daemons.ringdisk(&["replace", "guest-vda", &moved]);
+    let replaced = daemons.ringdisk(&["replace", "guest-vda", moved]);
     assert!(replaced.status.success(), "{replaced:?}");
-    let on_moved = vec![("guest-vda".to_owned(), moved)];
+    let on_moved = vec![("guest-vda".to_owned(), moved.to_owned())];
     daemons.does(&["destroy", "guest"]);
     assert_eq!(daemons.disks(), on_moved);
     daemons.does(&["start", "guest"]);
     assert_eq!(daemons.disks(), on_moved);
     daemons.does(&["destroy", "guest"]);
+}
 
-    // Without ringdisk, the domain does not start, and others do.
+/// Without ringdisk, the domain does not start, and others do.
+fn without_ringdisk(daemons: &mut Daemons, domain: &str, metadata: &str, disk: &str) {
     let mut ringdisk = daemons.children.pop().unwrap();
     ringdisk.kill().unwrap();
     ringdisk.wait().unwrap();
     assert!(!daemons.virsh(&["start", "guest"]).status.success());
-    let other = fs::read_to_string(&domain).unwrap();
+    let other = fs::read_to_string(domain).unwrap();
     let other = other
-        .replace(&metadata, "<name>guest</name>")
+        .replace(metadata, "<name>guest</name>")
         .replace(disk, "");
-    fs::write(&domain, other).unwrap();
+    fs::write(domain, other).unwrap();
     daemons.does(&["undefine", "guest"]);
-    daemons.does(&["define", &domain]);
+    daemons.does(&["define", domain]);
     daemons.does(&["start", "guest"]);
 }

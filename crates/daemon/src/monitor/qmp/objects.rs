@@ -64,15 +64,24 @@ fn path_of(options: &BlockdevOptions) -> Option<&PathBuf> {
     }
 }
 
+fn claim_node<'a>(
+    run: &Run<'a>,
+    name: &str,
+    options: &BlockdevOptions,
+) -> Result<Claim<'a>, CommandError> {
+    let mut names = vec![name.to_owned()];
+    names.extend(child_of(options).cloned());
+    if let Some(path) = path_of(options) {
+        let file = FileSpec::Path(path.clone());
+        names.extend(run.server.file_resources(name, &file));
+    }
+    run.claim(|| names.clone())
+}
+
 pub(super) fn add_node(run: &Run<'_>, options: &BlockdevOptions) -> Result<(), CommandError> {
     let server = run.server;
     let name = options.root_node_name()?.to_string();
-    let mut names = vec![name.clone()];
-    names.extend(child_of(options).cloned());
-    if let Some(path) = path_of(options) {
-        names.extend(server.file_resources(&name, &FileSpec::Path(path.clone())));
-    }
-    let claim = run.claim(|| names.clone())?;
+    let claim = claim_node(run, &name, options)?;
     if server.is_absent(&name) {
         return Err(server.not_there(&name).into());
     }
@@ -358,7 +367,10 @@ pub(super) fn add_object(server: &Server, options: &ObjectOptions) -> Result<(),
     }
 }
 
-pub(super) fn remove_object(server: &Server, id: &str) -> Result<(), CommandError> {
+pub(super) fn remove_object(run: &Run<'_>, id: &str) -> Result<(), CommandError> {
+    let server = run.server;
+    // A reload may be starting a disk that uses it.
+    let _claim = run.claim(|| vec![resources::group(id), resources::thread(id)])?;
     if server.remove_tls(id)? {
         return Ok(());
     }
