@@ -410,8 +410,11 @@ pub fn resize(args: &ResizeArgs) -> CommandResult {
     Ok(())
 }
 
-/// A disk as it is now, if there is one with this name.
-fn disk_now(client: &mut Client, name: &str) -> Result<Option<Value>, CommandLineError> {
+/// A disk as it is now, if there is one with this name, served or not.
+///
+/// # Errors
+/// The server does not answer.
+pub fn disk_now(client: &mut Client, name: &str) -> Result<Option<Value>, CommandLineError> {
     Ok(find_disk(answer(client)?, name))
 }
 

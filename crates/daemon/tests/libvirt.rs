@@ -364,8 +364,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
     .unwrap();
     apply_patch(&host, "ringdisk", &["guest.xml"]);
     // In a directory where this test may create sockets and this user may connect.
-    let config_file = "disks.d/guest.toml";
-    for name in ["guest.xml", config_file] {
+    for name in ["guest.xml", "ringdisk.toml"] {
         let text = fs::read_to_string(host.path(name)).unwrap();
         assert!(text.contains("/run/ringdisk/"), "{text}");
         fs::write(
@@ -374,16 +373,16 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
         )
         .unwrap();
     }
-    let mut config = fs::read_to_string(host.path(config_file)).unwrap();
+    let mut config = fs::read_to_string(host.path("ringdisk.toml")).unwrap();
     config = config.replace("[[disk]]", "[[disk]]\nsocket-mode = \"0666\"");
-    fs::write(host.path(config_file), config).unwrap();
-    let arguments = [format!("--config={dir}/{config_file}")];
+    fs::write(host.path("ringdisk.toml"), config).unwrap();
+    let arguments = [format!("--config={dir}/ringdisk.toml")];
     let mut server = Server::ringdisk(BINARY, &arguments).unwrap();
     boot(&mut virsh);
     assert!(server.terminate().unwrap().success());
     server.wait_for_log(&["front-end connected"]);
 
-    apply_patch(&host, "qemu", &["guest.xml", config_file]);
+    apply_patch(&host, "qemu", &["guest.xml", "ringdisk.toml"]);
     boot(&mut virsh);
     let mut first = [0];
     let disk = File::open(host.path("disk.raw")).unwrap();

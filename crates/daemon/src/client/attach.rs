@@ -64,7 +64,7 @@ pub fn attach(args: &AttachArgs) -> CommandResult {
     if let Some(domain) = domain {
         let disk = disk.in_directory(&here);
         domain
-            .attach(&disk, &reply)
+            .attach(&args.connection, &disk, &reply)
             .inspect_err(|_| domain::undo(&mut client, &disk.name))?;
         let done = format!("disk {} is attached to the domain", disk.name);
         args.connection.say(&reply, &done);
@@ -77,7 +77,8 @@ pub fn attach(args: &AttachArgs) -> CommandResult {
 
 pub fn detach(args: &DetachArgs) -> CommandResult {
     if let Some(domain) = args.domain.domain() {
-        domain.detach(&mut args.connection.open()?, &args.name)?;
+        let connection = &args.connection;
+        domain.detach(connection, &mut connection.open()?, &args.name)?;
     }
     let arguments = json!({ "id": args.name, "force": args.force });
     let done = format!("disk {} is no longer served", args.name);

@@ -1,6 +1,9 @@
 //! Disks of a running libvirt domain: for `attach-device` and `detach-device`, libvirt runs no hook.
 
-use std::io::Write;
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, Write};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,7 +12,7 @@ use control::Client;
 use roxmltree::Document;
 use serde_json::{Value, json};
 
-use super::{CommandLineError, CommandResult};
+use super::{CommandLineError, CommandResult, Connection};
 use crate::config::spec::DiskSpec;
 use crate::server::connection_info::escape;
 
@@ -61,7 +64,12 @@ impl Domain<'_> {
     ///
     /// # Errors
     /// The domain is as it was.
-    pub fn attach(&self, disk: &DiskSpec, served: &Value) -> CommandResult {
+    pub fn attach(
+        &self,
+        connection: &Connection,
+        disk: &DiskSpec,
+        served: &Value,
+    ) -> CommandResult {
         let xml = served["libvirt"]["disk"].as_str().unwrap_or_default();
         let xml = xml.replace("dev='vda'", &format!("dev='{}'", escape(self.target)));
         let when = self.when();
@@ -76,11 +84,11 @@ impl Domain<'_> {
             .filter(|pair| pair.0 == "file" || !defaults.contains(pair))
             .map(|(key, value)| format!(" {key}='{}'", escape(&value)))
             .collect();
-        let added = self.change_metadata(|disks| {
-            disks.push(format!(
-                "<disk target='{}'{attributes}/>",
-                escape(self.target)
-            ));
+        let element = format!("<disk target='{}'{attributes}/>", escape(self.target));
+        let added = self.change_metadata(Some(&element));
+        let added = added.and_then(|()| {
+            let attached = Attached::of(self.name, connection);
+            attached.change(|names| names.insert(disk.name.clone()))
         });
         added.inspect_err(|_| {
             let detach = [&["detach-device", self.name, "/dev/stdin"], &when[..]].concat();
@@ -92,13 +100,20 @@ impl Domain<'_> {
     ///
     /// # Errors
     /// The domain or its guest keeps it.
-    pub fn detach(&self, client: &mut Client, disk: &str) -> CommandResult {
+    pub fn detach(
+        &self,
+        connection: &Connection,
+        client: &mut Client,
+        disk: &str,
+    ) -> CommandResult {
         virsh(
             &[&["detach-disk", self.name, self.target], &self.when()[..]].concat(),
             "",
         )?;
         if self.has_config {
-            self.change_metadata(|_| ())?;
+            self.change_metadata(None)?;
+            let attached = Attached::of(self.name, connection);
+            attached.change(|names| names.remove(disk))?;
         }
         let deadline = Instant::now() + GUEST;
         while super::disk_now(client, disk)?.is_some_and(|disk| disk["connected"] == true) {
@@ -120,29 +135,64 @@ impl Domain<'_> {
         ["--live"].into_iter().chain(config).collect()
     }
 
-    /// Changes the disks in the domain's metadata, those of other targets.
-    fn change_metadata(&self, change: impl FnOnce(&mut Vec<String>)) -> CommandResult {
-        let read = ["metadata", self.name, NAMESPACE, "--config"];
-        let before = match virsh(&read, "") {
-            Ok(text) => text,
-            // libvirt says so in the user's language.
-            Err(_) => "<disks/>".to_owned(),
+    /// Changes the disks in the metadata of the running domain and of its configuration; those of other targets stay.
+    fn change_metadata(&self, disk: Option<&str>) -> CommandResult {
+        for which in ["--live", "--config"] {
+            let before = match virsh(&["metadata", self.name, NAMESPACE, which], "") {
+                Err(CommandLineError::Refused(why)) if why.contains("metadata not found") => {
+                    "<disks/>".to_owned()
+                }
+                read => read?,
+            };
+            let problem =
+                |e| CommandLineError::Refused(format!("the metadata of domain {}: {e}", self.name));
+            let document = Document::parse(&before).map_err(problem)?;
+            let others = document.root_element().children();
+            let others = others
+                .filter(|node| node.is_element() && node.attribute("target") != Some(self.target))
+                .map(|node| &before[node.range()]);
+            let disks: String = others.chain(disk).collect();
+            let text = format!("<disks>{disks}</disks>");
+            let key = ["--key", "ringdisk", "--set", &text, which];
+            virsh(
+                &[&["metadata", self.name, NAMESPACE], &key[..]].concat(),
+                "",
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// The disks that were attached for a domain: only those are detached when it ends. Names, one in a line, beside the
+/// control socket, where a reboot forgets them.
+pub struct Attached(PathBuf);
+
+impl Attached {
+    pub fn of(domain: &str, connection: &Connection) -> Self {
+        let name = format!("libvirt-{}", domain.replace('/', "-"));
+        Self(connection.path().with_file_name(name))
+    }
+
+    pub fn names(&self) -> BTreeSet<String> {
+        let text = fs::read_to_string(&self.0).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    /// # Errors
+    /// They could not be noted.
+    pub fn change(&self, change: impl FnOnce(&mut BTreeSet<String>) -> bool) -> CommandResult {
+        let mut names = self.names();
+        change(&mut names);
+        let lines: String = names.iter().map(|name| format!("{name}\n")).collect();
+        let written = if lines.is_empty() {
+            match fs::remove_file(&self.0) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+                removed => removed,
+            }
+        } else {
+            fs::write(&self.0, lines)
         };
-        let problem =
-            |e| CommandLineError::Refused(format!("the metadata of domain {}: {e}", self.name));
-        let document = Document::parse(&before).map_err(problem)?;
-        let others = document
-            .root_element()
-            .children()
-            .filter(|node| node.is_element() && node.attribute("target") != Some(self.target));
-        let mut disks: Vec<String> = others.map(|node| before[node.range()].to_owned()).collect();
-        change(&mut disks);
-        let text = format!("<disks>{}</disks>", disks.concat());
-        let write = [
-            "metadata", self.name, NAMESPACE, "--key", "ringdisk", "--set", &text, "--live",
-            "--config",
-        ];
-        virsh(&write, "").map(drop)
+        written.map_err(|e| CommandLineError::Target(self.0.clone(), e))
     }
 }
 
@@ -150,6 +200,8 @@ impl Domain<'_> {
 fn virsh(arguments: &[&str], input: &str) -> Result<String, CommandLineError> {
     let cannot = |e| CommandLineError::Here("cannot run virsh (package libvirt-clients)", e);
     let mut child = (Command::new("virsh").args(arguments))
+        // Its messages are read.
+        .env("LC_ALL", "C")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -172,7 +224,18 @@ fn virsh(arguments: &[&str], input: &str) -> Result<String, CommandLineError> {
     )))
 }
 
-/// Detaches a disk that could not be attached to its domain.
+/// Detaches a disk that could not be attached to its domain, which may have to let it go first.
 pub fn undo(client: &mut Client, disk: &str) {
-    let _ = client.call("x-ringdisk-detach", json!({ "id": disk }));
+    let deadline = Instant::now() + GUEST;
+    while let Err(e) = client.call("x-ringdisk-detach", json!({ "id": disk })) {
+        let is_connected = e.to_string().contains("a VM is connected");
+        if !is_connected || Instant::now() > deadline {
+            eprintln!(
+                "ringdisk: disk {disk} stays served: {}",
+                CommandLineError::from(e)
+            );
+            return;
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
 }

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! `prepare` serves them, before QEMU is started and on the target of a migration; what is served already stays as it is.
-//! `release` stops serving them when QEMU has gone: after a shutdown, a crash, a saved state, and on the source of a migration.
+//! `release` stops serving what `prepare` has attached when QEMU has gone: after a shutdown, a crash, a saved state, and on the source of a migration.
 //! The hook does not call libvirt, which would wait for the hook.
 
 use std::collections::BTreeSet;
@@ -23,10 +23,10 @@ use std::time::{Duration, Instant};
 
 use control::Client;
 use roxmltree::{Document, Node, ParsingOptions};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::client::domain::NAMESPACE;
-use crate::client::{CommandLineError, CommandResult, Connection};
+use crate::client::domain::{Attached, NAMESPACE};
+use crate::client::{CommandLineError, CommandResult, Connection, disk_now};
 use crate::config::spec::{DiskSpec, FileSpec};
 
 /// Limit of a domain's size: far more than any has.
@@ -47,6 +47,7 @@ The domain is on standard input. It names its disks in <metadata>, with the keys
 Without a name, such a disk is called DOMAIN-TARGET. Domains without this are left alone.")]
 pub struct Args {
     /// Name of the domain
+    #[arg(allow_hyphen_values = true)]
     domain: String,
     /// prepare and release do something, all others nothing
     operation: String,
@@ -93,9 +94,10 @@ pub fn run(args: &Args) -> CommandResult {
         return Ok(());
     }
     let mut client = args.connection.open()?;
+    let attached = Attached::of(&args.domain, &args.connection);
     match step {
-        ("prepare", _) => prepare(&mut client, &disks),
-        _ => release(&mut client, &disks),
+        ("prepare", _) => prepare(&mut client, &disks, &attached),
+        _ => release(&mut client, &disks, &attached),
     }
 }
 
@@ -134,8 +136,19 @@ fn parse(domain: &str, text: &str) -> Result<Vec<DomainDisk>, String> {
         if !has(&pairs, "name") {
             pairs.push(("name", format!("{domain}-{target}")));
         }
-        if let Some(socket) = socket.clone().filter(|_| !has(&pairs, "socket")) {
+        if has(&pairs, "socket") {
+            return Err(format!(
+                "disk {target}: its socket is that of its <source>; leave it out"
+            ));
+        }
+        if let Some(socket) = socket.clone() {
             pairs.push(("socket", socket));
+        }
+        // The guest has these queues already, whatever this host would choose.
+        for (attribute, key) in [("queues", "queues"), ("queue_size", "queue-size")] {
+            if let Some(value) = driver_of(root, target, attribute).filter(|_| !has(&pairs, key)) {
+                pairs.push((key, value));
+            }
         }
         let spec = DiskSpec::from_pairs(pairs);
         let spec = spec.map_err(|problem| format!("disk {target} in its metadata: {problem}"))?;
@@ -146,81 +159,123 @@ fn parse(domain: &str, text: &str) -> Result<Vec<DomainDisk>, String> {
 
 /// The socket of the domain's vhost-user disk with this target.
 fn socket_of(root: Node<'_, '_>, target: &str) -> Option<String> {
+    let source = child(disk_of(root, target)?, "source")?;
+    source.attribute("path").map(str::to_owned)
+}
+
+/// An attribute of the driver of the domain's vhost-user disk with this target.
+fn driver_of(root: Node<'_, '_>, target: &str, attribute: &str) -> Option<String> {
+    let driver = child(disk_of(root, target)?, "driver")?;
+    driver.attribute(attribute).map(str::to_owned)
+}
+
+fn disk_of<'a, 'b>(root: Node<'a, 'b>, target: &str) -> Option<Node<'a, 'b>> {
     let is_meant = |disk: &Node<'_, '_>| {
         let its = child(*disk, "target").and_then(|target| target.attribute("dev"));
         let kind = disk.attribute("type");
         disk.has_tag_name("disk") && kind == Some("vhostuser") && its == Some(target)
     };
-    let disk = child(root, "devices")?.children().find(is_meant)?;
-    child(disk, "source")?.attribute("path").map(str::to_owned)
+    child(root, "devices")?.children().find(is_meant)
 }
 
 fn child<'a, 'b>(node: Node<'a, 'b>, name: &str) -> Option<Node<'a, 'b>> {
     node.children().find(|child| child.has_tag_name(name))
 }
 
-/// How a disk is served now. `None` if it is not.
-fn served(client: &mut Client, name: &str) -> Result<Option<Value>, CommandLineError> {
-    let reply = client.call("x-ringdisk-connect-info", json!({ "id": name }));
-    match reply.map_err(CommandLineError::from) {
-        Ok(disk) => Ok(Some(disk)),
-        Err(CommandLineError::Refused(_)) => Ok(None),
-        Err(e) => Err(e),
-    }
+fn refused<T>(disk: &DiskSpec, problem: &str) -> Result<T, CommandLineError> {
+    let problem = format!("disk {}: {problem}", disk.name);
+    Err(CommandLineError::Refused(problem))
 }
 
-fn prepare(client: &mut Client, disks: &[DomainDisk]) -> CommandResult {
-    let mut attached = Vec::new();
+fn prepare(client: &mut Client, disks: &[DomainDisk], attached: &Attached) -> CommandResult {
+    let mut new = Vec::new();
     let all = disks.iter().try_for_each(|disk| {
-        if serve(client, disk)? {
-            attached.push(&disk.spec.name);
+        if serve(client, disk, attached)? {
+            new.push(&disk.spec.name);
         }
         Ok(())
     });
     if all.is_err() {
-        for name in attached {
+        for name in new {
             // The first error is the one to be seen.
-            let _ = client.call("x-ringdisk-detach", json!({ "id": name }));
+            let ended = client.call("x-ringdisk-detach", json!({ "id": name }));
+            if ended.is_ok() {
+                let _ = attached.change(|names| names.remove(name));
+            }
         }
     }
     all
 }
 
-/// Serves a disk, unless it is served. Returns whether it was not.
-fn serve(client: &mut Client, disk: &DomainDisk) -> Result<bool, CommandLineError> {
-    let name = &disk.spec.name;
-    let refused =
-        |problem: String| Err(CommandLineError::Refused(format!("disk {name}: {problem}")));
-    let Some(socket) = &disk.socket else {
+/// Serves a disk, unless it is served from the file that the domain names: on an older one, the VM would lose what it has
+/// written since. Returns whether the hook has attached it.
+fn serve(
+    client: &mut Client,
+    disk: &DomainDisk,
+    attached: &Attached,
+) -> Result<bool, CommandLineError> {
+    let DomainDisk { spec, socket } = disk;
+    let Some(socket) = socket else {
         return refused(
-            "is named in the domain's metadata, but the domain has no <disk type='vhostuser'> with this target".into(),
+            spec,
+            "is named in the domain's metadata, but the domain has no <disk type='vhostuser'> with this target",
         );
     };
-    if let Some(now) = served(client, name)? {
-        let its = now["socket"].as_str().unwrap_or_default();
+    let now = disk_now(client, &spec.name)?;
+    let text = |key: &str| now.as_ref().and_then(|now| now[key].as_str());
+    if let Some(file) = text("file")
+        && !is_same_file(&spec.file, file)
+    {
+        let problem =
+            text("problem").map_or_else(String::new, |why| format!(" (not at present: {why})"));
+        let (name, wanted) = (&spec.name, &spec.file);
+        return refused(
+            spec,
+            &format!(
+                "is served from {file}{problem}, and the domain's metadata says {wanted}; if the disk has moved there, put \
+             file='{file}' into the metadata, otherwise 'ringdisk detach {name}'"
+            ),
+        );
+    }
+    if let Some(its) = text("socket").filter(|_| text("problem").is_none()) {
         return match its == socket {
             true => Ok(false),
-            false => refused(format!(
-                "is served at {its}, and the domain connects to {socket}; change the <source> of its <disk>, or detach it with \
-                 'ringdisk detach {name}'"
-            )),
+            false => refused(
+                spec,
+                &format!(
+                    "is served at {its}, and the domain connects to {socket}; change the <source> of its <disk>, or detach it with \
+                 'ringdisk detach {}'",
+                    spec.name
+                ),
+            ),
         };
     }
-    let arguments = json!({ "disk": disk.spec.to_string() });
-    match client
-        .call("x-ringdisk-attach", arguments)
-        .map_err(CommandLineError::from)
-    {
-        Ok(_) => Ok(true),
-        Err(CommandLineError::Refused(problem)) => refused(problem),
-        Err(e) => Err(e),
+    // One that is absent is there already, for somebody else.
+    let is_new = now.is_none();
+    if is_new {
+        attached.change(|names| names.insert(spec.name.clone()))?;
+    }
+    let arguments = json!({ "disk": spec.to_string() });
+    let served = client.call("x-ringdisk-attach", arguments);
+    match served.map_err(CommandLineError::from) {
+        Ok(_) => Ok(is_new),
+        Err(e) => {
+            if is_new {
+                attached.change(|names| names.remove(&spec.name))?;
+            }
+            match e {
+                CommandLineError::Refused(problem) => refused(spec, &problem),
+                e => Err(e),
+            }
+        }
     }
 }
 
-fn release(client: &mut Client, disks: &[DomainDisk]) -> CommandResult {
+fn release(client: &mut Client, disks: &[DomainDisk], attached: &Attached) -> CommandResult {
+    let ours = attached.names();
     let mut result = Ok(());
-    for disk in disks {
-        let let_go = let_go(client, disk);
+    for disk in disks.iter().filter(|disk| ours.contains(&disk.spec.name)) {
+        let let_go = let_go(client, disk, attached);
         result = result.and(let_go);
     }
     result
@@ -228,23 +283,26 @@ fn release(client: &mut Client, disks: &[DomainDisk]) -> CommandResult {
 
 /// Stops serving a disk. One that was moved to another file meanwhile stays: the domain names the previous one, on which its VM
 /// must not be started again.
-fn let_go(client: &mut Client, disk: &DomainDisk) -> CommandResult {
+fn let_go(client: &mut Client, disk: &DomainDisk, attached: &Attached) -> CommandResult {
     let name = &disk.spec.name;
-    let Some(now) = served(client, name)? else {
-        return Ok(());
+    let forget = || attached.change(|names| names.remove(name));
+    let Some(now) = disk_now(client, name)? else {
+        return forget();
     };
     let file = now["file"].as_str().unwrap_or_default();
     if !is_same_file(&disk.spec.file, file) {
-        eprintln!(
-            "ringdisk: disk {name} stays served, since it has moved to {file}: put file='{file}' into the domain's metadata"
+        return refused(
+            &disk.spec,
+            &format!(
+                "stays served, since it has moved to {file}: put file='{file}' into the domain's metadata"
+            ),
         );
-        return Ok(());
     }
     let deadline = Instant::now() + LEAVING;
     loop {
         let ended = client.call("x-ringdisk-detach", json!({ "id": name }));
         let Err(e) = ended.map_err(CommandLineError::from) else {
-            return Ok(());
+            return forget();
         };
         // QEMU has ended, and ringdisk may not have seen it.
         let is_connected = e.to_string().contains("a VM is connected");
@@ -259,11 +317,20 @@ fn is_same_file(configured: &FileSpec, now: &str) -> bool {
     if configured.to_string() == now {
         return true;
     }
-    let FileSpec::Path(path) = configured else {
-        return false;
-    };
-    let both = [path.canonicalize(), Path::new(now).canonicalize()];
-    matches!(both, [Ok(configured), Ok(now)] if configured == now)
+    match configured {
+        FileSpec::Path(path) => {
+            let both = [path.canonicalize(), Path::new(now).canonicalize()];
+            matches!(both, [Ok(configured), Ok(now)] if configured == now)
+        }
+        FileSpec::Rbd(image) => match format!("file={}", now.replace(',', ",,")).parse() {
+            Ok(DiskSpec {
+                file: FileSpec::Rbd(other),
+                ..
+            }) => image.is_same_image(&other),
+            _ => false,
+        },
+        FileSpec::Null(_) => false,
+    }
 }
 
 /// Reads a domain. Panics if a disk does not reach the server as it was read, which would be another one.

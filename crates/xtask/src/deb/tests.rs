@@ -52,6 +52,7 @@ fn the_installed_package_serves_disks() {
     service::install_and_use(built, &package, &newer, folder.path());
 }
 
+const LIBVIRT_HOOK: &str = "etc/libvirt/hooks/qemu.d/ringdisk";
 const APPARMOR_RULE: &str = "etc/apparmor.d/abstractions/libvirt-qemu.d/ringdisk";
 
 fn check_files(root: &Path) {
@@ -61,6 +62,7 @@ fn check_files(root: &Path) {
         ("usr/lib/sysusers.d/ringdisk.conf", 0o644),
         ("etc/ringdisk/ringdisk.toml", 0o644),
         (APPARMOR_RULE, 0o644),
+        (LIBVIRT_HOOK, 0o755),
         ("usr/share/doc/ringdisk/copyright", 0o644),
         ("usr/share/doc/ringdisk/getting-started.md", 0o644),
         ("usr/share/doc/ringdisk/operating/configuration.md", 0o644),
@@ -81,7 +83,11 @@ fn check_scripts(control: &Path) {
     let kept = read("conffiles");
     let kept: Vec<_> = kept.lines().collect();
     let rule = format!("/{APPARMOR_RULE}");
-    assert_eq!(kept, ["/etc/ringdisk/ringdisk.toml", rule.as_str()]);
+    let hook = format!("/{LIBVIRT_HOOK}");
+    assert_eq!(
+        kept,
+        ["/etc/ringdisk/ringdisk.toml", rule.as_str(), hook.as_str()]
+    );
     let (postinst, prerm) = (read("postinst"), read("prerm"));
     assert!(postinst.contains("systemd-sysusers"), "{postinst}");
     assert!(postinst.contains("deb-systemd-invoke start"), "{postinst}");
