@@ -72,24 +72,12 @@ pub fn refused(input: Input) -> BTreeMap<(usize, usize), String> {
     refused
 }
 
-/// A configuration as a patch that creates a file of this name.
-pub fn as_new_file(name: &str, config: &str) -> String {
+/// A configuration as a patch that creates a new file.
+pub fn as_new_file(config: &str) -> String {
     let diff = similar::TextDiff::from_lines("", config);
     let mut unified = diff.unified_diff();
-    unified.header("/dev/null", name);
+    unified.header("/dev/null", "ringdisk.toml");
     unified.to_string()
-}
-
-/// The name of the file in `disks.d` for the only VM of these inputs. `None` if there are several, or it has no name.
-pub fn file_of_vm(inputs: &[Input]) -> Option<String> {
-    let machines = inputs.iter().filter(|input| input.kind != Kind::Ringdisk);
-    let mut names = machines.flat_map(|input| &input.vms).map(|vm| &vm.name);
-    let name = names.next()?;
-    // A command line has none but that of its file.
-    let name = name.rsplit('/').next()?;
-    let name: String = name.chars().map(of_name).take(100).collect();
-    let is_good = name.starts_with(|c: char| c.is_ascii_alphanumeric());
-    (is_good && names.next().is_none()).then(|| format!("{name}.toml"))
 }
 
 fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
@@ -381,20 +369,18 @@ fn check_convertible(input: &Input, disk: &Disk) -> Result<(), String> {
 /// A valid ringdisk name from the names of a VM and of its disk or group.
 fn named(vm: &str, name: &str) -> String {
     let text = format!("{vm}-{name}");
-    let name: String = text.chars().map(of_name).take(50).collect();
+    let good = |c: char| {
+        if c.is_ascii_alphanumeric() || "-._".contains(c) {
+            c
+        } else {
+            '-'
+        }
+    };
+    let name: String = text.chars().map(good).take(50).collect();
     if name.starts_with(|c: char| c.is_ascii_alphabetic()) {
         return name;
     }
     format!("vm{name}")
-}
-
-/// The character that stands for another one in names.
-fn of_name(c: char) -> char {
-    if c.is_ascii_alphanumeric() || "-._".contains(c) {
-        c
-    } else {
-        '-'
-    }
 }
 
 fn quoted(text: &str) -> String {

@@ -1,6 +1,5 @@
 //! `ringdisk check`: reads configurations and prints what slows down their disks. The crate `advisor` has the rules.
 
-mod disks_d;
 mod in_place;
 mod measure;
 
@@ -101,17 +100,9 @@ pub struct Args {
     /// Also fix this rule, although it lowers durability or is a note
     #[arg(long, value_name = "RULE", requires = "fix")]
     fix_rule: Vec<String>,
-    /// With --to ringdisk: the file for ringdisk's configuration, which must not exist; default: one for the VM in --disks-d
+    /// With --to ringdisk: the file for ringdisk's configuration, which must not exist
     #[arg(long, value_name = "FILE", requires = "in_place")]
     config: Option<PathBuf>,
-    /// Where ringdisk's configuration has a file for each VM. --to qemu reads the VM's there, if none is given
-    #[arg(
-        long,
-        value_name = "DIR",
-        default_value = "/etc/ringdisk/disks.d",
-        requires = "to"
-    )]
-    disks_d: PathBuf,
     /// Move disks to ringdisk, or back to QEMU
     #[arg(long, value_name = "WHERE", requires = "fix")]
     to: Option<To>,
@@ -533,20 +524,25 @@ fn results(paths: &[PathBuf]) -> Vec<PathBuf> {
 
 fn fix(
     args: &Args,
-    mut inputs: Vec<Input>,
+    inputs: Vec<Input>,
     rules: &Rules,
     facts: Option<&Facts>,
 ) -> Result<CheckResult, String> {
-    if matches!(args.to, Some(To::Qemu)) {
-        disks_d::add_config(args, &mut inputs)?;
-    }
     let before = inputs.clone();
     let mut messages = Vec::new();
     let mut uncertain = 0;
     let mut remain = false;
     let mut in_place = InPlace::default();
-    if args.config.is_some() && !matches!(args.to, Some(To::Ringdisk)) {
-        return Err("--config needs --to ringdisk".into());
+    match (args.to, args.in_place, &args.config) {
+        (Some(To::Ringdisk), true, None) => {
+            return Err(
+                "no file was changed: the VM needs ringdisk's configuration to start; name its file \
+                 with --config FILE"
+                    .into(),
+            );
+        }
+        (Some(To::Ringdisk), ..) | (_, _, None) => {}
+        _ => return Err("--config needs --to ringdisk".into()),
     }
     let after = match args.to {
         Some(to) => {
@@ -557,20 +553,13 @@ fn fix(
             let converted = convert::convert(inputs, direction)?;
             messages = converted.messages;
             if let Some(config) = converted.config {
-                if args.in_place {
+                match &args.config {
                     // Staged first, so that it exists before the VM's configuration needs it.
-                    let path = disks_d::config_path(args, &before)?;
-                    in_place.create(&path, &config)?;
-                    messages.push(format!(
-                        "{}: has the disks; 'ringdisk reload' serves them, before the VM starts",
-                        path.display()
-                    ));
-                } else {
-                    let name = convert::file_of_vm(&before);
-                    let name =
-                        name.map_or_else(|| "ringdisk.toml".into(), |n| format!("disks.d/{n}"));
-                    messages.push(format!("{name} with these disks:"));
-                    print(&convert::as_new_file(&name, &config));
+                    Some(path) => in_place.create(path, &config)?,
+                    None => {
+                        messages.push("a ringdisk.toml with these disks:".into());
+                        print(&convert::as_new_file(&config));
+                    }
                 }
             }
             converted.inputs
@@ -609,9 +598,6 @@ fn fix(
                 in_place.change(&after.name, &before.text, &after.text)?;
             }
         }
-    }
-    if matches!(args.to, Some(To::Qemu)) {
-        disks_d::let_go(args, &before, &after, &mut in_place);
     }
     for name in in_place.commit()? {
         eprintln!("ringdisk: {name}: changed");

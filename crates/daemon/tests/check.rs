@@ -242,65 +242,6 @@ fn file_with_hard_links_is_not_changed() {
     assert!(!fs::read_to_string(&file).unwrap().contains("unsafe"));
 }
 
-/// Each machine has a file of its own in ringdisk's configuration: nothing is merged by hand, in neither direction.
-#[test]
-fn machines_move_to_ringdisk_and_back_one_by_one() {
-    let dir = tempfile::tempdir().unwrap();
-    let disks = dir.path().join("disks.d");
-    let domain = |name: &str| {
-        format!(
-            "<domain type='kvm'>\n  <name>{name}</name>\n  <memory unit='MiB'>512</memory>\n  <os><type arch='x86_64' \
-             machine='q35'>hvm</type></os>\n  <devices>\n    <disk type='file' device='disk'>\n      <driver name='qemu' \
-             type='raw' cache='none' io='native'/>\n      <source file='/srv/{name}.raw'/>\n      <target dev='vda' \
-             bus='virtio'/>\n    </disk>\n  </devices>\n</domain>\n"
-        )
-    };
-    let convert = |to: &str, name: &str| {
-        let file = dir.path().join(format!("{name}.xml"));
-        let options = [
-            "--fix",
-            "--in-place",
-            "--yes",
-            "--disks-d",
-            disks.to_str().unwrap(),
-        ];
-        check(&[&options[..], &["--to", to, file.to_str().unwrap()]].concat())
-    };
-    let read = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
-    for name in ["vm1", "vm2"] {
-        fs::write(dir.path().join(format!("{name}.xml")), domain(name)).unwrap();
-        let (code, _, error) = convert("ringdisk", name);
-        assert_eq!(code, Some(1), "{error}");
-        assert!(error.contains(&format!("disks.d/{name}.toml")), "{error}");
-        assert!(read(&format!("{name}.xml")).contains("vhostuser"));
-        let config = read(&format!("disks.d/{name}.toml"));
-        assert!(config.contains(&format!("/srv/{name}.raw")), "{config}");
-    }
-    // Back, and there again: the file is found, and gone meanwhile.
-    let (code, _, error) = convert("qemu", "vm1");
-    assert_eq!(code, Some(1), "{error}");
-    assert!(
-        read("vm1.xml").contains("<source file='/srv/vm1.raw'/>"),
-        "{}",
-        read("vm1.xml")
-    );
-    assert!(!disks.join("vm1.toml").exists());
-    assert!(read("disks.d/vm2.toml").contains("[[disk]]"));
-    let (code, _, error) = convert("ringdisk", "vm1");
-    assert_eq!(code, Some(1), "{error}");
-    assert!(read("disks.d/vm1.toml").contains("/srv/vm1.raw"));
-    // A file of somebody else is left alone, and so is the machine.
-    fs::write(disks.join("vm3.toml"), "# mine\n").unwrap();
-    fs::write(dir.path().join("vm3.xml"), domain("vm3")).unwrap();
-    let (code, _, error) = convert("ringdisk", "vm3");
-    assert_eq!(code, Some(2), "{error}");
-    assert!(error.contains("already exists"), "{error}");
-    assert_eq!(
-        (read("vm3.xml"), read("disks.d/vm3.toml")),
-        (domain("vm3"), "# mine\n".into())
-    );
-}
-
 /// The machine's and ringdisk's configuration change together: with only one of the two, the machine would not start.
 #[test]
 fn in_place_change_writes_both_files_or_neither() {

@@ -17,15 +17,10 @@ struct Staged {
     name: String,
     /// With symbolic links resolved.
     path: PathBuf,
-    change: Change,
-}
-
-enum Change {
-    /// A file in the same directory, with the new text, takes its place.
-    Replace(PathBuf),
-    /// The same, if it does not exist yet.
-    Create(PathBuf),
-    Remove,
+    /// A file in the same directory with the new text.
+    new: PathBuf,
+    /// Whether the file must not exist yet.
+    is_new: bool,
 }
 
 impl InPlace {
@@ -51,7 +46,7 @@ impl InPlace {
                 metadata.nlink()
             ));
         }
-        let new = self.stage(name, path, Change::Replace);
+        let new = self.stage(name, path, false);
         let file = create(&new, metadata.mode()).map_err(fail)?;
         if metadata.uid() != file.metadata().map_err(fail)?.uid()
             || metadata.gid() != file.metadata().map_err(fail)?.gid()
@@ -63,44 +58,32 @@ impl InPlace {
         fill(file, text).map_err(fail)
     }
 
-    /// Stages a file that must not exist yet, or be empty.
+    /// Stages a file that must not exist yet.
     ///
     /// # Errors
     /// The file exists, or cannot be written. Nothing has changed.
     pub fn create(&mut self, path: &Path, text: &str) -> Result<(), String> {
         let name = path.display().to_string();
         if path.symlink_metadata().is_ok() {
-            let before = fs::read_to_string(path).unwrap_or_else(|_| "-".into());
-            if before.trim().is_empty() {
-                return self.change(&name, &before, text);
-            }
             return Err(format!(
-                "{name}: the file already exists; no file was changed, name a new file in ringdisk's disks.d with --config"
+                "{name}: the file already exists; no file was changed, name a new file and merge the two manually"
             ));
         }
         let fail = |e: io::Error| format!("{name}: cannot be created: {e}; no file was changed");
-        let new = self.stage(&name, path.to_owned(), Change::Create);
+        let new = self.stage(&name, path.to_owned(), true);
         let file = create(&new, 0o644).map_err(fail)?;
         fill(file, text).map_err(fail)
     }
 
-    /// Stages the removal of a file.
-    pub fn remove(&mut self, path: &Path) {
-        self.staged.push(Staged {
-            name: path.display().to_string(),
-            path: path.to_owned(),
-            change: Change::Remove,
-        });
-    }
-
-    fn stage(&mut self, name: &str, path: PathBuf, change: fn(PathBuf) -> Change) -> PathBuf {
+    fn stage(&mut self, name: &str, path: PathBuf, is_new: bool) -> PathBuf {
         let mut file_name = path.file_name().unwrap_or_default().to_owned();
         file_name.push(format!(".ringdisk-{}", std::process::id()));
         let new = path.with_file_name(file_name);
         self.staged.push(Staged {
             name: name.to_owned(),
             path,
-            change: change(new.clone()),
+            new: new.clone(),
+            is_new,
         });
         new
     }
@@ -112,11 +95,11 @@ impl InPlace {
     pub fn commit(&mut self) -> Result<Vec<String>, String> {
         let mut done: Vec<String> = Vec::new();
         for staged in &self.staged {
-            let moved = match &staged.change {
+            let moved = if staged.is_new {
                 // Unlike a rename, this does not replace a file that another program has created.
-                Change::Create(new) => fs::hard_link(new, &staged.path),
-                Change::Replace(new) => fs::rename(new, &staged.path),
-                Change::Remove => fs::remove_file(&staged.path),
+                fs::hard_link(&staged.new, &staged.path)
+            } else {
+                fs::rename(&staged.new, &staged.path)
             };
             let synced = moved.and_then(|()| {
                 let folder = staged.path.parent().filter(|path| *path != Path::new(""));
@@ -138,10 +121,8 @@ impl InPlace {
 impl Drop for InPlace {
     fn drop(&mut self) {
         for staged in &self.staged {
-            if let Change::Create(new) | Change::Replace(new) = &staged.change {
-                // Renamed files no longer exist under this name.
-                let _ = fs::remove_file(new);
-            }
+            // Renamed files no longer exist under this name.
+            let _ = fs::remove_file(&staged.new);
         }
     }
 }
