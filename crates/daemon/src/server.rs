@@ -113,6 +113,8 @@ struct ServerState {
     detached: Vec<DiskSpec>,
     /// Exports that finish their requests in flight, by id, with their nodes.
     stopping: Vec<(String, Arc<Node>)>,
+    /// Disks that a reload has stopped and starts again.
+    restarting: Vec<resources::Restarting>,
     /// Disks that are to be served and cannot be, by name.
     absent: BTreeMap<String, AbsentDisk>,
     /// A thread tries them again.

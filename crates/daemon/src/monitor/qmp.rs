@@ -134,7 +134,7 @@ impl Qmp {
                 let (node, group) = (node_of(server, &name)?, wanted.group.as_deref());
                 done(server.throttle(&claim, &node, &wanted.limits, group))
             }
-            Command::NbdServerStart(wanted) => done(objects::start_nbd(server, &wanted)),
+            Command::NbdServerStart(wanted) => done(objects::start_nbd(run, &wanted)),
             Command::NbdServerStop(_) => done(server.stop_nbd()),
             Command::ObjectAdd(options) => done(objects::add_object(server, &options)),
             Command::ObjectDel(which) => done(objects::remove_object(run, &which.id)),

@@ -35,19 +35,41 @@ impl Node {
         written.map(|file| file.identity()).collect()
     }
 
-    /// The first of these files that this image builds on, without having it as its own.
-    fn below_its_top(&self, files: &[Arc<DiskFile>]) -> Option<FileIndex> {
-        let ours: Vec<_> = {
+    /// The first of these files that this image builds on, without having it as its own, if it has data above that.
+    fn below_its_data(&self, files: &[Arc<DiskFile>]) -> Option<FileIndex> {
+        let (chain, ours) = {
             let state = self.state();
-            state.image.as_ref()?;
-            state.files.iter().map(|file| file.identity()).collect()
+            let chain = state.image.as_ref().and_then(Image::chain)?.clone();
+            let ours: Vec<_> = state.files.iter().map(|file| file.identity()).collect();
+            (chain, ours)
         };
+        let index = |found: usize| FileIndex(found as u16);
         let is_below = |file: &Arc<DiskFile>| {
             let there = file.identity();
-            ours.contains(&there) && !self.is_on(there)
+            let ours = ours.iter().position(|ours| *ours == there);
+            !self.is_on(there) && ours.is_some_and(|ours| !chain.is_unwritten_above(index(ours)))
         };
-        let found = files.iter().position(is_below);
-        found.map(|found| FileIndex(found as u16))
+        files.iter().position(is_below).map(index)
+    }
+
+    /// Checks that this image is no fresh overlay over a file below what a disk is on: it would lack the data above.
+    ///
+    /// # Errors
+    /// It is.
+    pub fn check_not_older(&self, before: &Self) -> Result<(), NodeError> {
+        let (chain, files) = {
+            let state = self.state();
+            let chain = state.image.as_ref().and_then(Image::chain).cloned();
+            (chain, state.files.clone())
+        };
+        let below = before.below_its_data(&files);
+        let is_fresh = |below| chain.is_some_and(|chain| chain.is_unwritten_above(below));
+        if below.is_some_and(is_fresh) {
+            let why = "has nothing of its own, and builds on a file below what the disk is on";
+            let (above, below) = (self.filename.clone(), before.filename.clone());
+            return Err(NodeError::Above(above, why, below, before.format));
+        }
+        Ok(())
     }
 
     /// If this node builds on the files of `before`, which the disk uses until now, writes that one completely and reads it
@@ -64,14 +86,8 @@ impl Node {
             (chain.cloned(), state.file.clone(), state.files.clone())
         };
         let builds_on_ours = files.iter().any(|file| ours.contains(&file.identity()));
-        if let Some(chain) = &chain
-            && !builds_on_ours
-            && let Some(below) = before.below_its_top(&files)
-            && chain.is_unwritten_above(below)
-        {
-            let why = "has nothing of its own, and builds on a file below what the disk is on";
-            let (above, below) = (self.filename.clone(), before.filename.clone());
-            return Err(NodeError::Above(above, why, below, before.format));
+        if !builds_on_ours {
+            self.check_not_older(before)?;
         }
         let (Some(chain), Some(file), FileSpec::Path(path), true) =
             (chain, file, &self.spec.file, builds_on_ours)

@@ -167,6 +167,7 @@ impl Server {
         node.add_temporary_bitmaps(self.context.inherited.bitmaps(&name));
         let mut state = self.state();
         state.check_new_node(&node.spec)?;
+        state.check_not_restarting(claim, &node)?;
         if let Some(file) = node.file_identity() {
             state.still_open.retain(|(_, files)| !files.contains(&file));
         }

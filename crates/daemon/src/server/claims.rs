@@ -21,13 +21,16 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// How many commands of clients may wait: fewer than there are sessions, so that others are answered.
 const WAITING_MAX: usize = 8;
 
+/// How long any number of them may wait.
+const SHORT: Duration = Duration::from_secs(1);
+
 /// How often a command looks whether its client has left.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// How somebody waits for others.
 pub struct Waiting<'a> {
     deadline: Instant,
-    /// How many may wait, if this one is among them.
+    /// How many of those that came before may wait as well.
     others_max: usize,
     /// Whether nobody wants the claim any more.
     has_left: &'a dyn Fn() -> bool,
@@ -86,12 +89,18 @@ struct Entry {
     command: &'static str,
     since: Instant,
     thread: ThreadId,
+    /// It takes one of the sessions.
+    is_client: bool,
 }
 
 impl Table {
-    /// How many wait for others.
-    fn waiting(&self) -> usize {
-        let entries = self.entries.iter();
+    /// How many clients that came before have waited for others for a while.
+    fn waiting_before(&self, ticket: u64) -> usize {
+        let entries = self
+            .entries
+            .iter()
+            .take_while(|entry| entry.ticket < ticket);
+        let entries = entries.filter(|entry| entry.is_client && entry.since.elapsed() >= SHORT);
         let waiting = entries.filter(|entry| self.ahead_of(entry.ticket).is_some());
         waiting.count()
     }
@@ -126,13 +135,14 @@ impl Claims {
             "{command}: this thread has a claim already"
         );
         table.last_ticket += 1;
-        let ticket = table.last_ticket;
+        let (ticket, since) = (table.last_ticket, Instant::now());
         table.entries.push(Entry {
             ticket,
             names,
             command,
-            since: Instant::now(),
+            since,
             thread,
+            is_client: waiting.others_max < usize::MAX,
         });
         loop {
             let error = if table.is_closed {
@@ -144,7 +154,10 @@ impl Claims {
                     return Ok(ticket);
                 };
                 let left = waiting.deadline.saturating_duration_since(Instant::now());
-                if !left.is_zero() && table.waiting() <= waiting.others_max {
+                // Most commands take milliseconds.
+                let before = table.waiting_before(ticket);
+                let may_wait = since.elapsed() < SHORT || before < waiting.others_max;
+                if !left.is_zero() && may_wait {
                     let waited = self.changed.wait_timeout(table, left.min(LOOK));
                     table = waited.unwrap_or_else(PoisonError::into_inner).0;
                     continue;
@@ -205,10 +218,16 @@ pub struct Claim<'a> {
 }
 
 impl Claim<'_> {
-    /// Gives up all but these names.
+    /// Gives up all but these names, and what belongs to them.
     pub(super) fn keep(&mut self, names: &BTreeSet<String>) {
-        self.names.retain(|name| names.contains(name));
+        let kept = self.server.related(names.clone());
+        self.names.retain(|name| kept.contains(name));
         self.server.claims.keep(self.ticket, &self.names);
+    }
+
+    /// Whether it names this.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.names.contains(name)
     }
 
     /// Checks that the claim names this, in tests: to change anything else is a mistake of the program.
@@ -403,6 +422,9 @@ mod tests {
             };
             let waiting: Vec<_> = (0..WAITING_MAX).map(|_| scope.spawn(client)).collect();
             wait_for(&claims, 1 + WAITING_MAX);
+            while claims.table().waiting_before(u64::MAX) < WAITING_MAX {
+                thread::yield_now();
+            }
             let refused = scope.spawn(client).join().unwrap();
             assert!(
                 matches!(refused, Err(ServerError::Busy { .. })),

@@ -69,6 +69,11 @@ pub enum ServerError {
         path: String,
         problem: &'static str,
     },
+    #[error(
+        "{0}: the disk's present image, {1}, builds on it, so it lacks what was written since; to go back to it nevertheless, \
+         detach the disk first"
+    )]
+    Older(String, String),
     #[error("disk '{0}' was changed by another command at the same time; check it and try again")]
     ChangedMeanwhile(String),
     #[error(

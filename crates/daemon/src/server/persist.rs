@@ -190,6 +190,7 @@ impl Server {
             // None of these is possible during a handover.
             stopping: _,
             under_way: _,
+            restarting: _,
             absent,
             is_retrying: _,
             // Files of this process.

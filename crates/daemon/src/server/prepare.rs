@@ -159,8 +159,17 @@ impl Server {
             let entry = state.nodes.get(&spec.name);
             entry.map(|entry| entry.node.clone())
         };
-        if let Some(served) = served.filter(|served| served.spec.file == spec.file) {
-            served.check_same()?;
+        let (same, other) = match &served {
+            Some(served) if served.spec.file == spec.file => (Some(served), None),
+            served => (None, served.as_ref()),
+        };
+        same.map_or(Ok(()), |served| served.check_same())?;
+        if let (Some(served), Some(there)) = (other, there)
+            && served.files().contains(&there)
+            && !served.is_on(there)
+        {
+            let (file, present) = (spec.file.to_string(), served.filename.clone());
+            return Err(ServerError::Older(file, present));
         }
         let export = ExportSpec::from(&spec);
         let node = match user {
@@ -171,6 +180,14 @@ impl Server {
             }
             None => Some(self.open_in_time(spec.clone(), |server, spec| server.open(spec, &[]))?),
         };
+        let checked = match (&node, other) {
+            (Some(node), Some(served)) => node.check_not_older(served),
+            _ => Ok(()),
+        };
+        if let Err(e) = checked {
+            release(node);
+            return Err(e.into());
+        }
         match self.make_socket(&export) {
             Ok(socket) => Ok(PreparedDisk { spec, node, socket }),
             Err(e) => {

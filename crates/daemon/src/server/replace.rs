@@ -241,7 +241,7 @@ impl Server {
         claim.covers(name);
         let new = match new {
             New::File(new) => new,
-            New::Name(new) => return self.exchange(name, &before, &new),
+            New::Name(new) => return self.exchange(claim, name, &before, &new),
             New::After(_, spec) => return self.follow(claim, name, &spec),
             New::Same => {
                 info!("disk {name}: already uses {}", before.filename);
@@ -250,7 +250,7 @@ impl Server {
         };
         // The file may be new: it must survive a loss of power before the move is persisted.
         let durable = new.make_durable().map_err(ServerError::from);
-        let moved = durable.and_then(|()| self.exchange(name, &before, &new));
+        let moved = durable.and_then(|()| self.exchange(claim, name, &before, &new));
         // No disk uses the old file now.
         let (left, is_old) = match &moved {
             Ok(()) => (before, true),
@@ -274,12 +274,19 @@ impl Server {
     }
 
     /// Continues a disk on another node.
-    fn exchange(&self, name: &str, before: &Arc<Node>, new: &Arc<Node>) -> Result<(), ServerError> {
+    fn exchange(
+        &self,
+        claim: &Claim<'_>,
+        name: &str,
+        before: &Arc<Node>,
+        new: &Arc<Node>,
+    ) -> Result<(), ServerError> {
         let served = {
             let state = self.state();
             if !Arc::ptr_eq(&state.top(name)?.node, before) {
                 return Err(ServerError::ChangedMeanwhile(name.into()));
             }
+            state.check_not_restarting(claim, new)?;
             self.backups.check_none(before.name())?;
             let mut exports = state.exports.values();
             let export = exports.find(|e| Arc::ptr_eq(&e.node, before));

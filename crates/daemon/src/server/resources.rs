@@ -3,9 +3,12 @@
 
 use std::path::Path;
 
-use super::{Server, identity};
+use engine::Identity;
+
+use super::{Claim, Server, ServerError, ServerState, identity};
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
+use crate::node::{FileUse, Node};
 use crate::socket::canonical_path;
 
 /// A throttle group, as it is claimed.
@@ -34,7 +37,57 @@ pub(super) fn shared(disk: &DiskSpec) -> impl Iterator<Item = String> {
     groups.chain(disk.iothreads.iter().map(|id| thread(id)))
 }
 
+/// All files of a disk that is being started again, down to the last that its image builds on. Nobody knows those of another
+/// image before it is open.
+pub(super) struct Restarting {
+    disk: String,
+    files: Vec<(Identity, FileUse)>,
+}
+
+impl ServerState {
+    /// Checks that an open node has no file that a disk needs which another command is starting again. That one waits for
+    /// longer than it takes to close the node.
+    pub(super) fn check_not_restarting(
+        &self,
+        claim: &Claim<'_>,
+        node: &Node,
+    ) -> Result<(), ServerError> {
+        let conflicts = |&(file, theirs): &(Identity, FileUse)| {
+            let ours = node.uses(file);
+            ours == Some(FileUse::Write) || ours.is_some() && theirs == FileUse::Write
+        };
+        let others = self.restarting.iter();
+        let mut others = others.filter(|other| !claim.has(&other.disk));
+        match others.find(|other| other.files.iter().any(conflicts)) {
+            Some(other) => {
+                let file = node.filename.clone().into();
+                Err(ServerError::FileInUse(file, other.disk.clone()))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
 impl Server {
+    /// Keeps the files of a disk that is to be stopped from other commands, until it is started again.
+    pub(super) fn keep_files(&self, disk: &str) {
+        let mut state = self.state();
+        let Some(node) = state.nodes.get(disk).map(|entry| entry.node.clone()) else {
+            return;
+        };
+        let files = node.files().into_iter();
+        let files = files.filter_map(|file| Some((file, node.uses(file)?)));
+        let disk = disk.to_owned();
+        let files = files.collect();
+        state.restarting.push(Restarting { disk, files });
+    }
+
+    /// A disk has been started again, or could not be.
+    pub(super) fn free_files(&self, disk: &str) {
+        let mut state = self.state();
+        state.restarting.retain(|other| other.disk != disk);
+    }
+
     /// The files and the socket that a disk has for itself, as they are claimed. Asks storage, up to a limit.
     pub fn own_resources(&self, disk: &DiskSpec) -> Vec<String> {
         let mut names = self.file_resources(&disk.name, &disk.file);

@@ -423,6 +423,7 @@ fn unusable_overlay_is_refused_and_released() {
     overlay(at, "right.qcow2", "base.qcow2", "");
     ringdisk.json(&["replace", "disk", "right.qcow2"]);
     // Another overlay over the previous image, which lacks what was written since, as of an administrator who came later.
+    rewrite(&mut device.queues[0]);
     overlay(at, "late.qcow2", "base.qcow2", "");
     let refused = ringdisk.ringdisk(&["replace", "disk", "late.qcow2"]);
     refused.assert_fails(1, &["below what the disk is on", "right.qcow2 -F qcow2"]);

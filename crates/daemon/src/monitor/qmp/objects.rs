@@ -307,7 +307,7 @@ fn add_nbd_export(
     Ok(server.add_nbd_export(claim, spec)?)
 }
 
-pub(super) fn start_nbd(server: &Server, wanted: &NbdServerStart) -> Result<(), CommandError> {
+pub(super) fn start_nbd(run: &Run<'_>, wanted: &NbdServerStart) -> Result<(), CommandError> {
     if wanted.max_connections.is_some_and(|n| n > 0) {
         return Err(CommandError::generic(
             "max-connections: the limit of connections cannot be changed; leave it out",
@@ -327,7 +327,13 @@ pub(super) fn start_nbd(server: &Server, wanted: &NbdServerStart) -> Result<(), 
             }
         }
     };
-    Ok(server.start_nbd(&address, wanted.tls_creds.as_deref())?)
+    let socket = match &address {
+        NbdAddress::Unix(path) => Some(resources::socket(path)),
+        NbdAddress::Tcp(_) => None,
+    };
+    let _claim = run.claim(|| socket.iter().collect())?;
+    let tls = wanted.tls_creds.as_deref();
+    Ok(run.server.start_nbd(&address, tls)?)
 }
 
 pub(super) fn add_object(server: &Server, options: &ObjectOptions) -> Result<(), CommandError> {

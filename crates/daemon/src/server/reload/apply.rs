@@ -42,7 +42,7 @@ impl<'a> Change<'a> {
             server.change_absent(disk.clone());
         }
         // If nothing else depends on them, removals and moves are last.
-        let is_last = !self.is_entangled(&ready);
+        let is_last = !self.is_entangled(server, &ready);
         let (moves, last_moves): (Vec<_>, Vec<_>) = ready.moves.into_iter().partition(|_| !is_last);
         let (removed, last_removed): (Vec<_>, Vec<_>) = self.removed.iter().partition(|_| !is_last);
         for &disk in removed {
@@ -68,6 +68,7 @@ impl<'a> Change<'a> {
                 }
             };
             let DiskChange { before, then, .. } = changed;
+            server.free_files(&then.name);
             let remains = server.spec_of(&then.name).map(|_| *before);
             failed.disk("changing disk", before, result, remains);
         }
@@ -110,7 +111,9 @@ impl<'a> Change<'a> {
     }
 
     /// Whether a disk starts or moves only once another has left its file, its socket or its name.
-    fn is_entangled(&self, ready: &ConnectionInfo<'_>) -> bool {
+    fn is_entangled(&self, server: &Server, ready: &ConnectionInfo<'_>) -> bool {
+        let its_exports = |disk: &&DiskSpec| server.nbd_exports_of(&disk.name);
+        let ended: Vec<_> = self.removed.iter().flat_map(its_exports).collect();
         let mut opened = ready.changed.iter().chain(&ready.added);
         let mut removed = self.removed.iter();
         opened.any(|prepared| !prepared.is_open())
@@ -121,7 +124,12 @@ impl<'a> Change<'a> {
                 let mut starts = starts.chain(self.added.iter().copied());
                 let mut exports = self.new.exports.iter();
                 starts.any(|disk| path(disk) == path(removed))
-                    || exports.any(|export| export.id == removed.name)
+                    || exports.any(|export| {
+                        let is_ended = |other: &NbdExportSpec| {
+                            other.id == export.id || other.name == export.name
+                        };
+                        export.id == removed.name || ended.iter().any(is_ended)
+                    })
             })
             || self.old.disks.len() + self.added.len() > DISKS_MAX
     }
@@ -290,6 +298,7 @@ impl<'a> Failed<'a> {
 /// Stops a disk that is to be restarted.
 fn stop(server: &Server, claim: &Claim<'_>, changed: &DiskChange<'_>) -> Result<(), ServerError> {
     let name = &changed.then.name;
+    server.keep_files(name);
     warn!("disk {name}: its front-end is disconnected to apply the changes, and may connect again");
     match server.detach(claim, name, Removal::Hard) {
         // It is stopped regardless, and must be started again for its VM.
