@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use engine::Identity;
+use tracing::info;
 
 use super::{Claim, Server, ServerError, ServerState, identity};
 use crate::config::sockets;
@@ -107,10 +108,9 @@ impl Server {
         }
         let path = file.clone();
         let look = move |_: &Self| Ok(identity(&path));
-        let there = self
-            .in_time(disk, Some(file), look, |_, _| {})
-            .ok()
-            .flatten();
+        let (name, path) = (disk.to_owned(), file.clone());
+        let late = move |_: &Self, _| info!("disk {name}: {path}: its storage answers again");
+        let there = self.in_time(disk, Some(file), look, late).ok().flatten();
         let identity = there.map(|there| format!("file:{}:{}", there.device, there.inode));
         [format!("file:{file}")]
             .into_iter()
