@@ -1,8 +1,9 @@
 //! Disks of a running libvirt domain: for `attach-device` and `detach-device`, libvirt runs no hook.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::io::{self, Write};
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -25,7 +26,7 @@ const GUEST: Duration = Duration::from_secs(30);
 /// Which domain a command is about.
 #[derive(clap::Args)]
 pub struct DomainArgs {
-    /// Also attach the disk to this running libvirt domain, as its --target
+    /// Also do this in a running libvirt domain, whose --target the disk is
     #[arg(long, value_name = "DOMAIN", requires = "target")]
     pub libvirt: Option<String>,
     /// The disk in the domain, as in vdb
@@ -164,8 +165,12 @@ impl Domain<'_> {
 }
 
 /// The disks that were attached for a domain: only those are detached when it ends. Names, one in a line, beside the
-/// control socket, where a reboot forgets them.
+/// control socket, where a reboot forgets them. That directory may be the service's, and this program root: no link there is
+/// followed.
 pub struct Attached(PathBuf);
+
+/// Limit of that file's size in bytes.
+const ATTACHED_BYTES_MAX: u64 = 1 << 20;
 
 impl Attached {
     pub fn of(domain: &str, connection: &Connection) -> Self {
@@ -174,8 +179,30 @@ impl Attached {
     }
 
     pub fn names(&self) -> BTreeSet<String> {
-        let text = fs::read_to_string(&self.0).unwrap_or_default();
+        let mut options = OpenOptions::new();
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = options.read(true).custom_flags(flags).open(&self.0);
+        let mut text = String::new();
+        if let Ok(file) = file {
+            let _ = file.take(ATTACHED_BYTES_MAX).read_to_string(&mut text);
+        }
         text.lines().map(str::to_owned).collect()
+    }
+
+    fn write(&self, text: &str) -> io::Result<()> {
+        let new = self.0.with_added_extension("new");
+        match fs::remove_file(&new) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let mut options = OpenOptions::new();
+        let mut file = options
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&new)?;
+        file.write_all(text.as_bytes())?;
+        fs::rename(&new, &self.0)
     }
 
     /// # Errors
@@ -190,7 +217,7 @@ impl Attached {
                 removed => removed,
             }
         } else {
-            fs::write(&self.0, lines)
+            self.write(&lines)
         };
         written.map_err(|e| CommandLineError::Target(self.0.clone(), e))
     }
@@ -237,5 +264,30 @@ pub fn undo(client: &mut Client, disk: &str) {
             return;
         }
         thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn links_beside_the_control_socket_are_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let [other, path] = ["other", "libvirt-vm1"].map(|name| dir.path().join(name));
+        fs::write(&other, "secret\n").unwrap();
+        symlink(&other, &path).unwrap();
+        symlink(&other, dir.path().join("libvirt-vm1.new")).unwrap();
+        let attached = Attached(path.clone());
+        assert_eq!(attached.names(), BTreeSet::new());
+        attached
+            .change(|names| names.insert("vm1-vda".into()))
+            .unwrap();
+        assert_eq!(fs::read_to_string(&other).unwrap(), "secret\n");
+        assert_eq!(attached.names(), BTreeSet::from(["vm1-vda".to_owned()]));
+        attached.change(|names| names.remove("vm1-vda")).unwrap();
+        assert!(!path.exists() && other.exists());
     }
 }
