@@ -8,7 +8,7 @@ use crate::config::disk_text;
 use crate::config::spec::DiskSpec;
 
 #[derive(clap::Args)]
-#[command(after_help = "Example:
+#[command(after_help = "Examples:
   ringdisk attach file=/dev/vg0/vm2,queues=4,iops=20000
   ringdisk attach /dev/vg0/data --libvirt vm2 --target vdb     also attaches it to the running domain
   ringdisk attach /dev/vg0/data --libvirt vm2 --target vdb --config     and to its next start

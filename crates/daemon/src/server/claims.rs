@@ -1,9 +1,9 @@
-//! The order of commands: what changes a disk has claimed it before.
+//! The order of commands: a command claims a disk before it changes the disk.
 //!
-//! A claim names disks, nodes and exports, and [what these need](super::resources). Claims that have nothing in common are held at the same time; others follow each
-//! other in the order in which they were asked for, so that none is overtaken. A thread holds one claim at a time, and it is
-//! taken as a whole: no two commands wait for each other. Only the holder of a claim can call what changes a disk, and what it
-//! has found stays true until it gives the claim up.
+//! A claim names disks, nodes and exports, and [what these need](super::resources). Claims that have nothing in common are
+//! held at the same time; others follow each other in the order in which they were asked for, so that none is overtaken. A
+//! thread holds one claim at a time, and it is taken as a whole: no two commands wait for each other. Only the holder of a
+//! claim can call what changes a disk, and what it has found stays true until it gives the claim up.
 //!
 //! Claims come after the [inhibitor of handovers](super::handover::HandoverInhibitor) and before all locks. What guests,
 //! backups and storage do by themselves, and queries, go on without one.
@@ -45,9 +45,7 @@ impl<'a> Waiting<'a> {
             has_left,
         }
     }
-}
 
-impl<'a> Waiting<'a> {
     /// The same, but not for longer than this.
     pub fn at_most(self, time: Duration) -> Self {
         let deadline = Instant::now().checked_add(time);
@@ -85,7 +83,7 @@ struct Table {
 struct Entry {
     ticket: u64,
     names: BTreeSet<String>,
-    /// Who has asked for it.
+    /// The command that needs it.
     command: &'static str,
     since: Instant,
     thread: ThreadId,
@@ -163,7 +161,7 @@ impl Claims {
                     continue;
                 }
                 ServerError::Busy {
-                    disk: name.clone(),
+                    what: describe(name),
                     command: other.command,
                     seconds: other.since.elapsed().as_secs(),
                 }
@@ -323,6 +321,24 @@ impl Server {
     }
 }
 
+/// A claimed name as users know it: that of a disk, or one of [`resources`](super::resources).
+fn describe(claimed: &str) -> String {
+    let known = [
+        ("file:", "file"),
+        ("socket:", "socket"),
+        ("group:", "throttle group"),
+        ("iothread:", "I/O thread"),
+        ("nbd:", "NBD export"),
+    ];
+    let found = known
+        .iter()
+        .find_map(|(prefix, what)| Some((what, claimed.strip_prefix(prefix)?)));
+    match found {
+        Some((what, name)) => format!("{what} '{name}'"),
+        None => format!("disk '{claimed}'"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
@@ -398,8 +414,8 @@ mod tests {
                 )
             });
             match second.join().unwrap() {
-                Err(ServerError::Busy { disk, command, .. }) => {
-                    assert_eq!((disk.as_str(), command), ("b", "replace"));
+                Err(ServerError::Busy { what, command, .. }) => {
+                    assert_eq!((what.as_str(), command), ("disk 'b'", "replace"));
                 }
                 other => panic!("{other:?}"),
             }

@@ -77,11 +77,11 @@ pub enum ServerError {
     #[error("disk '{0}' was changed by another command at the same time; check it and try again")]
     ChangedMeanwhile(String),
     #[error(
-        "disk '{disk}' is being changed by '{command}', which was begun {seconds} s ago and has not ended; nothing was changed; \
+        "{what} is in use by the command '{command}', which was begun {seconds} s ago and has not ended; nothing was changed; \
          try again when it has"
     )]
     Busy {
-        disk: String,
+        what: String,
         command: &'static str,
         seconds: u64,
     },

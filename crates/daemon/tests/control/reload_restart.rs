@@ -260,7 +260,7 @@ fn a_restart_does_not_undo_a_move() {
         let file = file.to_str().unwrap();
         let (moved, reloaded) = thread::scope(|scope| {
             let moved = scope.spawn(|| {
-                // While the reload opens the disk anew, stops it, or starts it.
+                // While the reload prepares the disk, stops it, or starts it.
                 thread::sleep(Duration::from_micros(round as u64 * 500));
                 ringdisk.ringdisk(&["replace", "a", file])
             });
