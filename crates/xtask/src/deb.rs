@@ -6,8 +6,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// Where the package goes, and what it is called
+#[derive(clap::Args, Default)]
+pub struct Args {
+    /// Version of the package; default: that of the program, and -1
+    #[arg(long, value_name = "VERSION")]
+    version: Option<String>,
+    /// Directory for the package; default: debian in the target directory
+    #[arg(long, value_name = "DIR")]
+    output: Option<PathBuf>,
+}
+
 /// Builds and packages the program.
-pub fn run() -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     packages::deb::ensure()?;
     packages::tcmalloc::ensure()?;
     let mut build = cargo();
@@ -16,9 +27,14 @@ pub fn run() -> Result<()> {
     succeeds(&mut build)?;
     let metadata = ci::metadata()?;
     let target = Path::new(ci::text(&metadata["target_directory"]));
-    let output = target.join("debian");
+    let output = args.output.clone();
+    let output = output.unwrap_or_else(|| target.join("debian"));
+    let version = args.version.iter().map(|it| format!("--deb-version={it}"));
+    let version: Vec<_> = version.collect();
     // The symbols go into a separate package, for profiling.
-    let package = pack(&target.join("release"), "release", &output, &["--dbgsym"])?;
+    let options = std::iter::once("--dbgsym").chain(version.iter().map(String::as_str));
+    let options: Vec<_> = options.collect();
+    let package = pack(&target.join("release"), "release", &output, &options)?;
     println!("{}", package.display());
     Ok(())
 }

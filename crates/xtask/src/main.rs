@@ -10,6 +10,7 @@ mod fuzz;
 mod miri;
 mod model;
 mod packages;
+mod release;
 mod soak;
 mod test;
 
@@ -39,7 +40,9 @@ enum Xtask {
     /// Run tests without system calls under Miri; needs a nightly toolchain with Miri
     Miri,
     /// Build a Debian package of the program, its service and its manual
-    Deb,
+    Deb(deb::Args),
+    /// Make a release: version, change log, packages built in clean roots and tested there, checksums, an SBOM, a signed tag
+    Release(release::Args),
     /// Run what CI runs: format, clippy, crate borders, structure, unsafe policy, licences, documents, and the tests
     Ci(ci::Args),
     /// Write docs/compatibility.md from the records of the last `cargo xtask test`
@@ -60,7 +63,8 @@ fn main() -> ExitCode {
         Xtask::Model(args) => model::run(&args),
         Xtask::Fuzz(args) => fuzz::run(&args),
         Xtask::Miri => miri::run(),
-        Xtask::Deb => deb::run(),
+        Xtask::Deb(args) => deb::run(&args),
+        Xtask::Release(args) => release::run(&args),
         Xtask::Ci(args) => ci::run(&args),
         Xtask::Compatibility => compatibility::run(),
         Xtask::Reference => reference(),

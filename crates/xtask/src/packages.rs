@@ -5,6 +5,7 @@
 
 pub mod browser;
 pub mod ceph;
+pub mod clean_root;
 pub mod deb;
 pub mod debian;
 pub mod guestfish;
@@ -13,6 +14,7 @@ pub mod libvirt;
 pub mod python;
 pub mod qemu;
 pub mod qtest;
+pub mod sbom;
 pub mod tcmalloc;
 mod unpacked;
 
@@ -229,7 +231,7 @@ fn backports() -> Result<Option<Backports>> {
 }
 
 /// The name of the release that this host runs, such as `bookworm`.
-fn codename() -> Result<String> {
+pub fn codename() -> Result<String> {
     let release = fs::read_to_string("/etc/os-release").context("reading /etc/os-release")?;
     let mut lines = release.lines();
     let name = lines.find_map(|line| line.strip_prefix("VERSION_CODENAME="));

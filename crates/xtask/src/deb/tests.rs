@@ -52,6 +52,23 @@ fn the_installed_package_serves_disks() {
     service::install_and_use(built, &package, &newer, folder.path());
 }
 
+/// The same for two packages that were built before: what `cargo xtask release` runs.
+#[test]
+fn released_packages_follow_each_other() {
+    let package = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let (Some(old), Some(new)) = (
+        package("RINGDISK_OLD_PACKAGE"),
+        package("RINGDISK_NEW_PACKAGE"),
+    ) else {
+        // A part of another command, which is not missing here.
+        return;
+    };
+    let test = std::env::current_exe().unwrap();
+    let built = test.parent().and_then(Path::parent).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    service::install_and_use(built, &old, &new, folder.path());
+}
+
 const LIBVIRT_HOOK: &str = "etc/libvirt/hooks/qemu.d/ringdisk";
 const APPARMOR_RULE: &str = "etc/apparmor.d/abstractions/libvirt-qemu.d/ringdisk";
 
