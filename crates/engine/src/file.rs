@@ -358,7 +358,7 @@ impl DiskFile {
         self.identity
     }
 
-    /// What the file was like once it was locked. Its times have changed since: whether it can have holes was tested.
+    /// What the file was like once it was locked.
     pub fn found(&self) -> &Metadata {
         &self.found
     }
@@ -369,6 +369,24 @@ impl DiskFile {
         let path = fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?;
         let there = Identity::of(&fs::metadata(&path).ok()?);
         (there == self.identity).then_some(path)
+    }
+
+    /// The same where this user may not enter the directory.
+    pub fn name(&self) -> Option<PathBuf> {
+        let path = fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).ok()?;
+        let there = fs::metadata(&path);
+        let is_hidden = there.is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied);
+        self.current_path().or(is_hidden.then_some(path))
+    }
+
+    /// A reference to the file that does not keep it open for I/O, nor locked: for its times after it has been closed.
+    ///
+    /// # Errors
+    /// The process has no free descriptor.
+    pub fn reference(&self) -> io::Result<File> {
+        let mut options = File::options();
+        let options = options.read(true).custom_flags(libc::O_PATH);
+        options.open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
     }
 
     /// Whether it is a regular file or a block device.
@@ -552,17 +570,53 @@ fn direct_alignment(file: &File) -> io::Result<(u32, u32)> {
         .ok_or_else(|| io::Error::other("no read with O_DIRECT succeeds"))
 }
 
-/// Tests whether the file system can punch holes. The test punches beyond the end of the file, where there is
-/// no data, and far beyond it if another process may be extending the file.
+/// File systems of Linux that punch holes in every file, by the numbers that `statfs(2)` has for them: ext4, XFS, Btrfs, tmpfs,
+/// F2FS, bcachefs and ZFS.
+const PUNCHERS: &[u64] = &[
+    0xef53,
+    0x5846_5342,
+    0x9123_683e,
+    0x0102_1994,
+    0xf2f5_2010,
+    0xca45_1a4e,
+    0x2fc1_2fc1,
+];
+
+/// Whether the file system can punch holes. Of those that are not known, this tests it, beyond the end of the file, where there
+/// is no data, and far beyond it if another process may be extending the file.
 fn can_punch(file: &File, size: u64, locking: Locking) -> bool {
     const FAR: u64 = 1 << 40;
+    // The test changes the time of the file, by which others tell whether somebody has written to it.
+    let kind = rustix::fs::fstatfs(file).map(|facts| facts.f_type as u64);
+    if kind.is_ok_and(|kind| PUNCHERS.contains(&kind)) {
+        return true;
+    }
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     let end = size.next_multiple_of(u64::from(BLOCK_MAX));
     let beyond = match locking {
         Locking::Now => end,
         Locking::Held | Locking::Handover | Locking::None => end + FAR,
     };
-    match rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX)) {
+    let before = file.metadata();
+    let punched = rustix::fs::fallocate(file, flags, beyond, u64::from(BLOCK_MAX));
+    if let (Ok(before), Locking::Now) = (before, locking) {
+        // Nothing has changed, and those who compare times are to see that. Without a lock, somebody may write meanwhile.
+        let last_modification = rustix::fs::Timespec {
+            tv_sec: before.mtime(),
+            tv_nsec: before.mtime_nsec(),
+        };
+        let last_access = rustix::fs::Timespec {
+            tv_sec: 0,
+            tv_nsec: rustix::fs::UTIME_OMIT,
+        };
+        let times = rustix::fs::Timestamps {
+            last_access,
+            last_modification,
+        };
+        // Only the owner may.
+        let _ = rustix::fs::futimens(file, &times);
+    }
+    match punched {
         // The file system does not allow files of this length. If it cannot punch holes, the guest gets an
         // error at its first discard.
         Err(Errno::FBIG) => true,

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use harness::process::Process;
 use serde_json::{Value, json};
 
-use super::{Lines, Output, Qmp, Vm, accel};
+use super::{Lines, Output, Qmp, Vm, accel, emulation_failed};
 
 /// The times of a migration.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +18,9 @@ pub struct MigrationTimes {
     /// The time during which the guest did not run, as QEMU reports it.
     pub downtime: Duration,
 }
+
+/// How often a guest is booted whose QEMU [fails by itself](emulation_failed) while it boots.
+const BOOTS_MAX: u32 = 3;
 
 /// Boots the guest on the first host and runs `script` in it as [`Vm::run`] does. Once the script has printed `migrate
 /// me`, the running guest migrates `migrations` times, to the QEMU of each of `hosts` in turn. `on_migrated` is called
@@ -44,11 +47,17 @@ pub fn run_migrating(
 
     let started = Instant::now();
     let mut lines = Lines::of(first.folder.join("results.log"))?;
-    let (mut number, mut asked) = (0, false);
+    let (mut number, mut asked, mut boots_left) = (0, false, BOOTS_MAX - 1);
     let mut guest = on_host(0).start(accel, &boot, None)?;
     let ended = loop {
         let ended = guest.ended()?;
         lines.read(&mut |line| asked |= line == "migrate me")?;
+        if ended.is_some() && !asked && boots_left > 0 && emulation_failed(&first.folder) {
+            boots_left -= 1;
+            lines = Lines::of(first.folder.join("results.log"))?;
+            guest = on_host(0).start(accel, &boot, None)?;
+            continue;
+        }
         if ended.is_some() || started.elapsed() > limit {
             break ended;
         }

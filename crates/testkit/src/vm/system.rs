@@ -110,7 +110,9 @@ mount -t tmpfs tmp /tmp
 for module in /modules/*.ko; do
     [ ! -e $module ] || insmod $module || echo "vm: $module does not load"
 done
-stty -F /dev/ttyS1 raw -echo
+# Stays open: opening it fails while the last one who had it open closes it.
+exec 3<>/dev/ttyS1
+stty raw -echo <&3
 cat >/tmp/functions <<'END'
 disk() {
     for serial in /sys/block/*/serial; do
@@ -129,7 +131,7 @@ if [ -e /root-serial ]; then
     exec switch_root /root /init
 fi
 cat /tmp/functions /script >/tmp/script
-sh -eu /tmp/script </dev/null >/dev/ttyS1 2>&1
-echo "vm-exit: $?" >/dev/ttyS1
+sh -eu /tmp/script </dev/null >&3 2>&1 3>&-
+echo "vm-exit: $?" >&3
 poweroff -f
 "#;
