@@ -1,25 +1,47 @@
 //! Converts disks from QEMU to ringdisk and back: the VM's configuration and ringdisk's change together.
 
+mod to_qemu;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
+use std::path::Path;
 
+use crate::disk_keys::{Served, attributes_of, check_storage, keys_of};
 use crate::fix::{machines, reread};
 use crate::input::{Input, Kind};
-use crate::model::Disk;
 use crate::model::carried::Dialect;
+use crate::model::{Disk, Vm};
 use crate::parsed::ParsedInput;
+use crate::served::{self, Request};
 use crate::setting::Setting;
-use crate::text::{Edit, apply};
+use crate::text::{Edit, Source, apply};
+
+/// Limit of a name, whose socket has to fit into the path of one.
+const NAME_MAX: usize = 50;
 
 /// The directory of the service's sockets.
 const SOCKETS: &str = "/run/ringdisk";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From QEMU's own disks to vhost-user-blk.
+    /// From QEMU's own disks to vhost-user-blk, with all disks in ringdisk's configuration.
     ToRingdisk,
-    /// From vhost-user-blk to QEMU's own disks; ringdisk's configuration must be among the inputs.
+    /// The same, with the disks of libvirt's domains in their metadata, from which ringdisk's hook serves them.
+    ToMetadata,
+    /// From vhost-user-blk to QEMU's own disks; ringdisk's configuration must be among the inputs for those that the
+    /// metadata of their domain does not name.
     ToQemu,
+}
+
+/// A disk that QEMU has instead of ringdisk.
+#[derive(Debug)]
+pub struct Moved {
+    /// Its VM and its name there, for a message.
+    pub place: String,
+    /// Where ringdisk serves it.
+    pub socket: String,
+    /// Its storage, as QEMU opens it now.
+    pub file: String,
 }
 
 #[derive(Debug)]
@@ -30,14 +52,8 @@ pub struct Converted {
     pub messages: Vec<String>,
     /// ringdisk's configuration of the converted disks.
     pub config: Option<String>,
-}
-
-/// How ringdisk serves a disk.
-struct Served {
-    name: String,
-    socket: String,
-    queues: u64,
-    queue_size: u64,
+    /// The disks that moved to QEMU.
+    pub moved: Vec<Moved>,
 }
 
 /// Converts all disks that can be converted.
@@ -46,8 +62,9 @@ struct Served {
 /// None can. The error says why.
 pub fn convert(inputs: Vec<Input>, direction: Direction) -> Result<Converted, String> {
     match direction {
-        Direction::ToRingdisk => to_ringdisk(inputs),
-        Direction::ToQemu => to_qemu(inputs),
+        Direction::ToRingdisk => to_ringdisk(inputs, false),
+        Direction::ToMetadata => to_ringdisk(inputs, true),
+        Direction::ToQemu => to_qemu::to_qemu(inputs),
     }
 }
 
@@ -72,28 +89,38 @@ pub fn refused(input: Input) -> BTreeMap<(usize, usize), String> {
     refused
 }
 
-/// A configuration as a patch that creates a new file.
-pub fn as_new_file(config: &str) -> String {
+/// A configuration as a patch that creates a file of this name.
+pub fn as_new_file(name: &str, config: &str) -> String {
     let diff = similar::TextDiff::from_lines("", config);
     let mut unified = diff.unified_diff();
-    unified.header("/dev/null", "ringdisk.toml");
+    unified.header("/dev/null", name);
     unified.to_string()
 }
 
-fn to_ringdisk(inputs: Vec<Input>) -> Result<Converted, String> {
-    let mut conversion = Conversion::default();
+fn to_ringdisk(inputs: Vec<Input>, in_metadata: bool) -> Result<Converted, String> {
+    let mut conversion = Conversion {
+        in_metadata,
+        ..Conversion::default()
+    };
     let mut changed = Vec::new();
     for input in inputs {
-        changed.push(conversion.input(input));
+        changed.push(match input.kind {
+            Kind::Proxmox => conversion.proxmox(input),
+            _ => conversion.input(input),
+        });
     }
     let Conversion {
-        messages, config, ..
+        messages,
+        config,
+        converted,
+        ..
     } = conversion;
-    if !config.is_empty() {
+    if converted > 0 {
         return Ok(Converted {
             inputs: changed,
             messages,
-            config: Some(config),
+            config: (!config.is_empty()).then_some(config),
+            moved: Vec::new(),
         });
     }
     if messages.is_empty() {
@@ -111,6 +138,10 @@ struct Conversion {
     config: String,
     names: Names,
     groups: Names,
+    /// Whether libvirt's domains name their disks themselves.
+    in_metadata: bool,
+    /// The number of converted disks.
+    converted: usize,
 }
 
 /// The names in use, each with the number for the next disk of that name.
@@ -183,7 +214,7 @@ impl Conversion {
         });
         let mut changed = None;
         if !candidates.is_empty() {
-            match with_disks_converted(&input, index, &candidates) {
+            match self.with_disks_converted(&input, index, &candidates) {
                 Ok(input) => changed = Some(input),
                 Err(reason) => {
                     let failed = candidates.drain(..);
@@ -200,29 +231,8 @@ impl Conversion {
             }
             self.refused.push(((number, at), reason));
         }
-        let mut groups: BTreeMap<String, String> = BTreeMap::new();
-        for Candidate {
-            disk,
-            group,
-            served,
-            ..
-        } in &candidates
-        {
-            let disk = &vm.disks[*disk];
-            let mut is_new = false;
-            let group = group.as_ref().map(|group| {
-                groups.entry(group.clone()).or_insert_with(|| {
-                    is_new = true;
-                    self.groups.take(&named(&vm.name, group))
-                })
-            });
-            let group = group.map(|group| group.as_str());
-            self.config.push_str(&toml_of(disk, served, group, is_new));
-            for note in notes(disk) {
-                self.messages
-                    .push(format!("{} {}: {note}", vm.name, disk.name));
-            }
-        }
+        self.converted += candidates.len();
+        self.configure(vm, &candidates, self.has_metadata(&input));
         let Some(changed) = changed else {
             return input;
         };
@@ -243,6 +253,104 @@ impl Conversion {
         })
     }
 
+    /// A VM of Proxmox, whose configuration names its disks, and whose hookscript serves them.
+    fn proxmox(&mut self, input: Input) -> Input {
+        let (number, storages) = of_proxmox(&input);
+        let request = Request {
+            vm: &number,
+            drives: &[],
+            snippets: Some("local"),
+            storages,
+        };
+        let changed = served::enable(&input.sources[0].text, &request).and_then(|changed| {
+            self.messages.extend(changed.messages);
+            with_text(&input, changed.text)
+        });
+        match changed {
+            Ok(changed) => {
+                self.converted += 1;
+                self.messages.push(format!(
+                    "VM {number} starts only if {} exists: 'ringdisk proxmox enable' makes it, too, and holds Proxmox' lock",
+                    served::hookscript("local")
+                ));
+                changed
+            }
+            Err(problem) => {
+                self.messages.push(format!("VM {number}: {problem}"));
+                input
+            }
+        }
+    }
+
+    /// Whether the disks of this input are named there.
+    fn has_metadata(&self, input: &Input) -> bool {
+        self.in_metadata && input.kind == Kind::Libvirt
+    }
+
+    /// Writes the configuration of converted disks, unless it is elsewhere, and notes about them.
+    fn configure(&mut self, vm: &Vm, candidates: &[Candidate], is_elsewhere: bool) {
+        let mut groups: BTreeMap<String, String> = BTreeMap::new();
+        for Candidate {
+            disk,
+            group,
+            served,
+            ..
+        } in candidates
+        {
+            let disk = &vm.disks[*disk];
+            let mut is_new = false;
+            let group = group.as_ref().map(|group| {
+                groups.entry(group.clone()).or_insert_with(|| {
+                    is_new = true;
+                    self.groups.take(&named(&vm.name, group))
+                })
+            });
+            let group = group.map(|group| group.as_str());
+            if !is_elsewhere {
+                self.config.push_str(&toml_of(disk, served, group, is_new));
+            }
+            for note in notes(disk) {
+                self.messages
+                    .push(format!("{} {}: {note}", vm.name, disk.name));
+            }
+        }
+    }
+
+    /// Converts a VM's disks and shares its memory. The VM would not start with only one of the two.
+    fn with_disks_converted(
+        &self,
+        input: &Input,
+        vm: usize,
+        candidates: &[Candidate],
+    ) -> Result<Input, String> {
+        let mut edits: Vec<Edit> = Vec::new();
+        for candidate in candidates {
+            edits.extend(candidate.edits.iter().cloned());
+        }
+        if input.vms[vm].table.word("vm.memory-shared") == Some("no") {
+            let shared = set(input, vm, Setting::SharedMemory);
+            edits.extend(
+                shared.map_err(|reason| format!("the VM's memory cannot be shared: {reason}"))?,
+            );
+        }
+        if self.has_metadata(input) {
+            let parsed = ParsedInput::new(input);
+            let machine = &input.vms[vm];
+            let disks: Vec<_> = candidates
+                .iter()
+                .map(|candidate| {
+                    let disk = &machine.disks[candidate.disk];
+                    (
+                        disk.name.clone(),
+                        attributes_of(&machine.name, disk, &candidate.served),
+                    )
+                })
+                .collect();
+            edits.extend(parsed.add_metadata(&parsed.target(vm, None), &disks)?);
+        }
+        with_edits(input, &edits)
+    }
+
     /// Prepares the conversion of a disk.
     ///
     /// # Errors
@@ -257,6 +365,12 @@ impl Conversion {
         let machine = &input.vms[vm];
         let disk = &machine.disks[at];
         check_convertible(input, disk)?;
+        if let (true, Some(group)) = (self.has_metadata(input), &disk.carried.group) {
+            return Err(format!(
+                "it shares its limits with other disks ({group}), which only ringdisk's configuration can have: name a \
+                 file for that with --config"
+            ));
+        }
         let vcpus = machine.table.number("vm.vcpus").unwrap_or(1).clamp(1, 256);
         let given = |name| {
             let number = disk.table.number(name)?;
@@ -288,23 +402,17 @@ impl Conversion {
     }
 }
 
-/// Converts a VM's disks and shares its memory. The VM would not start with only one of the two.
-fn with_disks_converted(
-    input: &Input,
-    vm: usize,
-    candidates: &[Candidate],
-) -> Result<Input, String> {
-    let mut edits: Vec<Edit> = Vec::new();
-    for candidate in candidates {
-        edits.extend(candidate.edits.iter().cloned());
-    }
-    if input.vms[vm].table.word("vm.memory-shared") == Some("no") {
-        let shared = set(input, vm, Setting::SharedMemory);
-        edits.extend(
-            shared.map_err(|reason| format!("the VM's memory cannot be shared: {reason}"))?,
-        );
-    }
-    with_edits(input, &edits)
+/// The number of a VM of Proxmox, which is its file's name, and the storages.
+fn of_proxmox(input: &Input) -> (String, Option<&Source>) {
+    let name = Path::new(&input.sources[0].name).file_stem();
+    let number = name.unwrap_or_default().to_string_lossy().into_owned();
+    (number, input.surroundings.storages.as_ref())
+}
+
+fn with_text(input: &Input, text: String) -> Result<Input, String> {
+    let mut sources = input.sources.clone();
+    sources[0] = Source::new(sources[0].name.clone(), text);
+    reread(input, sources).map_err(|e| format!("the result could not be read: {e}"))
 }
 
 fn set(input: &Input, vm: usize, setting: Setting) -> Result<Vec<Edit>, String> {
@@ -329,25 +437,16 @@ fn check_convertible(input: &Input, disk: &Disk) -> Result<(), String> {
     }
     match input.kind {
         Kind::Proxmox => {
-            return Err("Proxmox has no vhost-user disks; add them manually with args:".into());
+            return Err("'ringdisk proxmox enable' converts Proxmox' disks".into());
         }
         Kind::Ringdisk => return Err(String::new()),
         _ => {}
     }
-    match word("disk.protocol") {
-        "file" | "block" => {}
-        "rbd" => {
-            return Err(
-                "images in a Ceph cluster must be converted manually: file=rbd:POOL/IMAGE in \
-                 ringdisk.toml"
-                    .into(),
-            );
-        }
-        "" => return Err("a shell variable names its storage".into()),
-        other => return Err(format!("ringdisk does not serve {other}")),
-    }
-    if !matches!(word("disk.format"), "raw" | "qcow2") {
-        return Err("its format is unknown, or neither raw nor qcow2".into());
+    check_storage(disk)?;
+    if word("disk.protocol") == "rbd" {
+        return Err(
+            "images in a Ceph cluster must be converted manually: file=rbd:POOL/IMAGE in ringdisk.toml".into(),
+        );
     }
     if word("disk.bus") != "virtio-blk" {
         return Err(format!(
@@ -355,32 +454,26 @@ fn check_convertible(input: &Input, disk: &Disk) -> Result<(), String> {
             word("disk.bus")
         ));
     }
-    disk.carried.serial()?;
-    for bytes in [disk.carried.logical_block, disk.carried.physical_block] {
-        if let Some(bytes) = bytes.filter(|bytes| !matches!(bytes, 512 | 4096)) {
-            return Err(format!(
-                "its block size is {bytes} bytes, and ringdisk supports 512 and 4096"
-            ));
-        }
-    }
     Ok(())
 }
 
-/// A valid ringdisk name from the names of a VM and of its disk or group.
+/// A valid ringdisk name from the names of a VM and of its disk or group. Other VMs have others, although some characters
+/// are not allowed.
 fn named(vm: &str, name: &str) -> String {
     let text = format!("{vm}-{name}");
-    let good = |c: char| {
-        if c.is_ascii_alphanumeric() || "-._".contains(c) {
-            c
-        } else {
-            '-'
-        }
-    };
-    let name: String = text.chars().map(good).take(50).collect();
-    if name.starts_with(|c: char| c.is_ascii_alphabetic()) {
-        return name;
+    let is_good = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    if text.len() <= NAME_MAX
+        && text.chars().all(is_good)
+        && text.starts_with(|c: char| c.is_ascii_alphabetic())
+    {
+        return text;
     }
-    format!("vm{name}")
+    // FNV-1a.
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    let readable = text.chars().filter(|c| is_good(*c)).take(NAME_MAX / 2);
+    format!("vm{}-{hash:016x}", readable.collect::<String>())
 }
 
 fn quoted(text: &str) -> String {
@@ -389,7 +482,6 @@ fn quoted(text: &str) -> String {
 
 /// The TOML tables of a disk, and of its throttle group if that is new.
 fn toml_of(disk: &Disk, served: &Served, group: Option<&str>, is_new: bool) -> String {
-    let word = |name| disk.table.word(name).unwrap_or_default();
     let mut limits = String::new();
     for (limit, value) in &disk.carried.limits {
         let _ = writeln!(limits, "{} = {value}", limit.name(Dialect::Ringdisk));
@@ -403,54 +495,8 @@ fn toml_of(disk: &Disk, served: &Served, group: Option<&str>, is_new: bool) -> S
         limits = format!("throttle-group = {}\n", quoted(group));
     }
     text.push_str("[[disk]]\n");
-    let mut put = |key: &str, value: String| {
+    for (key, value) in keys_of(disk, served) {
         let _ = writeln!(text, "{key} = {value}");
-    };
-    put("name", quoted(&served.name));
-    put("file", quoted(&disk.file));
-    put("format", quoted(word("disk.format")));
-    put("socket", quoted(&served.socket));
-    // Bypass the page cache unless the input sets the cache mode. Never less durable than before.
-    let cache = match word("disk.cache") {
-        "writeback" if disk.table.given("disk.cache").is_none() => "none",
-        "unsafe" => "none",
-        cache => cache,
-    };
-    put("cache", quoted(cache));
-    put("queues", served.queues.to_string());
-    put("queue-size", served.queue_size.to_string());
-    let discards = word("disk.discard") != "ignore";
-    if !discards {
-        put("discard", quoted("ignore"));
-    }
-    if disk.table.is_yes("disk.readonly") {
-        put("readonly", "true".into());
-    }
-    match word("disk.detect-zeroes") {
-        // Without discard, QEMU writes zeroes instead of unmapping.
-        "unmap" if discards => put("detect-zeroes", quoted("unmap")),
-        "on" | "unmap" => put("detect-zeroes", quoted("on")),
-        _ => {}
-    }
-    for (key, policy) in [
-        ("rerror", &disk.carried.rerror),
-        ("werror", &disk.carried.werror),
-    ] {
-        if let Some(policy) = policy {
-            put(key, quoted(policy));
-        }
-    }
-    if let (Some(bytes), "qcow2") = (disk.table.number("disk.l2-cache-size"), word("disk.format")) {
-        put("l2-cache-size", bytes.to_string());
-    }
-    if let Ok(Some(serial)) = disk.carried.serial() {
-        put("serial", quoted(serial));
-    }
-    // Partition tables count in logical blocks. QEMU's default is 512 bytes, whatever the storage has.
-    let logical = disk.carried.logical_block.unwrap_or(512);
-    put("logical-block-size", logical.to_string());
-    if let Some(physical) = disk.carried.physical_block {
-        put("physical-block-size", physical.to_string());
     }
     text.push_str(&limits);
     text.push('\n');
@@ -471,76 +517,4 @@ fn notes(disk: &Disk) -> Vec<&'static str> {
         notes.push("its path is relative: ringdisk resolves it from its working directory");
     }
     notes
-}
-
-fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
-    let served: Vec<Disk> = inputs
-        .iter()
-        .filter(|input| input.kind == Kind::Ringdisk)
-        .flat_map(|input| &input.vms)
-        .flat_map(|vm| &vm.disks)
-        .cloned()
-        .collect();
-    if served.is_empty() {
-        return Err(
-            "also name ringdisk's configuration: it says where its disks are stored".into(),
-        );
-    }
-    let mut converted = Converted {
-        inputs: Vec::new(),
-        messages: Vec::new(),
-        config: None,
-    };
-    let mut moved = 0;
-    for mut input in inputs {
-        for index in 0..input.vms.len() {
-            let mut at = 0;
-            while let Some(disk) = input.vms.get(index).and_then(|vm| vm.disks.get(at)) {
-                at += 1;
-                let is_ours = disk.table.word("disk.bus") == Some("vhost-user-blk")
-                    && !disk.table.is_yes("disk.served");
-                if !is_ours {
-                    continue;
-                }
-                let place = format!("{} {}", input.vms[index].name, disk.name);
-                let stem = disk.file.rsplit('/').next().unwrap_or_default();
-                let name = stem.strip_suffix(".sock").unwrap_or(stem).to_owned();
-                let Some(storage) = served.iter().find(|known| known.name == name) else {
-                    converted.messages.push(format!(
-                        "{place} is not converted: ringdisk's configuration has no disk '{name}'"
-                    ));
-                    continue;
-                };
-                let parsed = ParsedInput::new(&input);
-                let target = parsed.target(index, Some(at - 1));
-                if storage.carried.has_own_limits {
-                    converted
-                        .messages
-                        .push(format!("{place}: it keeps only the limits of its group"));
-                }
-                let edits = parsed.move_to_qemu(&target, storage);
-                match edits.and_then(|edits| with_edits(&input, &edits)) {
-                    Ok(changed) => {
-                        input = changed;
-                        moved += 1;
-                        converted.messages.push(format!(
-                            "remove the disk '{name}' from ringdisk's configuration before the VM starts"
-                        ));
-                    }
-                    Err(reason) => {
-                        let message = format!("{place} is not converted: {reason}");
-                        converted.messages.push(message);
-                    }
-                }
-            }
-        }
-        converted.inputs.push(input);
-    }
-    match moved {
-        0 => Err(match converted.messages.as_slice() {
-            [] => "there is no vhost-user-blk disk".into(),
-            messages => messages.join("; "),
-        }),
-        _ => Ok(converted),
-    }
 }

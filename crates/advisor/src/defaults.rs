@@ -48,6 +48,11 @@ pub fn fill(vm: &mut Vm) {
         )
     });
     let virtio_disks = virtio.count();
+    let is_served = |disk: &&Disk| {
+        let bus = disk.table.word("disk.bus").unwrap_or_default();
+        bus.starts_with("vhost-user")
+    };
+    let served_disks = vm.disks.iter().filter(busy).filter(is_served).count();
     let queues: u64 = vm
         .disks
         .iter()
@@ -57,6 +62,9 @@ pub fn fill(vm: &mut Vm) {
         .derive("vm.busy-disks", busy_disks, "counted in the input");
     vm.table
         .derive("vm.virtio-disks", virtio_disks, "counted in the input");
+    let own_disks = busy_disks - served_disks;
+    vm.table
+        .derive("vm.own-disks", own_disks, "counted in the input");
     let rbd = vm
         .disks
         .iter()

@@ -9,6 +9,7 @@
 pub mod check;
 pub mod convert;
 mod defaults;
+mod disk_keys;
 pub mod facts;
 pub mod fix;
 mod hits;
@@ -24,6 +25,7 @@ pub mod report;
 mod ringdisk;
 mod round;
 pub mod rules;
+pub mod served;
 mod setting;
 pub mod steps;
 mod target;

@@ -7,6 +7,7 @@ mod cputune;
 mod driver;
 mod edit;
 mod guest;
+pub mod metadata;
 mod xml;
 
 pub use compared::options_of_disks;

@@ -250,6 +250,8 @@ pub struct Disk {
     pub span: Span,
     /// The disk's storage: a path, a volume, a URL; empty if there is none.
     pub file: String,
+    /// Where ringdisk's configuration says that it serves the disk.
+    pub socket: Option<String>,
     /// The `disk.` properties, and the `backing.` properties of its storage.
     pub table: Table,
     /// The I/O threads that the disk names.

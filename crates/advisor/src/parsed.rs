@@ -5,6 +5,7 @@ use std::collections::HashMap;
 
 use crate::input::{Input, Kind};
 use crate::libvirt::Xml;
+use crate::libvirt::metadata::NamedDisk;
 use crate::model::Disk;
 use crate::qemu::ParsedCommand;
 use crate::round::Round;
@@ -123,5 +124,32 @@ impl<'a> ParsedInput<'a> {
             Kind::Libvirt => libvirt::from_ringdisk(target, self.xml()?, storage),
             _ => qemu::from_ringdisk(target, self.command(target.vm)?, storage),
         }
+    }
+
+    /// The edits that name disks in the metadata of their domain, each with its target and its attributes.
+    ///
+    /// # Errors
+    /// The input is no domain, or has no place for them.
+    pub fn add_metadata(&self, target: &Target<'_>, disks: &[NamedDisk]) -> Edits {
+        libvirt::metadata::add(target, self.xml()?, disks)
+    }
+
+    /// The disk as the metadata of its domain describes it to ringdisk's hook.
+    ///
+    /// # Errors
+    /// The metadata names two.
+    pub fn named_in_metadata(&self, target: &Target<'_>) -> Result<Option<Disk>, String> {
+        match target.input.kind {
+            Kind::Libvirt => libvirt::metadata::find(target, self.xml()?),
+            _ => Ok(None),
+        }
+    }
+
+    /// The edits that remove a disk from the metadata of its domain.
+    ///
+    /// # Errors
+    /// The input is no domain.
+    pub fn remove_metadata(&self, target: &Target<'_>) -> Edits {
+        libvirt::metadata::remove(target, self.xml()?)
     }
 }

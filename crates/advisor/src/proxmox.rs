@@ -1,7 +1,9 @@
 //! Configurations of Proxmox VMs (`qm.conf(5)`) and storages (`storage.cfg`).
 
+mod carried;
 mod compared;
 mod cpus;
+pub mod description;
 mod edit;
 
 pub use compared::options_of_disks;
@@ -14,9 +16,6 @@ use crate::text::Span;
 
 /// Buses and the number of disks on each (`qm.conf(5)`).
 const BUSES: &[(&str, usize)] = &[("ide", 4), ("sata", 6), ("scsi", 31), ("virtio", 16)];
-
-/// Limits of a disk. 0 means unlimited, and bursts have no effect without one of these.
-const RATES: &[&str] = &["iops", "iops_rd", "iops_wr", "mbps", "mbps_rd", "mbps_wr"];
 
 /// A line `key: value` of the VM's section.
 #[derive(Clone, Debug)]
@@ -375,6 +374,7 @@ fn disk(
         name: line.key.to_owned(),
         span: line.span,
         file: volume.value.to_owned(),
+        carried: carried::of(&parts),
         ..Disk::default()
     };
     let table = &mut disk.table;
@@ -418,11 +418,11 @@ fn disk(
     }
     if let Some(part) = parts
         .iter()
-        .find(|part| RATES.contains(&part.key) && part.value.parse() != Ok(0_f64))
+        .find(|part| carried::RATES.contains(&part.key) && part.value.parse() != Ok(0_f64))
     {
         table.give("disk.throttled", true, part.span);
     }
-    limits(&parts, table);
+    carried::least_limits(&parts, table);
     if let Some(part) = get("queues") {
         match part.value.parse::<u64>() {
             Ok(queues @ 1..=1024) => table.give("disk.queues", queues, part.span),
@@ -459,23 +459,6 @@ fn disk(
         }
     }
     Some(disk)
-}
-
-/// The least limits of any direction.
-fn limits(parts: &[Part<'_>], table: &mut Table) {
-    for (name, prefix, unit) in [
-        ("disk.limit-iops", "iops", 1.0),
-        ("disk.limit-bytes", "mbps", f64::from(1 << 20)),
-    ] {
-        let rates = parts
-            .iter()
-            .filter(|part| RATES.contains(&part.key) && part.key.starts_with(prefix));
-        let rates = rates.filter_map(|part| Some((part.value.parse::<f64>().ok()?, part.span)));
-        let limits = rates.filter(|(rate, _)| *rate > 0.0);
-        if let Some((least, span)) = limits.min_by(|a, b| a.0.total_cmp(&b.0)) {
-            table.give(name, (least * unit) as u64, span);
-        }
-    }
 }
 
 fn set_bus(line: &Line<'_>, bus: &str, scsihw: Option<&Line<'_>>, table: &mut Table) {

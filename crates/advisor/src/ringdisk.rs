@@ -130,8 +130,27 @@ fn read_disk(
         .map(|value| value.span().end)
         .max()
         .unwrap_or(range.end);
+    let span_of_disk = span(range.start..end.max(range.end));
+    let pairs = pairs.iter().map(|(key, value)| {
+        let at = span(key.span().start..value.span().end);
+        (key.get_ref().as_ref(), text_of(value), at)
+    });
+    disk_of(span_of_disk, pairs, groups)
+}
+
+/// A disk in the metadata of a domain: the attributes are keys.
+pub fn disk_of_attributes<'a>(pairs: impl Iterator<Item = (&'a str, String, Span)>) -> Disk {
+    disk_of(Span::default(), pairs, &BTreeMap::new())
+}
+
+/// A disk with these keys, values, and their places.
+fn disk_of<'a>(
+    place: Span,
+    pairs: impl Iterator<Item = (&'a str, String, Span)>,
+    groups: &BTreeMap<String, Limits>,
+) -> Disk {
     let mut disk = Disk {
-        span: span(range.start..end.max(range.end)),
+        span: place,
         name: "disk".into(),
         ..Disk::default()
     };
@@ -142,18 +161,17 @@ fn read_disk(
         "vhost-user-blk",
         "ringdisk serves vhost-user-blk",
     );
-    for (key, value) in pairs {
-        let at = span(key.span().start..value.span().end);
-        let word = text_of(value);
+    for (key, word, at) in pairs {
         let table = &mut disk.table;
         let mut known = |property: &'static str, words: &[&'static str]| {
             if let Some(known) = words.iter().find(|known| **known == word) {
                 table.give(property, *known, at);
             }
         };
-        match key.get_ref().as_ref() {
+        match key.replace('_', "-").as_str() {
             "file" => disk.file = word,
             "name" => disk.name = word,
+            "socket" => disk.socket = Some(word),
             "cache" => known(
                 "disk.cache",
                 &["none", "writeback", "writethrough", "directsync", "unsafe"],
@@ -182,16 +200,23 @@ fn read_disk(
             "serial" => disk.carried.serial = Some(word),
             "werror" => disk.carried.werror = Some(word),
             "rerror" => disk.carried.rerror = Some(word),
-            "logical-block-size" => disk.carried.logical_block = word.parse().ok(),
-            "physical-block-size" => disk.carried.physical_block = word.parse().ok(),
+            "logical-block-size" => disk.carried.logical_block = crate::qemu::size_of(&word),
+            "physical-block-size" => disk.carried.physical_block = crate::qemu::size_of(&word),
+            "data-file" => disk.others.push(format!("data-file={word}")),
             "throttle-group" => disk.carried.group = Some(word),
             key => limit(&mut disk.carried, key, &word),
         }
     }
     let carried = &mut disk.carried;
-    if let Some(group) = carried.group.as_ref().and_then(|name| groups.get(name)) {
-        carried.has_own_limits = !carried.limits.is_empty();
-        carried.limits = group.clone();
+    match carried.group.as_ref().map(|name| (name, groups.get(name))) {
+        Some((_, Some(group))) => {
+            carried.has_own_limits = !carried.limits.is_empty();
+            carried.limits = group.clone();
+        }
+        Some((name, None)) => disk.others.push(format!(
+            "the limits of its throttle group '{name}', which no given configuration has"
+        )),
+        None => {}
     }
     if carried.limits.keys().any(|limit| limit.is_rate()) {
         let how = "it has limits, or a group that has";

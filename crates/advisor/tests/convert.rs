@@ -437,3 +437,193 @@ fn set_options_are_removed_with_their_drive() {
         assert!(result.is_err(), "{set}");
     }
 }
+
+/// Names the disks of a domain in its metadata, where ringdisk's hook finds them, and takes them away again.
+#[test]
+fn metadata_of_a_domain_names_its_disks() {
+    let driver = "cache='directsync' error_policy='stop'";
+    let more =
+        "<serial>A&amp;B&apos;s</serial><iotune><total_iops_sec>100</total_iops_sec></iotune>";
+    let first = disk("", driver, "", more).replace("/srv/a.raw", "/srv/a&amp;&apos;.raw");
+    let second = disk("", "", "", "<readonly/>").replace("vda", "vdb");
+    let plain = domain(&format!("{first}\n    {second}"));
+    let text = &plain.sources[0].text;
+    let os = "<os:os xmlns:os='urn:os' id='x'/>";
+    for metadata in [
+        String::new(),
+        "<metadata/>".into(),
+        "<metadata></metadata>".into(),
+        format!("<metadata>{os}</metadata>"),
+        format!("<metadata>\n    {os}\n  </metadata>"),
+        "<metadata><r:disks xmlns:r='urn:ringdisk:libvirt:1'/></metadata>".into(),
+        "<metadata><disks xmlns='urn:ringdisk:libvirt:1'><disk target='vdz' file='/z'/></disks></metadata>".into(),
+        "<metadata>\n    <r:disks xmlns:r='urn:ringdisk:libvirt:1'>\n      <r:disk target='vdz' file='/z'/>\n    </r:disks>\n  </metadata>".into(),
+    ] {
+        let before = text.replace("</name>", &format!("</name>\n  {metadata}"));
+        let before = input("vm.xml", before.replace("\n  \n", "\n").as_str());
+        let there = convert(vec![before.clone()], Direction::ToMetadata).unwrap();
+        assert_eq!(there.config, None);
+        let text = &there.inputs[0].sources[0].text;
+        let parsed = roxmltree::Document::parse(text).unwrap();
+        let named: Vec<_> = parsed
+            .descendants()
+            .filter(|node| node.has_tag_name(("urn:ringdisk:libvirt:1", "disk")))
+            .filter(|node| node.attribute("target") != Some("vdz"))
+            .collect();
+        let is_right = |node: &roxmltree::Node<'_, '_>| {
+            let disks = node.parent_element().unwrap();
+            disks.has_tag_name(("urn:ringdisk:libvirt:1", "disks"))
+                && disks.parent_element().unwrap().has_tag_name("metadata")
+        };
+        assert!(named.len() == 2 && named.iter().all(is_right), "{text}");
+        let value = |disk: usize, key: &str| named[disk].attribute(key);
+        for (disk, key, expected) in [
+            (0, "target", Some("vda")),
+            (0, "file", Some("/srv/a&'.raw")),
+            (0, "serial", Some("A&B's")),
+            (0, "cache", Some("directsync")),
+            (0, "werror", Some("stop")),
+            (0, "iops", Some("100")),
+            (0, "logical-block-size", Some("512")),
+            // These are in the disk's element.
+            (0, "name", None),
+            (0, "socket", None),
+            (0, "queues", None),
+            (1, "target", Some("vdb")),
+            (1, "readonly", Some("on")),
+        ] {
+            assert_eq!(value(disk, key), expected, "{disk} {key}: {text}");
+        }
+        // Nothing else is needed for the way back.
+        let back = convert(there.inputs.clone(), Direction::ToQemu).unwrap();
+        let moved: Vec<_> = back.moved.iter().map(|disk| disk.file.as_str()).collect();
+        assert_eq!(moved, ["/srv/a&'.raw", "/srv/a.raw"]);
+        let text = &back.inputs[0].sources[0].text;
+        assert_eq!(text.contains("libvirt:1"), metadata.contains("vdz"), "{text}");
+        assert_eq!(text.contains("urn:os"), metadata.contains("urn:os"), "{text}");
+        let mut expected = carried(&before);
+        expected.iter_mut().for_each(|disk| disk.logical_block = None);
+        assert_eq!(carried(&back.inputs[0]), expected, "{text}");
+    }
+}
+
+/// What the metadata cannot have is refused by name.
+#[test]
+fn disks_that_metadata_cannot_have_are_refused() {
+    let tune = "<iotune><total_iops_sec>100</total_iops_sec><group_name>g</group_name></iotune>";
+    let grouped = domain(&disk("", "", "", tune));
+    let why = convert(vec![grouped], Direction::ToMetadata).unwrap_err();
+    assert!(why.contains("(g)") && why.contains("--config"), "{why}");
+    let there = "<metadata><r:disks xmlns:r='urn:ringdisk:libvirt:1'><r:disk target='vda' file='/z'/></r:disks></metadata>";
+    let text = domain(&disk("", "", "", "")).sources[0].text.clone();
+    let twice = text.replace("</name>", &format!("</name>{there}"));
+    let why = convert(vec![input("vm.xml", &twice)], Direction::ToMetadata).unwrap_err();
+    assert!(why.contains("names vda for ringdisk already"), "{why}");
+}
+
+/// A disk is found by its socket: another one may have the name that the socket's file has.
+#[test]
+fn disks_are_found_by_their_sockets() {
+    let there = convert(vec![domain(&disk("", "", "", ""))], Direction::ToRingdisk).unwrap();
+    let back_with = |config: &str| {
+        let inputs = vec![there.inputs[0].clone(), input("ringdisk.toml", config)];
+        convert(inputs, Direction::ToQemu)
+    };
+    let socket = "/run/ringdisk/vm-vda.sock";
+    let two = format!(
+        "[[disk]]\nname = \"vm-vda\"\nfile = \"/wrong.raw\"\nsocket = \"/run/ringdisk/x.sock\"\n\n\
+         [[disk]]\nname = \"x\"\nfile = \"/right.raw\"\nsocket = \"{socket}\"\ncache = \"none\"\n"
+    );
+    let found = back_with(&two).unwrap();
+    assert_eq!(found.moved[0].file, "/right.raw");
+    // It leaves the configuration as well.
+    let config = &found.inputs[1].sources[0].text;
+    assert!(
+        config.contains("/wrong.raw") && !config.contains("/right.raw"),
+        "{config}"
+    );
+    let by_default = "[[disk]]\nname = \"vm-vda\"\nfile = \"/right.raw\"\n";
+    assert_eq!(back_with(by_default).unwrap().moved[0].file, "/right.raw");
+    for (config, says) in [
+        (
+            two.replace(socket, "/run/ringdisk/y.sock"),
+            "has a disk at its socket",
+        ),
+        (format!("{two}{by_default}"), "two disks"),
+        (
+            two.replace("/right.raw", "rbd:pool/image"),
+            "rbd: storage manually",
+        ),
+    ] {
+        let why = back_with(&config).unwrap_err();
+        assert!(why.contains(says), "{says}: {why}");
+    }
+    let named = "<metadata><r:disks xmlns:r='urn:ringdisk:libvirt:1'><r:disk target='vda' file='/z'/></r:disks></metadata>";
+    let text = &there.inputs[0].sources[0].text;
+    let both = text.replace("</name>", &format!("</name>{named}"));
+    let inputs = vec![input("vm.xml", &both), input("ringdisk.toml", &two)];
+    let why = convert(inputs, Direction::ToQemu).unwrap_err();
+    assert!(why.contains("/z") && why.contains("/right.raw"), "{why}");
+}
+
+/// VMs whose names differ have disks whose names and sockets differ, whatever characters these may have.
+#[test]
+fn names_of_vms_stay_apart() {
+    let long = "a".repeat(60);
+    let names = [
+        "vm \u{e4}",
+        "vm \u{f6}",
+        "vm-\u{f6}",
+        &long,
+        &format!("{long}b"),
+        "1",
+    ];
+    let mut sockets = std::collections::BTreeSet::new();
+    for name in names {
+        let text = domain(&disk("", "", "", "")).sources[0].text.clone();
+        let text = text.replace("<name>vm<", &format!("<name>{name}<"));
+        for direction in [Direction::ToRingdisk, Direction::ToMetadata] {
+            let there = convert(vec![input("vm.xml", &text)], direction).unwrap();
+            let text = &there.inputs[0].sources[0].text;
+            let socket = text.split("/run/ringdisk/").nth(1).unwrap();
+            let socket = socket.split(".sock").next().unwrap().to_owned();
+            assert!(socket.len() <= 60 && socket.is_ascii(), "{socket}");
+            let config = there.config.unwrap_or_else(|| text.clone());
+            assert!(config.contains(&socket), "{config}");
+            sockets.insert(socket);
+        }
+    }
+    assert_eq!(sockets.len(), names.len(), "{sockets:?}");
+}
+
+/// What QEMU's disk would not have, or what cannot be read, is refused, and what libvirt adds by itself does not stay.
+#[test]
+fn way_back_drops_nothing_in_silence() {
+    let there = domain(&disk("", "queues='7'", "", ""));
+    let there = convert(vec![there], Direction::ToMetadata).unwrap();
+    let text = there.inputs[0].sources[0].text.clone();
+    let back = |text: &str| convert(vec![input("vm.xml", text)], Direction::ToQemu);
+    let with = |before: &str, now: &str| {
+        assert!(text.contains(before), "{text}");
+        back(&text.replace(before, now))
+    };
+    for (attribute, says) in [
+        ("format='vmdk'", "vmdk"),
+        ("format='raw' throttle-group='g'", "throttle group"),
+        ("format='raw' data-file='/srv/d'", "data-file"),
+    ] {
+        let why = with("format='raw'", attribute).unwrap_err();
+        assert!(why.contains(says), "{attribute}: {why}");
+    }
+    for (file, says) in [("", "names its file"), ("a.raw", "no absolute path")] {
+        let why = with("file='/srv/a.raw'", &format!("file='{file}'")).unwrap_err();
+        assert!(why.contains(says), "{file}: {why}");
+    }
+    let large = with("logical-block-size='512'", "logical-block-size='4k'").unwrap();
+    let large = &large.inputs[0].sources[0].text;
+    assert!(large.contains("logical_block_size='4096'"), "{large}");
+    let kept = with("type='vhostuser'", "type='vhostuser' snapshot='no'").unwrap();
+    let kept = &kept.inputs[0].sources[0].text;
+    assert!(!kept.contains("snapshot="), "{kept}");
+    assert!(kept.contains("queues='7'"), "{kept}");
+}

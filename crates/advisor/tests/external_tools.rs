@@ -71,6 +71,11 @@ fn fixed_domains_are_valid() {
             let valid = is_valid(directory.path(), text).unwrap();
             assert_eq!(valid, Ok(()), "{name}:\n{text}");
         }
+        let in_metadata = convert(vec![fixed.input.clone()], Direction::ToMetadata);
+        if let Ok(named) = in_metadata {
+            let valid = is_valid(directory.path(), &named.inputs[0].sources[0].text);
+            assert_eq!(valid.unwrap(), Ok(()), "{name}");
+        }
         if let Ok(converted) = convert(vec![fixed.input], Direction::ToRingdisk) {
             converted_ones += 1;
             let text = &converted.inputs[0].sources[0].text;

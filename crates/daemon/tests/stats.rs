@@ -399,6 +399,55 @@ fn damaged_image_is_reported() {
     );
 }
 
+/// All that the dashboard shows is there under that name, with those labels.
+#[test]
+fn dashboard_shows_metrics_that_there_are() {
+    let served = Served::new("domain=vm1,target=vda");
+    let mut device = served.connect();
+    assert_eq!(device.queues[0].write(0, &[1; 4096]), 0);
+    let mut metrics = String::new();
+    // A request's latency includes telling the guest, so it is counted a moment later.
+    wait_until("the latency of the write", || {
+        metrics = served.http("GET /metrics HTTP/1.0\r\n\r\n").1;
+        metrics.contains("ringdisk_disk_request_seconds_bucket{")
+    });
+    let dashboard = include_str!("../../../packaging/grafana-dashboard.json");
+    let dashboard: Value = serde_json::from_str(dashboard).unwrap();
+    let mut queries = Vec::new();
+    for panel in dashboard["panels"].as_array().unwrap() {
+        let targets = panel["targets"].as_array().unwrap();
+        queries.extend(
+            targets
+                .iter()
+                .map(|target| target["expr"].as_str().unwrap()),
+        );
+    }
+    for variable in dashboard["templating"]["list"].as_array().unwrap() {
+        queries.extend(variable["query"]["query"].as_str());
+    }
+    assert!(queries.len() > 10, "{queries:?}");
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    for query in queries {
+        for name in query
+            .split(|c| !is_word(c))
+            .filter(|word| word.starts_with("ringdisk_"))
+        {
+            let ends = ["_bucket", "_sum"]
+                .into_iter()
+                .find_map(|end| name.strip_suffix(end));
+            let family = format!("# TYPE {} ", ends.unwrap_or(name));
+            assert!(metrics.contains(&family), "{query}: no {name}");
+        }
+        let groups = query.split("by (").skip(1);
+        for label in groups.flat_map(|group| group.split(')').next().unwrap().split(", ")) {
+            assert!(
+                metrics.contains(&format!("{label}=\"")),
+                "{query}: no {label}"
+            );
+        }
+    }
+}
+
 #[test]
 fn metrics_endpoint_answers_every_client() {
     let served = Served::new("");

@@ -258,10 +258,22 @@ fn machine(xml: &Xml<'_>, disk: Node<'_, '_>) -> Result<(), String> {
     Ok(())
 }
 
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('\'', "&apos;")
+/// A text as the value of an attribute in single quotes.
+pub fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '\'' => escaped.push_str("&apos;"),
+            // Readers make spaces of these.
+            '\t' | '\n' | '\r' => {
+                let _ = write!(escaped, "&#{};", u32::from(c));
+            }
+            c => escaped.push(c),
+        }
+    }
+    escaped
 }
 
 /// Replaces a disk's type, driver and source. `written` creates the elements from the separator of the disk's elements: a
@@ -352,6 +364,12 @@ pub fn from_ringdisk(target: &Target<'_>, xml: &Xml<'_>, storage: &Disk) -> Edit
             None => {}
         }
     }
+    let vcpus = target.vm()?.table.number("vm.vcpus").unwrap_or(1);
+    let queues = child(disk, "driver").and_then(|driver| driver.attribute("queues"));
+    // As many as QEMU makes by default need not be written down.
+    if let Some(queues) = queues.filter(|queues| queues.parse() != Ok(vcpus)) {
+        let _ = write!(driver, " queues='{}'", escaped(queues));
+    }
     for name in KEPT {
         let value = child(disk, "driver").and_then(|driver| driver.attribute(*name));
         if let Some(value) = value {
@@ -362,14 +380,21 @@ pub fn from_ringdisk(target: &Target<'_>, xml: &Xml<'_>, storage: &Disk) -> Edit
     let attribute = if block { "dev" } else { "file" };
     let source = format!("<source {attribute}='{}'/>", escaped(&storage.file));
     let kind = if block { "block" } else { "file" };
-    replace_storage(text, disk, kind, &|apart| {
+    let edits = replace_storage(text, disk, kind, &|apart| {
         let mut elements = vec![driver.clone(), source.clone()];
         elements.extend(carried(&storage.carried, apart));
         if storage.table.is_yes("disk.readonly") {
             elements.push("<readonly/>".into());
         }
         elements
-    })
+    });
+    // libvirt gives it to vhost-user disks by itself; it would leave this one out of snapshots without a word.
+    let snapshot = disk.attribute_node("snapshot");
+    let snapshot = snapshot.filter(|it| it.value() == "no").map(|it| {
+        let before = &text[..it.range().start];
+        Edit::replace(Span::new(0, before.trim_end().len(), it.range().end), "")
+    });
+    edits.map(|edits| edits.into_iter().chain(snapshot).collect())
 }
 
 /// Elements for the preserved settings of a disk.

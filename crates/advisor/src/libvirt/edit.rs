@@ -77,9 +77,10 @@ impl<'i> Xml<'i> {
     }
 }
 
-struct Domain<'a, 'i> {
+/// A domain that changes.
+pub struct Domain<'a, 'i> {
     text: &'i str,
-    node: Node<'a, 'i>,
+    pub node: Node<'a, 'i>,
 }
 
 /// Sets the number of I/O threads.
@@ -204,7 +205,7 @@ fn even_mapping(carrier: Node<'_, '_>) -> Edits {
 }
 
 impl<'a, 'i> Domain<'a, 'i> {
-    fn of(target: &Target<'_>, xml: &'a Xml<'i>) -> Result<Domain<'a, 'i>, String> {
+    pub fn of(target: &Target<'_>, xml: &'a Xml<'i>) -> Result<Domain<'a, 'i>, String> {
         let node = xml.at(target.vm()?.span).ok_or("the domain is missing")?;
         Ok(Domain {
             text: xml.text(),
@@ -220,7 +221,7 @@ impl<'a, 'i> Domain<'a, 'i> {
     }
 
     /// The indentation of an element.
-    fn indent(&self, node: Node<'_, '_>) -> &'i str {
+    pub fn indent(&self, node: Node<'_, '_>) -> &'i str {
         let before = &self.text[..node.range().start];
         let line = before.rfind('\n').map_or(0, |newline| newline + 1);
         let indent = &before[line..];
@@ -231,7 +232,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         }
     }
 
-    fn newline(&self, node: Node<'_, '_>) -> &'static str {
+    pub fn newline(&self, node: Node<'_, '_>) -> &'static str {
         // Elements on one line stay on one line.
         if self.text[..node.range().start].ends_with('>') {
             ""
@@ -272,7 +273,7 @@ impl<'a, 'i> Domain<'a, 'i> {
     }
 
     /// Removes an element and the white space before it.
-    fn remove(&self, node: Node<'_, '_>) -> Edit {
+    pub fn remove(&self, node: Node<'_, '_>) -> Edit {
         let range = node.range();
         let start = self.text[..range.start].trim_end_matches([' ', '\t']).len();
         let line = self.text[..start].strip_suffix('\n');
@@ -280,7 +281,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         Edit::replace(Span::new(0, start, range.end), "")
     }
 
-    fn add_after(&self, node: Node<'_, '_>, xml: &str) -> Edit {
+    pub fn add_after(&self, node: Node<'_, '_>, xml: &str) -> Edit {
         let text = format!("{}{}{xml}", self.newline(node), self.indent(node));
         Edit::replace(span(node).after(), text)
     }
@@ -290,7 +291,7 @@ impl<'a, 'i> Domain<'a, 'i> {
         Edit::replace(span(node).before(), text)
     }
 
-    fn add_child(&self, node: Node<'_, '_>, xml: &str) -> Vec<Edit> {
+    pub fn add_child(&self, node: Node<'_, '_>, xml: &str) -> Vec<Edit> {
         let last = node.children().rfind(Node::is_element);
         if let Some(last) = last {
             return vec![self.add_after(last, xml)];

@@ -458,6 +458,11 @@ pub const PROPERTIES: &[Property] = &[
         Kind::Number,
         "disks on virtio-blk or virtio-scsi",
     ),
+    p(
+        "vm.own-disks",
+        Kind::Number,
+        "disks of QEMU's block layer, which no other process serves",
+    ),
     p("vm.rbd-disks", Kind::Number, "disks on RBD"),
     p(
         "vm.pass-through",

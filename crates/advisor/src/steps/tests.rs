@@ -271,7 +271,11 @@ fn each_setting_of_a_proxmox_vm_is_a_factor() {
 fn a_value_that_is_partly_read_is_a_factor() {
     let limited = PROXMOX.replace("size=8G", "size=8G,iops=100");
     let step = step_of([&limited, &limited.replace("100", "200")]);
-    assert_eq!(changed(&step), ["disk scsi0: iops: 100 -> 200"]);
+    // Of limits, a property tells all.
+    assert_eq!(
+        changed(&step),
+        ["disk.limits: iops-total=100 -> iops-total=200"]
+    );
     let pages = PROXMOX.replace("cores", "hugepages: 2\ncores");
     let step = step_of([&pages, &pages.replace(": 2\nc", ": 1024\nc")]);
     assert_eq!(changed(&step), ["VM: hugepages: 2 -> 1024"]);

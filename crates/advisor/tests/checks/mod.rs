@@ -16,6 +16,7 @@ use advisor::text::Source;
 /// A configuration is refused with a position, or read. Then every position is in the text, reports are complete, and a
 /// fixed configuration can be read again and needs no further fix.
 pub fn input(rules: &Rules, text: &str) {
+    proxmox(text);
     let storages = Source::new(
         "storage.cfg",
         "lvmthin: local-lvm\n\tvgname pve\n\tthinpool data\nrbd: ceph\n\tpool vms\n",
@@ -139,5 +140,21 @@ pub fn measured(rules: &Rules, text: &str) {
         let mut report = Report::default();
         report.add(&input, checked);
         assert!(!report::text(&report, rules, true).contains('\u{1b}'));
+    }
+}
+
+/// What `ringdisk proxmox` makes of a text can be undone.
+fn proxmox(text: &str) {
+    let request = advisor::served::Request {
+        vm: "100",
+        drives: &[],
+        snippets: Some("local"),
+        storages: None,
+    };
+    let _ = advisor::served::without_ringdisk(text);
+    let _ = advisor::served::served(text, &request);
+    let _ = advisor::served::backup(text, &request);
+    if let Ok(changed) = advisor::served::enable(text, &request) {
+        advisor::served::disable(&changed.text, &request).expect("what was enabled");
     }
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
 use tracing::info;
 
+use crate::config::spec;
 use crate::server::Server;
 
 /// Upper bounds of the buckets, in microseconds: three per power of ten in the range of working storage, then one.
@@ -48,7 +49,7 @@ pub fn start(
 
 /// The numbers of a disk that its metrics show.
 struct DiskSample {
-    name: String,
+    labels: Labels,
     size: u64,
     connected: bool,
     hangs: bool,
@@ -56,12 +57,33 @@ struct DiskSample {
     counts: DiskStats,
 }
 
+/// What a disk is called: its own name, and those of its domain and there, if it has them.
+struct Labels(Vec<(&'static str, String)>);
+
+impl Labels {
+    fn new(name: &str, of: &spec::Labels) -> Self {
+        let mut labels = vec![("disk", name.to_owned())];
+        labels.extend(of.domain.clone().map(|domain| ("domain", domain)));
+        labels.extend(of.target.clone().map(|target| ("target", target)));
+        Self(labels)
+    }
+
+    fn disk(&self) -> &str {
+        &self.0[0].1
+    }
+
+    fn with<'a>(&'a self, more: &[(&'static str, &'a str)]) -> Vec<(&'static str, &'a str)> {
+        let labels = self.0.iter().map(|(key, value)| (*key, &**value));
+        labels.chain(more.iter().copied()).collect()
+    }
+}
+
 /// Writes all metrics.
 fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
     let mut disks = Vec::new();
     server.each_disk(|disk| {
         disks.extend(disk.export.map(|export| DiskSample {
-            name: export.id.clone(),
+            labels: Labels::new(&export.id, disk.labels),
             size: export.disk.size(),
             connected: export.connected(),
             hangs: export.device.hangs_for().is_some(),
@@ -73,7 +95,7 @@ fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
     let help = "Disks that are to be served and cannot be; they are tried again.";
     text.family(name, "gauge", help)?;
     for (disk, _) in server.absent() {
-        text.value(name, &[("disk", &disk.name)], 1)?;
+        text.value(name, &Labels::new(&disk.name, &disk.labels).with(&[]), 1)?;
     }
     write_counts(&mut text, &disks)?;
     text.family(
@@ -85,8 +107,8 @@ fn metrics(server: &Server, to: &mut impl Write) -> io::Result<()> {
     )?;
     for disk in disks.iter().filter(|disk| was_used(&disk.counts)) {
         // One disk at a time, because histograms are large.
-        if let Some(stats) = server.served(&disk.name, |export| export.disk.stats()) {
-            write_latencies(&mut text, &disk.name, &stats)?;
+        if let Some(stats) = server.served(disk.labels.disk(), |export| export.disk.stats()) {
+            write_latencies(&mut text, &disk.labels, &stats)?;
         }
     }
     let threads = server.threads.running().into_iter();
@@ -175,14 +197,14 @@ fn write_counts(text: &mut Text<'_, impl Write>, disks: &[DiskSample]) -> io::Re
     for (name, kind, help, value) in DISK_METRICS {
         text.family(name, kind, help)?;
         for disk in disks {
-            text.value(name, &[("disk", &disk.name)], value(disk))?;
+            text.value(name, &disk.labels.with(&[]), value(disk))?;
         }
     }
     for (name, help, count) in OPERATION_COUNTERS {
         text.family(name, "counter", help)?;
         for disk in disks {
             for (operation, requests) in disk.counts.kinds() {
-                let labels = [("disk", &*disk.name), ("operation", operation)];
+                let labels = disk.labels.with(&[("operation", operation)]);
                 text.value(name, &labels, count(requests))?;
             }
         }
@@ -193,7 +215,7 @@ fn write_counts(text: &mut Text<'_, impl Write>, disks: &[DiskSample]) -> io::Re
 /// Writes the histograms of a disk, for operations that were measured.
 fn write_latencies(
     text: &mut Text<'_, impl Write>,
-    disk: &str,
+    disk: &Labels,
     stats: &DiskStats,
 ) -> io::Result<()> {
     for (operation, requests) in stats.kinds() {
@@ -201,7 +223,7 @@ fn write_latencies(
             continue;
         }
         for (stage, histogram) in requests.latency.stages() {
-            let labels = [("disk", disk), ("operation", operation), ("stage", stage)];
+            let labels = disk.with(&[("operation", operation), ("stage", stage)]);
             let bounds = if stage == "total" {
                 &BOUNDS_US[..]
             } else {
@@ -353,11 +375,15 @@ mod tests {
 
     #[test]
     fn metrics_are_in_the_text_format() {
-        let name = "odd \"name\"\\";
+        let of = spec::Labels {
+            domain: Some("vm 1".into()),
+            target: Some("vda".into()),
+        };
+        let labels = || Labels::new("odd \"name\"\\", &of);
         let mut stats = DiskStats::default();
         stats.read.operations = 12;
         let disk = DiskSample {
-            name: name.into(),
+            labels: labels(),
             size: 1 << 30,
             connected: true,
             hangs: true,
@@ -369,19 +395,19 @@ mod tests {
         let mut text = Text(&mut bytes);
         write_counts(&mut text, &[disk]).unwrap();
         text.family(REQUEST_SECONDS, "histogram", "").unwrap();
-        write_latencies(&mut text, name, &stats).unwrap();
+        write_latencies(&mut text, &labels(), &stats).unwrap();
         write_threads(&mut text, &[("iothread0".into(), ThreadStats::default())]).unwrap();
         let text = String::from_utf8(bytes).unwrap();
         let has = |line: &str| {
             let found = text.lines().any(|l| l == line);
             assert!(found, "{line} is not in\n{}", text);
         };
-        let name = r#"disk="odd \"name\"\\",operation="read""#;
+        let name = r#"disk="odd \"name\"\\",domain="vm 1",target="vda",operation="read""#;
         has(&format!("ringdisk_disk_operations_total{{{name}}} 12"));
         let bucket = |le: &str| {
             format!("ringdisk_disk_request_seconds_bucket{{{name},stage=\"total\",le=\"{le}\"}}")
         };
-        has(r#"ringdisk_disk_storage_hangs{disk="odd \"name\"\\"} 1"#);
+        has(r#"ringdisk_disk_storage_hangs{disk="odd \"name\"\\",domain="vm 1",target="vda"} 1"#);
         has(&format!("{} 3", bucket("0.00001")));
         has(&format!("{} 3", bucket("0.0002")));
         has(&format!("{} 7", bucket("0.0005")));
