@@ -128,6 +128,8 @@ commands! {
     RingdiskExplain(Empty) -> Value = "x-ringdisk-explain",
     /// Opens and serves a disk, in the syntax of `ringdisk serve`. The reply says how to connect a front-end.
     RingdiskAttach(RingdiskAttach) -> Value = "x-ringdisk-attach",
+    /// Checks that no disk has left a file, which would lack what its VM has written since.
+    RingdiskCheckFile(RingdiskCheckFile) -> Empty = "x-ringdisk-check-file",
     /// Says how to connect a front-end to a disk that is served, as the reply to `x-ringdisk-attach` does.
     RingdiskConnectInfo(RingdiskConnectInfo) -> Value = "x-ringdisk-connect-info",
     /// Stops serving a disk, and closes it.

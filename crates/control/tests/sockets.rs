@@ -30,6 +30,7 @@ fn client_gets_replies() {
     let attach = RingdiskAttach {
         disk: "vm1".into(),
         directory: None,
+        unless_left: None,
     };
     let reply = client.execute(&Command::RingdiskAttach(attach)).unwrap();
     assert_eq!(reply["socket"], "/run/vm1.sock");

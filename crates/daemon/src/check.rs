@@ -2,6 +2,7 @@
 
 mod in_place;
 mod measure;
+pub mod moved;
 
 use std::fs;
 use std::io::{self, IsTerminal, Read, Write};
@@ -12,7 +13,7 @@ use advisor::check::{add_measured, check, check_host};
 use advisor::convert::{self, Direction};
 use advisor::facts::{self, Facts};
 use advisor::fix::{self, Change, Fixed, Unfixed, Wanted};
-use advisor::input::{Input, Surroundings};
+use advisor::input::{Input, Kind, Surroundings};
 use advisor::measured::{Added, Measured};
 use advisor::model::Table;
 use advisor::read::read;
@@ -100,12 +101,17 @@ pub struct Args {
     /// Also fix this rule, although it lowers durability or is a note
     #[arg(long, value_name = "RULE", requires = "fix")]
     fix_rule: Vec<String>,
-    /// With --to ringdisk: the file for ringdisk's configuration, which must not exist
-    #[arg(long, value_name = "FILE", requires = "in_place")]
+    /// With --to ringdisk: a new file for ringdisk's configuration of the disks, as in /etc/ringdisk/disks.d/vm1.toml. Without
+    /// it, libvirt's domains name their disks in their metadata, for the hook
+    #[arg(long, value_name = "FILE", requires = "to")]
     config: Option<PathBuf>,
     /// Move disks to ringdisk, or back to QEMU
     #[arg(long, value_name = "WHERE", requires = "fix")]
     to: Option<To>,
+    /// With --to qemu: the control socket of the ringdisk that is asked which file each disk has; default: control.qmp in
+    /// /run/ringdisk
+    #[arg(long, value_name = "PATH", requires = "to")]
+    control: Option<PathBuf>,
     /// Compare the files as consecutive steps of a tuning
     #[arg(long)]
     steps: bool,
@@ -533,34 +539,32 @@ fn fix(
     let mut uncertain = 0;
     let mut remain = false;
     let mut in_place = InPlace::default();
-    match (args.to, args.in_place, &args.config) {
-        (Some(To::Ringdisk), true, None) => {
-            return Err(
-                "no file was changed: the VM needs ringdisk's configuration to start; name its file \
-                 with --config FILE"
-                    .into(),
-            );
-        }
-        (Some(To::Ringdisk), ..) | (_, _, None) => {}
-        _ => return Err("--config needs --to ringdisk".into()),
+    if args.config.is_some() && !matches!(args.to, Some(To::Ringdisk)) {
+        return Err("--config needs --to ringdisk".into());
     }
     let after = match args.to {
         Some(to) => {
             let direction = match to {
-                To::Ringdisk => Direction::ToRingdisk,
+                To::Ringdisk if args.config.is_some() => Direction::ToRingdisk,
+                To::Ringdisk => Direction::ToMetadata,
                 To::Qemu => Direction::ToQemu,
             };
             let converted = convert::convert(inputs, direction)?;
             messages = converted.messages;
+            messages.extend(moved::check(
+                args.control.as_deref(),
+                args.in_place,
+                &converted.moved,
+            )?);
+            let is_libvirt = before.iter().any(|input| input.kind == Kind::Libvirt);
             if let Some(config) = converted.config {
-                match &args.config {
-                    // Staged first, so that it exists before the VM's configuration needs it.
-                    Some(path) => in_place.create(path, &config)?,
-                    None => {
-                        messages.push("a ringdisk.toml with these disks:".into());
-                        print(&convert::as_new_file(&config));
-                    }
-                }
+                stage_config(args, &config, &mut in_place, &mut messages)?;
+            } else if matches!(to, To::Ringdisk) && is_libvirt {
+                messages.push(
+                    "the disks are in the domain's <metadata>, from which the hook of ringdisk's package serves them \
+                     while the VM runs; with --config FILE, ringdisk's configuration has them instead"
+                        .into(),
+                );
             }
             converted.inputs
         }
@@ -603,6 +607,36 @@ fn fix(
         eprintln!("ringdisk: {name}: changed");
     }
     Ok(result(!changed && !remain))
+}
+
+/// Creates the configuration that serves converted disks at the commit of `in_place`, or prints it.
+fn stage_config(
+    args: &Args,
+    config: &str,
+    in_place: &mut InPlace,
+    messages: &mut Vec<String>,
+) -> Result<(), String> {
+    match &args.config {
+        // Staged first, so that it exists before the VM's configuration needs it.
+        Some(path) if args.in_place => in_place.create(path, config),
+        None if args.in_place => Err(
+            "no file was changed: the VM needs ringdisk's configuration to start; name its file with --config FILE, as \
+             in /etc/ringdisk/disks.d/VM.toml"
+                .into(),
+        ),
+        path => {
+            // 'patch' refuses absolute names.
+            let name = match path.as_deref() {
+                Some(path) if path.is_absolute() => path.file_name(),
+                path => path.map(Path::as_os_str),
+            };
+            let name = name.map(|name| name.to_string_lossy());
+            let name = name.as_deref().unwrap_or("ringdisk.toml");
+            messages.push(format!("a {name} with these disks:"));
+            print(&convert::as_new_file(name, config));
+            Ok(())
+        }
+    }
 }
 
 /// Describes what was fixed and what was not. Returns the number of changes that depend on unknown facts.

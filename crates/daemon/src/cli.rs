@@ -8,7 +8,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::upgrade::client as upgrade;
-use crate::{check, client, hook, lab, log, manual, profile, resource_limits, serve};
+use crate::{check, client, hook, lab, log, manual, profile, proxmox, resource_limits, serve};
 
 #[derive(Parser)]
 #[command(name = "ringdisk", version, about, arg_required_else_help = true)]
@@ -64,6 +64,8 @@ enum Command {
     Upgrade(upgrade::Args),
     /// Serve the disks of a VM when its manager starts it, and end that when it has gone
     Hook(hook::Args),
+    /// Give disks of a VM of Proxmox VE to ringdisk, and back
+    Proxmox(proxmox::Args),
     /// Write manual pages and shell completions to a directory
     Manual(manual::Args),
 }
@@ -141,6 +143,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         }
         Command::Upgrade(args) => upgrade::run(args),
         Command::Hook(args) => hook::run(args),
+        Command::Proxmox(args) => proxmox::run(args),
     }?;
     Ok(())
 }

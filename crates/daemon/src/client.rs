@@ -1,12 +1,12 @@
 //! The subcommands that talk to a running ringdisk over its control socket.
 
 mod attach;
-mod backup;
+pub mod backup;
 mod bitmap;
 pub mod domain;
 mod export;
 mod guest_agent;
-mod interrupt;
+pub mod interrupt;
 pub mod nbd_client;
 mod rates;
 mod stats;
@@ -263,8 +263,16 @@ pub type CommandResult = Result<(), CommandLineError>;
 
 impl Connection {
     pub fn open(&self) -> Result<Client, CommandLineError> {
+        self.open_for(TIMEOUT)
+    }
+
+    /// The same for a caller who cannot wait that long for each reply.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn open_for(&self, timeout: Duration) -> Result<Client, CommandLineError> {
         let path = self.path();
-        let connected = Client::connect(&path, TIMEOUT);
+        let connected = Client::connect(&path, timeout);
         if let (None, Err(ClientError::NoSocket(_))) = (&self.control, &connected)
             && control_socket::is_service_elsewhere(&path)
         {
@@ -550,7 +558,7 @@ pub fn answer(client: &mut Client) -> Result<Value, ClientError> {
 }
 
 /// The NBD server and its exports.
-fn nbd_server(client: &mut Client) -> Result<Value, ClientError> {
+pub fn nbd_server(client: &mut Client) -> Result<Value, ClientError> {
     client.call_for("x-ringdisk-nbd", json!({}), |reply| {
         is_list(&reply["exports"])
     })

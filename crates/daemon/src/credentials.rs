@@ -202,7 +202,13 @@ impl UserAccount {
 }
 
 /// The files that ringdisk makes in directories of its own: locks, and its state in two files.
-const OWN_FILES: [&str; 4] = ["lock", "state.json", "queues.json", "directory"];
+const OWN_FILES: [&str; 5] = [
+    "lock",
+    "state.json",
+    "queues.json",
+    "left.json",
+    "directory",
+];
 
 /// The extensions of others: journals of images, records of bitmaps, and new versions of files.
 const OWN_EXTENSIONS: [&str; 4] = ["journal", "bitmaps", "intent", "new"];

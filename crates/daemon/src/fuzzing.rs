@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::config::spec::DiskSpec;
 use crate::hook::libvirt;
 use crate::node;
-use crate::state::Overrides;
+use crate::state::{Overrides, left};
 use crate::upgrade::launch_record::LaunchRecord;
 use crate::upgrade::protocol;
 
@@ -31,9 +31,10 @@ pub fn domain(text: &str) {
     libvirt::check(text);
 }
 
-/// A state file.
+/// A state file, or the list of the files that disks have left.
 pub fn state(bytes: &[u8]) {
     Overrides::check(bytes);
+    left::check(bytes);
 }
 
 /// The record of a disk's bitmaps in a state directory.

@@ -13,6 +13,7 @@ mod manual;
 mod monitor;
 mod node;
 mod profile;
+mod proxmox;
 mod resource_limits;
 mod rights;
 mod sandbox;

@@ -11,10 +11,10 @@ mod chain;
 mod close;
 mod open;
 pub mod own_files;
-mod paths;
+pub mod paths;
 mod recorded_bitmaps;
 mod released;
-mod snapshot;
+pub mod snapshot;
 
 use std::cmp::Ordering;
 use std::io;

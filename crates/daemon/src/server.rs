@@ -11,6 +11,7 @@ pub mod error;
 pub mod export;
 pub mod handover;
 pub mod iothreads;
+mod left;
 pub mod nbd;
 pub mod reload;
 pub mod resources;
@@ -48,7 +49,7 @@ use tracing::{error, info, warn};
 
 use crate::config::conflicts::ConflictError;
 use crate::config::export::ExportSpec;
-use crate::config::spec::{DiskSpec, FileSpec};
+use crate::config::spec::{DiskSpec, FileSpec, Labels};
 use crate::node::context::OpenContext;
 use crate::node::{DiskParameters, FileUse, Node};
 use crate::sandbox::Sandbox;
@@ -57,8 +58,9 @@ use crate::server::error::ExportError;
 use crate::server::export::{Export, ExportContext, ExportSocket};
 use crate::server::iothreads::IoThreads;
 use crate::socket::{Socket, reach};
-use crate::state::Remembered;
+use crate::state::left::LeftFiles;
 use crate::state::store::{Configured, StateStore};
+use crate::state::{DiskOverride, Remembered};
 
 use absent::AbsentDisk;
 use backup::OpenBackups;
@@ -88,11 +90,14 @@ pub struct Server {
     pub events: Arc<EventHub>,
     /// Persists changes, if there is a state directory.
     store: OnceLock<StateStore>,
+    /// The directory of the state while disks are started: what they leave is saved at once, the state when all are there.
+    state_directory: OnceLock<std::path::PathBuf>,
     pub handover: HandoverState,
     pub nbd: NbdServer,
     pub backups: OpenBackups,
     /// The order of commands, which comes before all locks.
     claims: Claims,
+    reloads: Claims,
     /// For callbacks.
     me: Weak<Self>,
     /// Never held while something waits for storage: all disks, signals and sessions need it. Storage is queried
@@ -110,7 +115,9 @@ struct ServerState {
     /// What the operator has configured, as far as it applies.
     configured: Configured,
     /// Configured disks that have been detached, if their last file was not the configured one.
-    detached: Vec<DiskSpec>,
+    detached: Vec<DiskOverride>,
+    /// The files that disks have left.
+    left: LeftFiles,
     /// Exports that finish their requests in flight, by id, with their nodes.
     stopping: Vec<(String, Arc<Node>)>,
     /// Disks that a reload has stopped and starts again.
@@ -136,6 +143,7 @@ struct NodeEntry {
     node: Arc<Node>,
     limits: ThrottleLimits,
     group: Option<String>,
+    labels: Labels,
     /// The node below it, whose file it uses.
     child: Option<String>,
 }
@@ -146,6 +154,7 @@ impl NodeEntry {
         DiskSpec {
             limits: self.limits,
             throttle_group: self.group.clone(),
+            labels: self.labels.clone(),
             ..self.node.spec.clone()
         }
     }
@@ -168,10 +177,12 @@ impl Server {
             threads,
             events: EventHub::new(),
             store: OnceLock::new(),
+            state_directory: OnceLock::new(),
             handover: HandoverState::default(),
             nbd: NbdServer::default(),
             backups: OpenBackups::default(),
             claims: Claims::default(),
+            reloads: Claims::default(),
             me: me.clone(),
             state: Mutex::default(),
         })
@@ -277,6 +288,7 @@ impl Server {
             node: Arc::new(below.renamed(spec)),
             limits: ThrottleLimits::NONE,
             group: None,
+            labels: Labels::default(),
             child: Some(child.into()),
         };
         state.nodes.insert(name, entry);
@@ -303,8 +315,11 @@ impl Server {
         state.check_no_user(name)?;
         let entry = state.nodes.remove(name);
         let last = entry.as_ref().map(NodeEntry::spec);
-        state.detached.retain(|disk| disk.name != name);
+        state.detached.retain(|detached| detached.disk.name != name);
         let moved = last.filter(|last| state.is_elsewhere(last));
+        let mut configured = state.configured.disks.iter();
+        let configured = configured.find(|disk| disk.name == name).cloned();
+        let moved = moved.map(|disk| DiskOverride { disk, configured });
         state.detached.extend(moved);
         drop(state);
         match entry {

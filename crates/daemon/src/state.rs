@@ -3,6 +3,7 @@
 //! It contains only what differs from the configuration (the command line and the configuration file), and the
 //! configuration that each change replaced. If that configuration has changed by the next start, the change is dropped.
 
+pub mod left;
 pub mod store;
 
 use std::collections::BTreeMap;
@@ -12,6 +13,7 @@ use block::ThrottleLimits;
 use datapath::Polling;
 use serde::{Deserialize, Serialize};
 
+use self::left::LeftFiles;
 use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
 use crate::config::limits;
@@ -38,6 +40,8 @@ pub struct Overrides {
     pub threads: Vec<(String, ThreadSpec)>,
     /// What guests depend on and no configuration says, by export.
     pub remembered: BTreeMap<String, Remembered>,
+    /// The files that disks have left.
+    pub left: LeftFiles,
 }
 
 /// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed
@@ -238,6 +242,8 @@ impl Overrides {
                 Ok((name(&entry.id)?, thread))
             })?,
             remembered,
+            // In a file of its own.
+            left: LeftFiles::default(),
         };
         if let Some(queues) = document.queues {
             overrides.add_queues(queues)?;
@@ -326,6 +332,14 @@ impl Overrides {
     /// Whether a configured disk was detached.
     pub fn is_detached(&self, name: &str) -> bool {
         self.detached.iter().any(|disk| disk.name == name)
+    }
+
+    /// These, with the files that disks have left by the state file if there are none: older versions do not pass them on.
+    pub fn with_left(mut self, persisted: Option<Self>) -> Self {
+        if let (true, Some(persisted)) = (self.left.is_empty(), persisted) {
+            self.left = persisted.left;
+        }
+        self
     }
 
     /// The disks to be served, given the configured ones.
@@ -458,6 +472,7 @@ mod tests {
                 (id.to_owned(), remembered)
             })
             .into(),
+            left: LeftFiles::default(),
         }
     }
 

@@ -394,6 +394,7 @@ fn check_patches_move_a_vm_to_ringdisk_and_back() {
 fn apply_patch(host: &Host, to: &str, files: &[&str]) {
     let check = Command::new(BINARY)
         .args(["check", "--fix", "--to", to])
+        .args((to == "ringdisk").then_some("--config=ringdisk.toml"))
         .args(files)
         .current_dir(host.dir.path())
         .output()

@@ -23,6 +23,7 @@ mod model;
 mod nbd;
 mod packed;
 mod profile;
+mod proxmox;
 mod qcow2;
 mod rbd;
 mod resource_exhaustion;

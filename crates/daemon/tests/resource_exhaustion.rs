@@ -345,15 +345,14 @@ fn memory_limit_refuses_new_disks_and_keeps_the_others() {
     let mut device = Device::connect(server.socket(), &DeviceConfig::default()).unwrap();
     assert_works(&mut device);
     let mut client = control::Client::connect(dir.path().join("control.qmp"), HANG).unwrap();
-    let file = dir.path().join("more.raw");
-    File::create(&file).unwrap().set_len(1 << 20).unwrap();
-    let socket = dir.path().join("more.sock");
-    let disk = format!(
-        "file={},socket={},queues=1",
-        file.display(),
-        socket.display()
-    );
-    let mut attach = || client.call("x-ringdisk-attach", json!({ "disk": disk }));
+    let mut attach = |number: u32| {
+        let file = dir.path().join(format!("more{number}.raw"));
+        File::create(&file).unwrap().set_len(1 << 20).unwrap();
+        let socket = file.with_extension("sock");
+        let (file, socket) = (file.display(), socket.display());
+        let disk = format!("file={file},socket={socket},queues=1");
+        client.call("x-ringdisk-attach", json!({ "disk": disk }))
+    };
 
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
@@ -367,13 +366,14 @@ fn memory_limit_refuses_new_disks_and_keeps_the_others() {
         };
         prlimit(pid, Resource::As, limit).unwrap();
     };
-    // Less than the stack of a thread.
+    // Less than the stack of a thread. Those of threads that have ended are used again.
     set(Some(bytes + (1 << 20)));
-    let refused = attach().unwrap_err().to_string();
+    let refused = (0..16).find_map(|number| attach(number).err());
+    let refused = refused.unwrap().to_string();
     assert!(refused.contains("no thread can be started"), "{refused}");
     assert_works(&mut device);
     set(None);
-    attach().unwrap();
+    attach(16).unwrap();
     assert_works(&mut device);
     assert!(server.terminate().unwrap().success());
 }

@@ -9,6 +9,17 @@ record! {
         disk: String = "disk",
         /// The directory for relative paths in `disk`; the server's working directory if absent.
         directory: Option<FilePath> = "directory",
+        /// Whether the command fails if the disk was moved from this file before, and the file has not changed since. False if
+        /// absent.
+        unless_left: Option<bool> = "unless-left",
+    }
+}
+
+record! {
+    /// Arguments of `x-ringdisk-check-file`.
+    RingdiskCheckFile {
+        /// The disk with that file, in the syntax of `ringdisk serve`.
+        disk: String = "disk",
     }
 }
 
@@ -16,6 +27,9 @@ record! {
     /// Arguments of `x-ringdisk-connect-info`.
     RingdiskConnectInfo {
         id: String = "id",
+        /// The file from which the disk must be served. If it is served from another file, or another file has that name since,
+        /// the command fails.
+        file: Option<String> = "file",
     }
 }
 
@@ -42,6 +56,8 @@ record! {
         id: String = "id",
         /// Whether a connected front-end is disconnected; otherwise the disk stays. False if absent.
         force: Option<bool> = "force",
+        /// The file from which the disk must be served. If it is served from another file, the command fails.
+        file: Option<String> = "file",
     }
 }
 

@@ -180,6 +180,7 @@ impl Handler for FakeDisks {
             | Command::RingdiskNbd(_)
             | Command::RingdiskReload(_)
             | Command::RingdiskReplace(_)
+            | Command::RingdiskCheckFile(_)
             | Command::RingdiskResume(_) => {}
         }
         Ok(json!({}))

@@ -1,9 +1,9 @@
 //! Changes files for `--in-place`. New texts are first written next to the old files, and replace them only after all have
 //! been written.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
 /// Files with their new texts, not yet committed.
@@ -66,12 +66,15 @@ impl InPlace {
         let name = path.display().to_string();
         if path.symlink_metadata().is_ok() {
             return Err(format!(
-                "{name}: the file already exists; no file was changed, name a new file and merge the two manually"
+                "{name}: the file already exists; no file was changed, name a new file, as in /etc/ringdisk/disks.d/VM.toml"
             ));
         }
         let fail = |e: io::Error| format!("{name}: cannot be created: {e}; no file was changed");
         let new = self.stage(&name, path.to_owned(), true);
         let file = create(&new, 0o644).map_err(fail)?;
+        // The service, which has a user of its own, reads it whatever this user's umask is.
+        file.set_permissions(Permissions::from_mode(0o644))
+            .map_err(fail)?;
         fill(file, text).map_err(fail)
     }
 

@@ -47,13 +47,14 @@ pub fn attach(args: &AttachArgs) -> CommandResult {
     // Parsed here too, so that a mistake is found before anything else.
     let mut disk: DiskSpec = args.disk.parse()?;
     let mut text = args.disk.clone();
-    let domain = args.domain.domain();
+    let domain = args.domain.domain()?;
     let has_name =
         disk_text::pairs(&args.disk).is_ok_and(|pairs| pairs.iter().any(|(key, _)| key == "name"));
-    if let Some(domain) = &domain
-        && !has_name
-    {
-        disk.name = domain.disk_name();
+    if let Some(domain) = &domain {
+        if !has_name {
+            disk.name = domain.disk_name();
+        }
+        domain.set_labels(&mut disk);
         text = disk.to_string();
     }
     let arguments = json!({ "disk": text, "directory": here.to_string_lossy() });
@@ -76,11 +77,19 @@ pub fn attach(args: &AttachArgs) -> CommandResult {
 }
 
 pub fn detach(args: &DetachArgs) -> CommandResult {
-    if let Some(domain) = args.domain.domain() {
-        let connection = &args.connection;
-        domain.detach(connection, &mut connection.open()?, &args.name)?;
-    }
+    let connection = &args.connection;
     let arguments = json!({ "id": args.name, "force": args.force });
     let done = format!("disk {} is no longer served", args.name);
-    args.connection.order("x-ringdisk-detach", arguments, &done)
+    let Some(domain) = args.domain.domain()? else {
+        return connection.order("x-ringdisk-detach", arguments, &done);
+    };
+    let mut client = connection.open()?;
+    domain.detach(connection, &mut client, &args.name)?;
+    let detached = client.call("x-ringdisk-detach", arguments);
+    // If the domain has ended, the hook may have detached the disk already.
+    if detached.is_ok() || super::disk_now(&mut client, &args.name)?.is_none() {
+        connection.say(&json!({}), &done);
+        return Ok(());
+    }
+    Ok(detached.map(drop)?)
 }

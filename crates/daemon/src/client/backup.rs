@@ -1,6 +1,7 @@
 //! `ringdisk backup`: disks as they were at one moment.
 
 mod copy;
+pub mod progress;
 
 use std::path::PathBuf;
 use std::thread;
@@ -20,6 +21,7 @@ use crate::server::connection_info::quote;
 use crate::server::handover::HandoverInProgress;
 use crate::token::token;
 use copy::CopyArgs;
+pub use copy::address_of;
 
 /// The key of a backup's checkpoint in replies.
 pub const CHECKPOINT: &str = "x-ringdisk-checkpoint";
@@ -53,7 +55,18 @@ pub struct Opening {
     bps: Option<String>,
     /// Socket of QEMU's guest agent: the guest's file systems are frozen at the moment; can be repeated
     #[arg(long, value_name = "PATH")]
-    guest_agent: Vec<PathBuf>,
+    pub guest_agent: Vec<PathBuf>,
+}
+
+impl Opening {
+    /// The same with a guest agent.
+    pub fn with_agent(&self, path: PathBuf) -> Self {
+        Self {
+            memory: self.memory.clone(),
+            bps: self.bps.clone(),
+            guest_agent: vec![path],
+        }
+    }
 }
 
 /// A backup that has begun.

@@ -1,20 +1,19 @@
 //! Disks of a running libvirt domain: for `attach-device` and `detach-device`, libvirt runs no hook.
 
-use std::collections::BTreeSet;
-use std::fs::{self, OpenOptions};
-use std::io::{self, Read, Write};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use control::Client;
-use roxmltree::Document;
+use roxmltree::{Document, Node, ParsingOptions};
 use serde_json::{Value, json};
 
 use super::{CommandLineError, CommandResult, Connection};
 use crate::config::spec::DiskSpec;
+use crate::log::complain;
 use crate::server::connection_info::escape;
 
 /// The namespace of ringdisk's disks in a domain's metadata.
@@ -22,6 +21,12 @@ pub const NAMESPACE: &str = "urn:ringdisk:libvirt:1";
 
 /// How long a guest may take to let a disk go. libvirt has asked it, and does not wait that long.
 const GUEST: Duration = Duration::from_secs(30);
+
+/// How long to wait for another command that changes metadata.
+const LOCK: Duration = Duration::from_secs(30);
+
+/// The metadata of a domain without disks.
+const NO_DISKS: &str = "<disks/>";
 
 /// Which domain a command is about.
 #[derive(clap::Args)]
@@ -39,19 +44,30 @@ pub struct DomainArgs {
 
 /// A disk of a running domain.
 pub struct Domain<'a> {
-    name: &'a str,
+    name: String,
     target: &'a str,
     has_config: bool,
 }
 
 impl DomainArgs {
-    /// The domain, if one is given.
-    pub fn domain(&self) -> Option<Domain<'_>> {
-        Some(Domain {
-            name: self.libvirt.as_deref()?,
-            target: self.target.as_deref()?,
+    /// The domain, if one is given, which may be by its number or UUID.
+    ///
+    /// # Errors
+    /// libvirt does not have it.
+    pub fn domain(&self) -> Result<Option<Domain<'_>>, CommandLineError> {
+        let (Some(given), Some(target)) = (&self.libvirt, &self.target) else {
+            return Ok(None);
+        };
+        let domain = virsh(&["dumpxml", "--", given], "")?;
+        let document = parse_domain(&domain)
+            .map_err(|e| CommandLineError::Refused(format!("domain {given}: {e}")))?;
+        // The hook gets the name.
+        let name = child(document.root_element(), "name").and_then(|name| name.text());
+        Ok(Some(Domain {
+            name: name.unwrap_or(given).to_owned(),
+            target,
             has_config: self.config,
-        })
+        }))
     }
 }
 
@@ -59,6 +75,12 @@ impl Domain<'_> {
     /// The name of a disk that has none.
     pub fn disk_name(&self) -> String {
         format!("{}-{}", self.name, self.target)
+    }
+
+    /// Labels a disk with the domain and its target.
+    pub fn set_labels(&self, disk: &mut DiskSpec) {
+        disk.labels.domain = Some(self.name.clone());
+        disk.labels.target = Some(self.target.to_owned());
     }
 
     /// Attaches a disk that is served to the domain.
@@ -74,27 +96,16 @@ impl Domain<'_> {
         let xml = served["libvirt"]["disk"].as_str().unwrap_or_default();
         let xml = xml.replace("dev='vda'", &format!("dev='{}'", escape(self.target)));
         let when = self.when();
-        let attach = [&["attach-device", self.name, "/dev/stdin"], &when[..]].concat();
-        virsh(&attach, &xml)?;
-        if !self.has_config {
-            return Ok(());
-        }
-        let defaults = DiskSpec::new(String::new(), disk.file.clone());
-        let defaults: Vec<_> = defaults.pairs().collect();
-        let attributes: String = (disk.pairs())
-            .filter(|pair| pair.0 == "file" || !defaults.contains(pair))
-            .map(|(key, value)| format!(" {key}='{}'", escape(&value)))
-            .collect();
-        let element = format!("<disk target='{}'{attributes}/>", escape(self.target));
-        let added = self.change_metadata(Some(&element));
-        let added = added.and_then(|()| {
-            let attached = Attached::of(self.name, connection);
-            attached.change(|names| names.insert(disk.name.clone()))
-        });
-        added.inspect_err(|_| {
-            let detach = [&["detach-device", self.name, "/dev/stdin"], &when[..]].concat();
-            let _ = virsh(&detach, &xml);
-        })
+        let device = ["--", &self.name, "/dev/stdin"];
+        let attach = [&["attach-device"], &when[..], &device].concat();
+        // From here on, no other command changes the domain's disks: what it has is put back if libvirt refuses this one.
+        let lock = lock(connection)?;
+        self.check_free()?;
+        // First: what the metadata names and the domain does not have is served to nobody. The other way round, the next start
+        // would wait for a socket that nobody makes.
+        let before = self.change_metadata(&lock, &self.when(), Some(&self.element(disk)))?;
+        let attached = virsh(&attach, &xml);
+        attached.map(drop).inspect_err(|_| self.restore(&before))
     }
 
     /// Detaches the disk from the domain, and waits until the guest has let it go.
@@ -107,14 +118,13 @@ impl Domain<'_> {
         client: &mut Client,
         disk: &str,
     ) -> CommandResult {
-        virsh(
-            &[&["detach-disk", self.name, self.target], &self.when()[..]].concat(),
-            "",
-        )?;
+        self.check_target(client, disk)?;
+        let what = ["--", &self.name, self.target];
+        let detach = [&["detach-disk"], &self.when()[..], &what].concat();
+        virsh(&detach, "")?;
+        // After the domain, for the same reason as in `attach`.
         if self.has_config {
-            self.change_metadata(None)?;
-            let attached = Attached::of(self.name, connection);
-            attached.change(|names| names.remove(disk))?;
+            self.change_metadata(&lock(connection)?, &["--config"], None)?;
         }
         let deadline = Instant::now() + GUEST;
         while super::disk_now(client, disk)?.is_some_and(|disk| disk["connected"] == true) {
@@ -128,7 +138,67 @@ impl Domain<'_> {
             }
             thread::sleep(Duration::from_millis(100));
         }
+        // Until here, a saved state of the domain has the disk, which the hook then serves.
+        self.change_metadata(&lock(connection)?, &["--live"], None)?;
         Ok(())
+    }
+
+    /// The disk in the domain's metadata, without what is there by default, or in the domain itself.
+    fn element(&self, disk: &DiskSpec) -> String {
+        let mut defaults = DiskSpec::new(self.disk_name(), disk.file.clone());
+        self.set_labels(&mut defaults);
+        let defaults: Vec<_> = defaults.pairs().collect();
+        let is_needed = |(key, value): &(&str, String)| match *key {
+            "file" => true,
+            "socket" => false,
+            key => !defaults.contains(&(key, value.clone())),
+        };
+        let attributes: String = (disk.pairs())
+            .filter(is_needed)
+            .map(|(key, value)| format!(" {key}='{}'", escape(&value)))
+            .collect();
+        format!("<disk target='{}'{attributes}/>", escape(self.target))
+    }
+
+    /// Checks that the domain has no disk with this target.
+    fn check_free(&self) -> CommandResult {
+        let config = self.has_config.then_some("--inactive");
+        for which in [None].into_iter().chain(config.map(Some)) {
+            let show: Vec<_> = ["dumpxml"]
+                .into_iter()
+                .chain(which)
+                .chain(["--", &self.name])
+                .collect();
+            let domain = virsh(&show, "")?;
+            let document = parse_domain(&domain)
+                .map_err(|e| CommandLineError::Refused(format!("domain {}: {e}", self.name)))?;
+            if has_target(document.root_element(), self.target) {
+                return Err(CommandLineError::Refused(format!(
+                    "domain {} has a disk {} already; nothing was changed",
+                    self.name, self.target
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the domain has this disk as its target.
+    fn check_target(&self, client: &mut Client, disk: &str) -> CommandResult {
+        let now = super::disk_now(client, disk)?;
+        let its = now.as_ref().and_then(|now| now["socket"].as_str());
+        let domain = virsh(&["dumpxml", "--", &self.name], "")?;
+        let document = parse_domain(&domain)
+            .map_err(|e| CommandLineError::Refused(format!("domain {}: {e}", self.name)))?;
+        let there = socket_of(document.root_element(), self.target);
+        match (its, there) {
+            (Some(its), Some(there)) if its == there => Ok(()),
+            (_, there) => Err(CommandLineError::Refused(format!(
+                "disk '{disk}' is not {} of domain {}, which has {} there; nothing was changed",
+                self.target,
+                self.name,
+                there.as_deref().unwrap_or("no vhost-user disk")
+            ))),
+        }
     }
 
     fn when(&self) -> Vec<&'static str> {
@@ -136,12 +206,24 @@ impl Domain<'_> {
         ["--live"].into_iter().chain(config).collect()
     }
 
-    /// Changes the disks in the metadata of the running domain and of its configuration; those of other targets stay.
-    fn change_metadata(&self, disk: Option<&str>) -> CommandResult {
-        for which in ["--live", "--config"] {
-            let before = match virsh(&["metadata", self.name, NAMESPACE, which], "") {
+    /// Changes the disks in the metadata of the running domain, from which the hook knows that it has some, and of its
+    /// configuration; those of other targets stay. Returns what was there.
+    fn change_metadata(
+        &self,
+        _lock: &File,
+        which: &[&'static str],
+        disk: Option<&str>,
+    ) -> Result<Vec<(&'static str, String)>, CommandLineError> {
+        let mut all = Vec::new();
+        for &which in which {
+            // With a disk that goes, the domain may have ended: then only its configuration is left.
+            let has_ended = |e: &CommandLineError| {
+                disk.is_none() && which == "--live" && e.to_string().contains("is not running")
+            };
+            let before = match virsh(&["metadata", which, "--", &self.name, NAMESPACE], "") {
+                Err(e) if has_ended(&e) => continue,
                 Err(CommandLineError::Refused(why)) if why.contains("metadata not found") => {
-                    "<disks/>".to_owned()
+                    NO_DISKS.to_owned()
                 }
                 read => read?,
             };
@@ -154,72 +236,107 @@ impl Domain<'_> {
                 .map(|node| &before[node.range()]);
             let disks: String = others.chain(disk).collect();
             let text = format!("<disks>{disks}</disks>");
-            let key = ["--key", "ringdisk", "--set", &text, which];
-            virsh(
-                &[&["metadata", self.name, NAMESPACE], &key[..]].concat(),
-                "",
-            )?;
+            match self.set_metadata(which, &text) {
+                Err(e) if has_ended(&e) => continue,
+                set => set?,
+            }
+            all.push((which, before));
         }
-        Ok(())
+        Ok(all)
+    }
+
+    fn restore(&self, before: &[(&'static str, String)]) {
+        for (which, disks) in before {
+            let _ = self.set_metadata(which, disks);
+        }
+    }
+
+    fn set_metadata(&self, which: &str, disks: &str) -> CommandResult {
+        let set = match disks {
+            NO_DISKS => vec!["metadata", which, "--remove"],
+            disks => vec!["metadata", which, "--key", "ringdisk", "--set", disks],
+        };
+        virsh(&[&set[..], &["--", &self.name, NAMESPACE]].concat(), "").map(drop)
     }
 }
 
-/// The disks that were attached for a domain: only those are detached when it ends. Names, one in a line, beside the
-/// control socket, where a reboot forgets them. That directory may be the service's, and this program root: no link there is
-/// followed.
-pub struct Attached(PathBuf);
+/// Parses a domain.
+///
+/// # Errors
+/// It is not XML, or far larger than a domain.
+pub fn parse_domain(text: &str) -> Result<Document<'_>, String> {
+    let options = ParsingOptions {
+        nodes_limit: 1 << 20,
+        ..ParsingOptions::default()
+    };
+    let document = Document::parse_with_options(text, options);
+    document.map_err(|e| format!("is not XML: {e}"))
+}
 
-/// Limit of that file's size in bytes.
-const ATTACHED_BYTES_MAX: u64 = 1 << 20;
+/// The socket of the domain's vhost-user disk with this target.
+pub fn socket_of(root: Node<'_, '_>, target: &str) -> Option<String> {
+    let source = child(disk_of(root, target)?, "source")?;
+    source.attribute("path").map(str::to_owned)
+}
 
-impl Attached {
-    pub fn of(domain: &str, connection: &Connection) -> Self {
-        let name = format!("libvirt-{}", domain.replace('/', "-"));
-        Self(connection.path().with_file_name(name))
-    }
+/// An attribute of the driver of the domain's vhost-user disk with this target.
+pub fn driver_of(root: Node<'_, '_>, target: &str, attribute: &str) -> Option<String> {
+    let driver = child(disk_of(root, target)?, "driver")?;
+    driver.attribute(attribute).map(str::to_owned)
+}
 
-    pub fn names(&self) -> BTreeSet<String> {
-        let mut options = OpenOptions::new();
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let file = options.read(true).custom_flags(flags).open(&self.0);
-        let mut text = String::new();
-        if let Ok(file) = file {
-            let _ = file.take(ATTACHED_BYTES_MAX).read_to_string(&mut text);
-        }
-        text.lines().map(str::to_owned).collect()
-    }
+/// The targets of the domain's vhost-user disks.
+pub fn targets_of<'a>(root: Node<'a, '_>) -> impl Iterator<Item = &'a str> {
+    let disks = child(root, "devices")
+        .into_iter()
+        .flat_map(|devices| devices.children());
+    let disks = disks
+        .filter(|disk| disk.has_tag_name("disk") && disk.attribute("type") == Some("vhostuser"));
+    disks.filter_map(|disk| child(disk, "target")?.attribute("dev"))
+}
 
-    fn write(&self, text: &str) -> io::Result<()> {
-        let new = self.0.with_added_extension("new");
-        match fs::remove_file(&new) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
-        let mut options = OpenOptions::new();
-        let mut file = options
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&new)?;
-        file.write_all(text.as_bytes())?;
-        fs::rename(&new, &self.0)
-    }
+fn has_target(root: Node<'_, '_>, target: &str) -> bool {
+    let mut devices = child(root, "devices")
+        .into_iter()
+        .flat_map(|devices| devices.children());
+    let is_it = |target_of: Node<'_, '_>| target_of.attribute("dev") == Some(target);
+    devices.any(|device| device.has_tag_name("disk") && child(device, "target").is_some_and(is_it))
+}
 
-    /// # Errors
-    /// They could not be noted.
-    pub fn change(&self, change: impl FnOnce(&mut BTreeSet<String>) -> bool) -> CommandResult {
-        let mut names = self.names();
-        change(&mut names);
-        let lines: String = names.iter().map(|name| format!("{name}\n")).collect();
-        let written = if lines.is_empty() {
-            match fs::remove_file(&self.0) {
-                Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-                removed => removed,
+fn disk_of<'a, 'b>(root: Node<'a, 'b>, target: &str) -> Option<Node<'a, 'b>> {
+    let is_meant = |disk: &Node<'_, '_>| {
+        let its = child(*disk, "target").and_then(|target| target.attribute("dev"));
+        let kind = disk.attribute("type");
+        disk.has_tag_name("disk") && kind == Some("vhostuser") && its == Some(target)
+    };
+    child(root, "devices")?.children().find(is_meant)
+}
+
+fn child<'a, 'b>(node: Node<'a, 'b>, name: &str) -> Option<Node<'a, 'b>> {
+    node.children().find(|child| child.has_tag_name(name))
+}
+
+/// Keeps other commands from changing metadata at the same time. The file is beside the control socket; that directory may be
+/// the service's, and this program root: no link there is followed.
+fn lock(connection: &Connection) -> Result<File, CommandLineError> {
+    let path = connection.path().with_file_name("libvirt.lock");
+    let fail = |e| CommandLineError::Target(path.clone(), e);
+    let mut options = OpenOptions::new();
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let options = options.write(true).create(true).truncate(false);
+    let file = options.mode(0o600).custom_flags(flags).open(&path);
+    let file = file.map_err(fail)?;
+    let deadline = Instant::now() + LOCK;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::Error(e)) => return Err(fail(e)),
+            Err(TryLockError::WouldBlock) if Instant::now() > deadline => {
+                let text = "another command changes the disks of a domain";
+                return Err(fail(io::Error::other(text)));
             }
-        } else {
-            self.write(&lines)
-        };
-        written.map_err(|e| CommandLineError::Target(self.0.clone(), e))
+            Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(50)),
+        }
     }
 }
 
@@ -257,37 +374,12 @@ pub fn undo(client: &mut Client, disk: &str) {
     while let Err(e) = client.call("x-ringdisk-detach", json!({ "id": disk })) {
         let is_connected = e.to_string().contains("a VM is connected");
         if !is_connected || Instant::now() > deadline {
-            eprintln!(
-                "ringdisk: disk {disk} stays served: {}",
+            complain(&format!(
+                "disk {disk} stays served: {}",
                 CommandLineError::from(e)
-            );
+            ));
             return;
         }
         thread::sleep(Duration::from_millis(100));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::fs::symlink;
-
-    use super::*;
-
-    #[test]
-    fn links_beside_the_control_socket_are_not_followed() {
-        let dir = tempfile::tempdir().unwrap();
-        let [other, path] = ["other", "libvirt-vm1"].map(|name| dir.path().join(name));
-        fs::write(&other, "secret\n").unwrap();
-        symlink(&other, &path).unwrap();
-        symlink(&other, dir.path().join("libvirt-vm1.new")).unwrap();
-        let attached = Attached(path.clone());
-        assert_eq!(attached.names(), BTreeSet::new());
-        attached
-            .change(|names| names.insert("vm1-vda".into()))
-            .unwrap();
-        assert_eq!(fs::read_to_string(&other).unwrap(), "secret\n");
-        assert_eq!(attached.names(), BTreeSet::from(["vm1-vda".to_owned()]));
-        attached.change(|names| names.remove("vm1-vda")).unwrap();
-        assert!(!path.exists() && other.exists());
     }
 }

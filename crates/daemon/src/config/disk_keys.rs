@@ -23,6 +23,9 @@ pub const QUEUE_SIZE_MIN: u16 = 16;
 /// The longest path of a socket in bytes: `sockaddr_un` has 108, and the last is a zero.
 const SOCKET_BYTES_MAX: usize = 107;
 
+/// Limit of a label.
+const LABEL_BYTES_MAX: usize = 255;
+
 const ON_OFF: Form = Form::Words(&["on", "off"]);
 
 /// A key of a disk.
@@ -194,6 +197,29 @@ pub static DISK_KEYS: &[DiskKey] = &[
         |disk, text| serial(text).map(|serial| disk.serial = serial),
         |disk| (!disk.serial.is_empty()).then(|| disk.serial.clone()),
     ),
+    DiskKey::new(
+        key(
+            "domain",
+            Form::Text("TEXT"),
+            "libvirt domain that has the disk: a label in statistics; a disk with it that was attached at run time is detached by \
+             [libvirt's hook](../libvirt.md) when that domain ends",
+        )
+        .by_default("none"),
+        |disk, text| label(text).map(|text| disk.labels.domain = Some(text)),
+        |disk| disk.labels.domain.clone(),
+    )
+    .on_reload(ReloadEffect::Throttle),
+    DiskKey::new(
+        key(
+            "target",
+            Form::Text("TEXT"),
+            "name of the disk in that domain, as in `vda`: a label in statistics",
+        )
+        .by_default("none"),
+        |disk, text| label(text).map(|text| disk.labels.target = Some(text)),
+        |disk| disk.labels.target.clone(),
+    )
+    .on_reload(ReloadEffect::Throttle),
     DiskKey::new(
         key(
             "discard",
@@ -547,6 +573,18 @@ fn iothreads(text: &str) -> Result<Vec<String>, String> {
         Ok(ids)
     } else {
         Err(format!("more than {QUEUES_MAX} threads"))
+    }
+}
+
+fn label(text: &str) -> Result<String, String> {
+    let is_good =
+        !text.is_empty() && text.len() <= LABEL_BYTES_MAX && !text.contains(char::is_control);
+    match is_good {
+        true => Ok(text.to_owned()),
+        false => Err(format!(
+            "'{}' is not 1 to {LABEL_BYTES_MAX} bytes without control characters",
+            text.escape_debug()
+        )),
     }
 }
 

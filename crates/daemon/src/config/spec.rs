@@ -29,6 +29,7 @@ pub struct DiskSpec {
     pub queue_size: u16,
     pub read_only: bool,
     pub serial: String,
+    pub labels: Labels,
     pub discard: Discard,
     pub detect_zeroes: DetectZeroes,
     /// The error policy for reads.
@@ -58,6 +59,16 @@ pub enum Lock {
     Always,
     /// While a VM runs on the disk.
     Running,
+}
+
+/// What statistics call a disk beside its name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Labels {
+    /// The libvirt domain that has the disk. Unless a configuration has it as well, it belongs to the domain, and is detached
+    /// when that ends.
+    pub domain: Option<String>,
+    /// Its name there.
+    pub target: Option<String>,
 }
 
 /// Who may connect to a socket. What is absent is as for any file that ringdisk creates.
@@ -141,6 +152,7 @@ impl DiskSpec {
             queue_size: QUEUE_SIZE_DEFAULT,
             read_only: false,
             serial: String::new(),
+            labels: Labels::default(),
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
             rerror: OnError::Report,

@@ -12,28 +12,21 @@
 //! ```
 //!
 //! `prepare` serves them, before QEMU is started and on the target of a migration; what is served already stays as it is.
-//! `release` stops serving what `prepare` has attached when QEMU has gone: after a shutdown, a crash, a saved state, and on the source of a migration.
-//! The hook does not call libvirt, which would wait for the hook.
+//! `release` stops serving those that were attached for this domain, when QEMU has gone: after a shutdown, a crash, a saved
+//! state, and on the source of a migration. The hook does not call libvirt, which would wait for the hook.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
-use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
 
-use control::Client;
-use roxmltree::{Document, Node, ParsingOptions};
-use serde_json::json;
+use roxmltree::Node;
 
-use crate::client::domain::{Attached, NAMESPACE};
-use crate::client::{CommandLineError, CommandResult, Connection, disk_now};
-use crate::config::spec::{DiskSpec, FileSpec};
+use super::disks::{Manager, VmDisk, prepare, release, through_upgrades};
+use crate::client::domain::{NAMESPACE, driver_of, parse_domain, socket_of, targets_of};
+use crate::client::{CommandLineError, CommandResult, Connection};
+use crate::config::spec::DiskSpec;
 
 /// Limit of a domain's size: far more than any has.
 const DOMAIN_BYTES_MAX: u64 = 4 << 20;
-
-/// How long the connection of a QEMU that has ended may stay.
-const LEAVING: Duration = Duration::from_secs(5);
 
 #[derive(clap::Args)]
 #[command(after_help = "Example, as /etc/libvirt/hooks/qemu.d/ringdisk:
@@ -60,14 +53,6 @@ pub struct Args {
     connection: Connection,
 }
 
-/// A disk that a domain has.
-#[derive(Debug, PartialEq)]
-struct DomainDisk {
-    spec: DiskSpec,
-    /// Where QEMU connects; none if the domain has no such disk now.
-    socket: Option<String>,
-}
-
 /// Serves the disks of the domain on standard input, or ends that.
 ///
 /// # Errors
@@ -89,26 +74,19 @@ pub fn run(args: &Args) -> CommandResult {
     if is_too_long {
         return Err(refused(format!("has more than {DOMAIN_BYTES_MAX} bytes")));
     }
-    let disks = parse(&args.domain, &text).map_err(refused)?;
-    if disks.is_empty() {
-        return Ok(());
+    let disks = parse(&args.domain, &text).map_err(refused);
+    if let ("prepare", _) = step {
+        let disks = disks?;
+        return through_upgrades(|| prepare(&args.connection, Manager::Libvirt, &disks));
     }
-    let mut client = args.connection.open()?;
-    let attached = Attached::of(&args.domain, &args.connection);
-    match step {
-        ("prepare", _) => prepare(&mut client, &disks, &attached),
-        _ => release(&mut client, &disks, &attached),
-    }
+    // Those of the domain are known by its name as well.
+    let disks = disks.unwrap_or_default();
+    through_upgrades(|| release(&args.connection, Manager::Libvirt, &args.domain, &disks))
 }
 
 /// The disks in the metadata of a domain.
-fn parse(domain: &str, text: &str) -> Result<Vec<DomainDisk>, String> {
-    let options = ParsingOptions {
-        nodes_limit: 1 << 20,
-        ..ParsingOptions::default()
-    };
-    let document = Document::parse_with_options(text, options);
-    let document = document.map_err(|e| format!("is not XML: {e}"))?;
+fn parse(domain: &str, text: &str) -> Result<Vec<VmDisk>, String> {
+    let document = parse_domain(text)?;
     let root = document.root_element();
     let ours = |node: &Node<'_, '_>, name: &str| node.has_tag_name((NAMESPACE, name));
     let named = root
@@ -119,7 +97,7 @@ fn parse(domain: &str, text: &str) -> Result<Vec<DomainDisk>, String> {
         .flat_map(|disks| disks.children())
         .filter(|node| ours(node, "disk"));
     let mut targets = BTreeSet::new();
-    let mut disks = Vec::new();
+    let mut disks: Vec<VmDisk> = Vec::new();
     for disk in named {
         let target = disk.attribute("target");
         let target = target.ok_or("a <ringdisk:disk> has no target; add the one of its <disk>")?;
@@ -144,6 +122,8 @@ fn parse(domain: &str, text: &str) -> Result<Vec<DomainDisk>, String> {
         if let Some(socket) = socket.clone() {
             pairs.push(("socket", socket));
         }
+        pairs.push(("domain", domain.to_owned()));
+        pairs.push(("target", target.to_owned()));
         // The guest has these queues already, whatever this host would choose.
         for (attribute, key) in [("queues", "queues"), ("queue_size", "queue-size")] {
             if let Some(value) = driver_of(root, target, attribute).filter(|_| !has(&pairs, key)) {
@@ -152,185 +132,13 @@ fn parse(domain: &str, text: &str) -> Result<Vec<DomainDisk>, String> {
         }
         let spec = DiskSpec::from_pairs(pairs);
         let spec = spec.map_err(|problem| format!("disk {target} in its metadata: {problem}"))?;
-        disks.push(DomainDisk { spec, socket });
+        disks.push(VmDisk { spec, socket });
+    }
+    // One that was detached may still be named. If the domain has another, its target may be a mistake.
+    if targets_of(root).all(|target| targets.contains(target)) {
+        disks.retain(|disk| disk.socket.is_some());
     }
     Ok(disks)
-}
-
-/// The socket of the domain's vhost-user disk with this target.
-fn socket_of(root: Node<'_, '_>, target: &str) -> Option<String> {
-    let source = child(disk_of(root, target)?, "source")?;
-    source.attribute("path").map(str::to_owned)
-}
-
-/// An attribute of the driver of the domain's vhost-user disk with this target.
-fn driver_of(root: Node<'_, '_>, target: &str, attribute: &str) -> Option<String> {
-    let driver = child(disk_of(root, target)?, "driver")?;
-    driver.attribute(attribute).map(str::to_owned)
-}
-
-fn disk_of<'a, 'b>(root: Node<'a, 'b>, target: &str) -> Option<Node<'a, 'b>> {
-    let is_meant = |disk: &Node<'_, '_>| {
-        let its = child(*disk, "target").and_then(|target| target.attribute("dev"));
-        let kind = disk.attribute("type");
-        disk.has_tag_name("disk") && kind == Some("vhostuser") && its == Some(target)
-    };
-    child(root, "devices")?.children().find(is_meant)
-}
-
-fn child<'a, 'b>(node: Node<'a, 'b>, name: &str) -> Option<Node<'a, 'b>> {
-    node.children().find(|child| child.has_tag_name(name))
-}
-
-fn refused<T>(disk: &DiskSpec, problem: &str) -> Result<T, CommandLineError> {
-    let problem = format!("disk {}: {problem}", disk.name);
-    Err(CommandLineError::Refused(problem))
-}
-
-fn prepare(client: &mut Client, disks: &[DomainDisk], attached: &Attached) -> CommandResult {
-    let mut new = Vec::new();
-    let all = disks.iter().try_for_each(|disk| {
-        if serve(client, disk, attached)? {
-            new.push(&disk.spec.name);
-        }
-        Ok(())
-    });
-    if all.is_err() {
-        for name in new {
-            // The first error is the one to be seen.
-            let ended = client.call("x-ringdisk-detach", json!({ "id": name }));
-            if ended.is_ok() {
-                let _ = attached.change(|names| names.remove(name));
-            }
-        }
-    }
-    all
-}
-
-/// Serves a disk, unless it is served from the file that the domain names: on an older one, the VM would lose what it has
-/// written since. Returns whether the hook has attached it.
-fn serve(
-    client: &mut Client,
-    disk: &DomainDisk,
-    attached: &Attached,
-) -> Result<bool, CommandLineError> {
-    let DomainDisk { spec, socket } = disk;
-    let Some(socket) = socket else {
-        return refused(
-            spec,
-            "is named in the domain's metadata, but the domain has no <disk type='vhostuser'> with this target",
-        );
-    };
-    let now = disk_now(client, &spec.name)?;
-    let text = |key: &str| now.as_ref().and_then(|now| now[key].as_str());
-    if let Some(file) = text("file")
-        && !is_same_file(&spec.file, file)
-    {
-        let problem =
-            text("problem").map_or_else(String::new, |why| format!(" (not at present: {why})"));
-        let (name, wanted) = (&spec.name, &spec.file);
-        return refused(
-            spec,
-            &format!(
-                "is served from {file}{problem}, and the domain's metadata says {wanted}; if the disk has moved there, put \
-             file='{file}' into the metadata, otherwise 'ringdisk detach {name}'"
-            ),
-        );
-    }
-    if let Some(its) = text("socket").filter(|_| text("problem").is_none()) {
-        return match its == socket {
-            true => Ok(false),
-            false => refused(
-                spec,
-                &format!(
-                    "is served at {its}, and the domain connects to {socket}; change the <source> of its <disk>, or detach it with \
-                 'ringdisk detach {}'",
-                    spec.name
-                ),
-            ),
-        };
-    }
-    // One that is absent is there already, for somebody else.
-    let is_new = now.is_none();
-    if is_new {
-        attached.change(|names| names.insert(spec.name.clone()))?;
-    }
-    let arguments = json!({ "disk": spec.to_string() });
-    let served = client.call("x-ringdisk-attach", arguments);
-    match served.map_err(CommandLineError::from) {
-        Ok(_) => Ok(is_new),
-        Err(e) => {
-            if is_new {
-                attached.change(|names| names.remove(&spec.name))?;
-            }
-            match e {
-                CommandLineError::Refused(problem) => refused(spec, &problem),
-                e => Err(e),
-            }
-        }
-    }
-}
-
-fn release(client: &mut Client, disks: &[DomainDisk], attached: &Attached) -> CommandResult {
-    let ours = attached.names();
-    let mut result = Ok(());
-    for disk in disks.iter().filter(|disk| ours.contains(&disk.spec.name)) {
-        let let_go = let_go(client, disk, attached);
-        result = result.and(let_go);
-    }
-    result
-}
-
-/// Stops serving a disk. One that was moved to another file meanwhile stays: the domain names the previous one, on which its VM
-/// must not be started again.
-fn let_go(client: &mut Client, disk: &DomainDisk, attached: &Attached) -> CommandResult {
-    let name = &disk.spec.name;
-    let forget = || attached.change(|names| names.remove(name));
-    let Some(now) = disk_now(client, name)? else {
-        return forget();
-    };
-    let file = now["file"].as_str().unwrap_or_default();
-    if !is_same_file(&disk.spec.file, file) {
-        return refused(
-            &disk.spec,
-            &format!(
-                "stays served, since it has moved to {file}: put file='{file}' into the domain's metadata"
-            ),
-        );
-    }
-    let deadline = Instant::now() + LEAVING;
-    loop {
-        let ended = client.call("x-ringdisk-detach", json!({ "id": name }));
-        let Err(e) = ended.map_err(CommandLineError::from) else {
-            return forget();
-        };
-        // QEMU has ended, and ringdisk may not have seen it.
-        let is_connected = e.to_string().contains("a VM is connected");
-        if !is_connected || Instant::now() > deadline {
-            return Err(e);
-        }
-        thread::sleep(Duration::from_millis(50));
-    }
-}
-
-fn is_same_file(configured: &FileSpec, now: &str) -> bool {
-    if configured.to_string() == now {
-        return true;
-    }
-    match configured {
-        FileSpec::Path(path) => {
-            let both = [path.canonicalize(), Path::new(now).canonicalize()];
-            matches!(both, [Ok(configured), Ok(now)] if configured == now)
-        }
-        FileSpec::Rbd(image) => match format!("file={}", now.replace(',', ",,")).parse() {
-            Ok(DiskSpec {
-                file: FileSpec::Rbd(other),
-                ..
-            }) => image.is_same_image(&other),
-            _ => false,
-        },
-        FileSpec::Null(_) => false,
-    }
 }
 
 /// Reads a domain. Panics if a disk does not reach the server as it was read, which would be another one.
@@ -414,8 +222,7 @@ mod tests {
         assert_eq!(found.len(), 1);
         let socket = Some("/run/ringdisk/one.sock".to_owned());
         assert_eq!(found[0].socket, socket);
-        let expected =
-            "/srv/a,,b.raw,name=vm1-vda,socket=/run/ringdisk/one.sock,cache=none,iops=5000";
+        let expected = "/srv/a,,b.raw,name=vm1-vda,socket=/run/ringdisk/one.sock,cache=none,iops=5000,domain=vm1,target=vda";
         assert_eq!(found[0].spec, expected.parse().unwrap());
         // As the server reads it.
         assert_eq!(
@@ -449,5 +256,10 @@ mod tests {
     fn disk_that_the_domain_does_not_have_has_no_socket() {
         let text = disks("<r:disk target='vdb' file='/b.raw'/>");
         assert_eq!(parse("vm1", &text).unwrap()[0].socket, None);
+        // Detached, and still named.
+        let text =
+            disks("<r:disk target='vdb' file='/b.raw'/><r:disk target='vda' file='/a.raw'/>");
+        let found = parse("vm1", &text).unwrap();
+        assert_eq!((found.len(), found[0].spec.name.as_str()), (1, "vm1-vda"));
     }
 }

@@ -81,10 +81,11 @@ impl Handler for QmpClient<'_> {
         } else {
             Some(server.handover.inhibit()?)
         };
+        let unsaved = server.unsaved_changes();
         let mut answer = self.qmp.execute_now(command, self);
         if !asks {
             // Also if it failed: it may have failed half way.
-            let saved = server.persist_change();
+            let saved = server.persist_change(unsaved);
             answer = answer.and_then(|reply| Ok(saved.map(|()| reply)?));
         }
         // Users read it, and it may quote names that others have chosen.
@@ -168,37 +169,59 @@ impl Qmp {
                     true => which.id,
                     false => node_of(server, &which.id)?,
                 };
+                if let Some(file) = which.file {
+                    server.check_file_is(&node, &file)?;
+                }
                 done(server.detach(&claim, &node, removal))
             }
             Command::RingdiskNbd(_) => Ok(queries::nbd(server)),
-            Command::RingdiskReload(_) => self.reload(),
+            Command::RingdiskReload(_) => self.reload(client),
             Command::RingdiskResize(wanted) => {
                 let size = resize(run, &wanted.id, wanted.size)?;
                 Ok(RingdiskResized { size }.to_json())
             }
             Command::RingdiskReplace(wanted) => replace(run, wanted),
-            Command::RingdiskConnectInfo(wanted) => connect_info(server.connect_info(&wanted.id)?),
+            Command::RingdiskCheckFile(wanted) => {
+                let disk = wanted.disk.parse::<DiskSpec>();
+                let disk = disk.map_err(|e| CommandError::generic(e.to_string()))?;
+                done(server.check_file_in_time(disk))
+            }
+            Command::RingdiskConnectInfo(wanted) => {
+                if let Some(file) = &wanted.file {
+                    server.check_is_at(&node_of(server, &wanted.id)?, file)?;
+                }
+                connect_info(server.connect_info(&wanted.id)?)
+            }
             Command::RingdiskExplain(_) => Ok(explain::all(server)),
             Command::RingdiskResume(wanted) => {
                 let report = wanted.report.unwrap_or(false);
                 done(server.resume(&node_of(server, &wanted.id)?, report))
             }
-            Command::RingdiskStats(_) => {
-                server.watch();
-                server.refresh_sizes(false);
-                let mut disks = Vec::new();
-                server.each_disk(|disk| disks.push(stats::disk(&disk)));
-                disks.extend(server.absent().iter().map(stats::absent));
-                let threads = server.threads.running();
-                let threads: Vec<_> = threads.iter().map(|(t, _)| stats::thread(t)).collect();
-                Ok(json!({ "pid": std::process::id(), "disks": disks, "iothreads": threads }))
-            }
+            Command::RingdiskStats(_) => Ok(self.stats()),
         }
     }
 
-    fn reload(&self) -> Reply {
+    fn stats(&self) -> Value {
         let server = &self.server;
-        let reloaded = self.config.as_ref().map(|config| config.reload(server));
+        server.watch();
+        server.refresh_sizes(false);
+        let mut disks = Vec::new();
+        server.each_disk(|disk| disks.push(stats::disk(&disk)));
+        let configured = server.configured().disks;
+        disks.extend(server.absent().iter().map(|absent| {
+            let is_configured = configured.iter().any(|disk| disk.name == absent.0.name);
+            stats::absent(absent, is_configured)
+        }));
+        let threads = server.threads.running();
+        let threads: Vec<_> = threads.iter().map(|(t, _)| stats::thread(t)).collect();
+        json!({ "pid": std::process::id(), "disks": disks, "iothreads": threads })
+    }
+
+    fn reload(&self, client: &QmpClient<'_>) -> Reply {
+        let server = &self.server;
+        let has_left = || client.has_left();
+        let waiting = Waiting::of_client(&has_left);
+        let reloaded = (self.config.as_ref()).map(|config| config.reload(server, &waiting));
         server.look_for_growth();
         let unreachable = server.recreate_sockets();
         let none = "there is no configuration to reload; start ringdisk with --config FILE";
@@ -263,7 +286,10 @@ fn attach(run: &Run<'_>, wanted: RingdiskAttach) -> Reply {
     let mut names = run.server.own_resources(&spec);
     names.push(spec.name.clone());
     let claim = run.claim(|| names.clone())?;
-    let attached = run.server.attach(&claim, spec)?;
+    let attached = match wanted.unless_left {
+        Some(true) => run.server.attach_current(&claim, spec)?,
+        _ => run.server.attach(&claim, spec)?,
+    };
     (run.server).add_configured_exports(&claim, &attached.name);
     connect_info(attached)
 }

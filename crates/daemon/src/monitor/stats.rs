@@ -6,8 +6,8 @@ use block::{Aio, ThrottleLimits};
 use datapath::{DiskStats, Histogram, RequestStats, ThreadStats};
 use serde_json::{Map, Value, json};
 
-use crate::config::limits;
 use crate::config::spec::DiskSpec;
+use crate::config::{limits, sockets};
 use crate::node::Node;
 use crate::server::DiskView;
 use crate::server::device::ServedDisk;
@@ -35,6 +35,9 @@ pub fn disk(look: &DiskView<'_>) -> Value {
         "werror": spec.werror.word(),
         "limits": limits_of(look.limits),
         "throttle-group": look.group,
+        "domain": look.labels.domain,
+        "target": look.labels.target,
+        "configured": look.is_configured,
     });
     if let Some(export) = look.export {
         let threads = &export.device.threads;
@@ -54,10 +57,14 @@ pub fn disk(look: &DiskView<'_>) -> Value {
 }
 
 /// A disk that is to be served and cannot be.
-pub fn absent((spec, reason): &(DiskSpec, String)) -> Value {
+pub fn absent((spec, reason): &(DiskSpec, String), is_configured: bool) -> Value {
     json!({
         "name": spec.name,
         "file": spec.file.to_string(),
+        "socket": sockets::path(spec).display().to_string(),
+        "domain": spec.labels.domain,
+        "target": spec.labels.target,
+        "configured": is_configured,
         "storage": "absent",
         "problem": reason,
     })

@@ -15,13 +15,37 @@
 //! leaves {the old image, as it was closed in 3 or with its journal}; while 5 is persisted, the new image has no writes yet,
 //! and {either} is right; afterwards {the new one}, above an old one that nothing writes to.
 
+use std::fs::File;
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use block::Backing;
 use engine::{DiskFile, Identity};
 use image::{FileIndex, Format, Image};
 
 use super::{Node, NodeError};
 use crate::config::spec::FileSpec;
+use crate::state::left::FileMark;
+
+/// A file that is being closed, which may have another name than before.
+pub struct Closing {
+    spec: FileSpec,
+    open: Option<(PathBuf, File)>,
+}
+
+impl Closing {
+    /// The file as it is. Asks storage.
+    pub fn mark(&self) -> Option<FileMark> {
+        match &self.open {
+            Some((path, file)) => Some(FileMark::of_regular(path, &file.metadata().ok()?)),
+            None => FileMark::of(&self.spec),
+        }
+    }
+
+    pub fn spec(&self) -> &FileSpec {
+        &self.spec
+    }
+}
 
 impl Node {
     /// The files that it has locked for writing.
@@ -70,6 +94,54 @@ impl Node {
             return Err(NodeError::Above(above, why, below, before.format));
         }
         Ok(())
+    }
+
+    /// What tells about its file once that is closed.
+    pub fn closing(&self) -> Closing {
+        let state = self.state();
+        let file = state.files.first().or(state.file.as_ref());
+        let file = file.filter(|file| file.backing() == Backing::File);
+        let name = file.and_then(|file| file.name());
+        let reference = file.and_then(|file| file.reference().ok());
+        Closing {
+            spec: self.spec.file.clone(),
+            open: name.zip(reference),
+        }
+    }
+
+    /// Its file, and those below that, as they were opened, each with whether the images above have no data. Asks storage.
+    pub fn marks(&self) -> Vec<(FileMark, bool)> {
+        let (chain, files, top) = {
+            let state = self.state();
+            let chain = state.image.as_ref().and_then(Image::chain).cloned();
+            let top = state.files.first().or(state.file.as_ref()).cloned();
+            (chain, state.files.clone(), top)
+        };
+        let mark = |file: &DiskFile| {
+            let path = file.name()?;
+            match file.backing() {
+                Backing::File => Some(FileMark::of_regular(&path, file.found())),
+                Backing::BlockDevice => FileMark::at(&path),
+            }
+        };
+        let top = top.filter(|file| file.backing() == Backing::File);
+        let top = top.and_then(|file| mark(&file));
+        let Some(top) = top.or_else(|| FileMark::of(&self.spec.file)) else {
+            return Vec::new();
+        };
+        let below = files
+            .iter()
+            .enumerate()
+            .skip(1)
+            .filter_map(|(index, file)| {
+                let mark = mark(file)?;
+                let index = FileIndex(index as u16);
+                let nothing_above = chain
+                    .as_ref()
+                    .is_some_and(|it| it.is_unwritten_above(index));
+                Some((mark, nothing_above))
+            });
+        std::iter::once((top, true)).chain(below).collect()
     }
 
     /// If this node builds on the files of `before`, which the disk uses until now, writes that one completely and reads it

@@ -36,6 +36,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_fdatasync,
     libc::SYS_sync_file_range,
     libc::SYS_fallocate,
+    libc::SYS_utimensat,
     libc::SYS_ftruncate,
     libc::SYS_fadvise64,
     libc::SYS_fstat,

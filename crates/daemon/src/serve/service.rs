@@ -39,7 +39,7 @@ use crate::server::iothreads::IoThreads;
 use crate::server::nbd::ReadyNbd;
 use crate::server::nbd::listener::BoundNbd;
 use crate::server::reload::{ReloadError, Reloader, waits_for_detached};
-use crate::server::{Server, ServerError};
+use crate::server::{Server, ServerError, Waiting};
 use crate::socket::{Socket, reach};
 use crate::state::Overrides;
 use crate::state::store::{Configured, StateError, StateStore};
@@ -412,10 +412,14 @@ fn start_disks(
     // The old process knows better than a file that may not have been written.
     let (ready, absent) = match server.context.inherited.overrides() {
         Some(overrides) => {
+            let overrides = overrides.with_left(persisted);
             let (configured, overrides) = taken_over(configured, overrides);
             server.start(&configured, &overrides, required)?
         }
-        None => server.start(configured, &persisted.unwrap_or_default(), required)?,
+        None => {
+            store.inspect(|store| server.set_state_directory(store.directory()));
+            server.start(configured, &persisted.unwrap_or_default(), required)?
+        }
     };
     if let Some(store) = store {
         store.set_absent(absent);
@@ -445,8 +449,7 @@ struct Service {
 }
 
 impl Service {
-    /// Opens the sockets for metrics and commands, and serves. A process that takes over does so only when everything is
-    /// ready. Returns the address of metrics.
+    /// Opens the sockets, and serves; takes over when everything is ready. Returns the address of metrics.
     fn publish(
         &self,
         settings: &Settings,
@@ -630,7 +633,7 @@ impl Service {
     }
 }
 
-type Reload = fn(&Reloader, &Server) -> Result<Vec<String>, ReloadError>;
+type Reload = fn(&Reloader, &Server, &Waiting<'_>) -> Result<Vec<String>, ReloadError>;
 
 /// Reloads the configuration, and checks disks for growth and sockets for removal.
 fn run_reload(server: &Server, reloader: Option<&Reloader>, reload: Reload) {
@@ -639,7 +642,7 @@ fn run_reload(server: &Server, reloader: Option<&Reloader>, reload: Reload) {
     };
     sd_notify::tell(&sd_notify::reloading());
     if let Some(reloader) = reloader
-        && let Err(e) = reload(reloader, server)
+        && let Err(e) = reload(reloader, server, &Waiting::of_process())
     {
         error!("{e}");
     }

@@ -452,7 +452,7 @@ impl Server {
             ahead: ahead.as_ref().map_or_else(Weak::new, Arc::downgrade),
             ..self.context.clone()
         };
-        let (opened, lines) = log::hold(|| self.open_new_in(spec.clone(), &context));
+        let (opened, lines) = log::hold(|| self.open_current_in(spec.clone(), &context));
         let is_open = ahead.as_ref().is_some_and(|ahead| ahead.has(spec));
         let is_denied = opened.is_err() && !is_open && self.is_denied(spec);
         if let (Err(_), Some(ahead)) = (&opened, &ahead) {
@@ -496,39 +496,10 @@ impl Server {
                 self.came_back(&claim, name);
             }
             Err(e) => {
-                let is_locked = e.is_locked();
-                let socket = sockets::path(spec);
-                let is_outside = || self.sandbox.check_socket(&socket).is_err();
-                let was_root = self.context.rights.has_changed();
-                let is_refused = was_root && e.is_socket_refused();
-                let is_socket_denied =
-                    self.is_of_configuration(spec) && (is_outside() || is_refused);
                 if let Some(ahead) = ahead.and_then(|ahead| ahead.upgrade()) {
                     ahead.unlock();
                 }
-                if let Some(absent) = self.state().absent.get_mut(name) {
-                    absent.is_denied = is_denied || is_socket_denied;
-                    absent.is_locked = is_locked;
-                    absent.file = FileState::of(&spec.file);
-                }
-                let reason = if is_denied || is_socket_denied {
-                    let since = match was_root {
-                        true => "became another user",
-                        false => "entered its sandbox",
-                    };
-                    let what = match is_denied {
-                        true => format!("{}: cannot be opened", spec.file),
-                        false => format!("{}: the socket cannot be made", socket.display()),
-                    };
-                    format!(
-                        "{what} since ringdisk {since}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') has the disk \
-                         served, and VMs stay connected"
-                    )
-                } else if is_locked {
-                    format!("{e}; when it is free, 'ringdisk reload' has it served")
-                } else {
-                    e.to_string()
-                };
+                let reason = self.why_absent(spec, e, is_denied);
                 // An image may name many files, and is tried again every few seconds.
                 match self.set_reason(name, reason, false) {
                     Reason::New => lines.release(),
@@ -537,6 +508,39 @@ impl Server {
             }
         }
         Some(served)
+    }
+
+    /// Notes what has kept an absent disk from being served, and says it.
+    fn why_absent(&self, spec: &DiskSpec, e: &ServerError, is_denied: bool) -> String {
+        let is_locked = e.is_locked();
+        let socket = sockets::path(spec);
+        let is_outside = || self.sandbox.check_socket(&socket).is_err();
+        let was_root = self.context.rights.has_changed();
+        let is_refused = was_root && e.is_socket_refused();
+        let is_socket_denied = self.is_of_configuration(spec) && (is_outside() || is_refused);
+        if let Some(absent) = self.state().absent.get_mut(&spec.name) {
+            absent.is_denied = is_denied || is_socket_denied;
+            absent.is_locked = is_locked;
+            absent.file = FileState::of(&spec.file);
+        }
+        if !is_denied && !is_socket_denied {
+            return match is_locked {
+                true => format!("{e}; when it is free, 'ringdisk reload' has it served"),
+                false => e.to_string(),
+            };
+        }
+        let since = match was_root {
+            true => "became another user",
+            false => "entered its sandbox",
+        };
+        let what = match is_denied {
+            true => format!("{}: cannot be opened", spec.file),
+            false => format!("{}: the socket cannot be made", socket.display()),
+        };
+        format!(
+            "{what} since ringdisk {since}; 'ringdisk reload --upgrade' ('systemctl reload ringdisk') has the disk served, and \
+             VMs stay connected"
+        )
     }
 
     /// A thread does not open an absent disk any more, and has not served it. Others may use now what was opened ahead.

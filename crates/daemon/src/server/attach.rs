@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use engine::Identity;
-use tracing::info;
+use tracing::{info, warn};
 
 use super::deadline::SHUTDOWN_TIMEOUT;
 use super::replace::close;
@@ -25,7 +25,30 @@ impl Server {
     pub fn attach(&self, claim: &Claim<'_>, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         let export = ExportSpec::from(&spec);
-        let node = self.open_in_time(spec, Self::open_new)?;
+        let open = |server: &Self, spec: DiskSpec| {
+            if let Err(e) = server.check_file_not_left(&spec) {
+                warn!("disk {}: is served nevertheless: {e}", spec.name);
+            }
+            server.open_new(spec)
+        };
+        let node = self.open_in_time(spec, open)?;
+        let served = self.serve_opened(claim, node, &export, || Ok(None))?;
+        self.came_back(claim, &name);
+        Ok(served)
+    }
+
+    /// The same, for a manager of VMs: not from a file that the disk has left.
+    ///
+    /// # Errors
+    /// It is not served, and closed again.
+    pub fn attach_current(
+        &self,
+        claim: &Claim<'_>,
+        spec: DiskSpec,
+    ) -> Result<ConnectionInfo, ServerError> {
+        let name = spec.name.clone();
+        let export = ExportSpec::from(&spec);
+        let node = self.open_in_time(spec, Self::open_current)?;
         let served = self.serve_opened(claim, node, &export, || Ok(None))?;
         self.came_back(claim, &name);
         Ok(served)
@@ -45,16 +68,24 @@ impl Server {
         let name = node.name().to_owned();
         self.add_opened(claim, node)?;
         let served = socket().and_then(|socket| self.add_export_at(claim, &name, export, socket));
-        served.inspect_err(|_| {
-            drop(self.remove_node_within(claim, &name, SHUTDOWN_TIMEOUT));
-        })
+        match &served {
+            Ok(_) => self.note_served(&name),
+            Err(_) => drop(self.remove_node_within(claim, &name, SHUTDOWN_TIMEOUT)),
+        }
+        served
     }
 
     /// Like [`attach`](Self::attach), with the disk's name in errors.
     pub(super) fn attach_at_start(&self, spec: DiskSpec) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         let claim = self.claim("start", || vec![&name])?;
-        self.attach(&claim, spec).map_err(|e| e.of_disk(&name))
+        // A guest continues with what it has.
+        let attached = if self.context.inherited.has_disk(&name) {
+            self.attach(&claim, spec)
+        } else {
+            self.attach_current(&claim, spec)
+        };
+        attached.map_err(|e| e.of_disk(&name))
     }
 
     /// Opens a disk without serving it.
@@ -101,6 +132,28 @@ impl Server {
         self.open_new_in(spec, &self.context)
     }
 
+    /// Opens a disk, unless it has left this file.
+    pub(super) fn open_current(&self, spec: DiskSpec) -> Result<Node, ServerError> {
+        self.open_current_in(spec, &self.context)
+    }
+
+    pub(super) fn open_current_in(
+        &self,
+        spec: DiskSpec,
+        context: &OpenContext,
+    ) -> Result<Node, ServerError> {
+        // First: opening it may change it.
+        self.check_file_not_left(&spec)?;
+        let opened = self.open_new_in(spec, context)?;
+        match self.check_not_left(&opened) {
+            Ok(()) => Ok(opened),
+            Err(e) => {
+                close(opened.into(), "which is not served");
+                Err(e)
+            }
+        }
+    }
+
     pub(super) fn open_new_in(
         &self,
         spec: DiskSpec,
@@ -121,6 +174,7 @@ impl Server {
             let state = self.state();
             state.check_new_node(&spec)?;
             state.check_file(&spec, there)?;
+            state.check_file_not_restarting(&spec, there)?;
         }
         // Without the lock: waiting for a file lock takes seconds.
         Node::open(spec, context, &[]).map_err(|e| self.whose(e))
@@ -136,7 +190,8 @@ impl Server {
     pub(super) fn detached_from(&self, name: &str) -> Option<DiskSpec> {
         let state = self.state();
         let mut detached = state.detached.iter();
-        detached.find(|disk| disk.name == name).cloned()
+        let found = detached.find(|detached| detached.disk.name == name);
+        found.map(|detached| detached.disk.clone())
     }
 
     fn whose(&self, error: NodeError) -> ServerError {
@@ -163,6 +218,7 @@ impl Server {
         claim.covers(&name);
         self.backups.check_name(&name)?;
         let group = node.spec.throttle_group.clone();
+        let labels = node.spec.labels.clone();
         self.watch_damage(&node);
         node.add_temporary_bitmaps(self.context.inherited.bitmaps(&name));
         let mut state = self.state();
@@ -175,6 +231,7 @@ impl Server {
             node: Arc::new(node),
             limits,
             group,
+            labels,
             child: None,
         };
         state.nodes.insert(name, entry);

@@ -21,6 +21,12 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// How many commands of clients may wait: fewer than there are sessions, so that others are answered.
 const WAITING_MAX: usize = 8;
 
+/// How many reloads may wait for others: each reads the configuration when its turn has come.
+const RELOADS_MAX: usize = 4;
+
+/// What a reload has for itself.
+const CONFIGURATION: &str = "configuration:";
+
 /// How long any number of them may wait.
 const SHORT: Duration = Duration::from_secs(1);
 
@@ -55,6 +61,11 @@ impl<'a> Waiting<'a> {
 }
 
 impl Waiting<'static> {
+    /// As what no client has asked for waits.
+    pub fn of_process() -> Self {
+        Self::until(Instant::now() + PATIENCE)
+    }
+
     pub(super) fn until(deadline: Instant) -> Self {
         Self {
             deadline,
@@ -223,6 +234,11 @@ impl Claim<'_> {
         self.server.claims.keep(self.ticket, &self.names);
     }
 
+    /// What it names.
+    pub(super) fn names(&self) -> &BTreeSet<String> {
+        &self.names
+    }
+
     /// Whether it names this.
     pub(super) fn has(&self, name: &str) -> bool {
         self.names.contains(name)
@@ -248,7 +264,34 @@ impl Drop for Claim<'_> {
     }
 }
 
+/// The turn of a reload: there is one at a time. Given up when it is dropped.
+pub(super) struct Turn<'a> {
+    claims: &'a Claims,
+    ticket: u64,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.claims.give_up(self.ticket, || ());
+    }
+}
+
 impl Server {
+    /// Waits for the turn of a reload, before it claims disks.
+    ///
+    /// # Errors
+    /// Another one does not end, or the process does.
+    pub(super) fn reload_turn(&self, waiting: &Waiting<'_>) -> Result<Turn<'_>, ServerError> {
+        let waiting = Waiting {
+            others_max: waiting.others_max.min(RELOADS_MAX),
+            ..*waiting
+        };
+        let claims = &self.reloads;
+        let names = BTreeSet::from([CONFIGURATION.to_owned()]);
+        let ticket = claims.take(names, "reload", &waiting)?;
+        Ok(Turn { claims, ticket })
+    }
+
     /// Claims what `names` returns, with all nodes and exports that belong to it.
     ///
     /// # Errors
@@ -258,7 +301,7 @@ impl Server {
         command: &'static str,
         names: impl Fn() -> Vec<N>,
     ) -> Result<Claim<'_>, ServerError> {
-        let waiting = Waiting::until(Instant::now() + PATIENCE);
+        let waiting = Waiting::of_process();
         self.claim_as(&waiting, command, names)
     }
 
@@ -334,6 +377,7 @@ fn describe(claimed: &str) -> String {
         .iter()
         .find_map(|(prefix, what)| Some((what, claimed.strip_prefix(prefix)?)));
     match found {
+        _ if claimed == CONFIGURATION => "the configuration".into(),
         Some((what, name)) => format!("{what} '{name}'"),
         None => format!("disk '{claimed}'"),
     }

@@ -74,6 +74,21 @@ pub enum ServerError {
          detach the disk first"
     )]
     Older(String, String),
+    #[error("disk '{0}' stays served: it has moved from {1} to {2}")]
+    HasMoved(String, String, String),
+    /// A file, and the one for which the disk has left it.
+    #[error(
+        "{0}: a disk was moved from it to {1}, and it has not changed since, so it lacks what its VM has written there; \
+         configure {1}; or, to go back nevertheless, 'ringdisk detach' the disk, and 'ringdisk attach' it with {0}"
+    )]
+    LeftFile(String, String),
+    /// An image, a file below it, and the one for which the disk has left that.
+    #[error(
+        "{0}: has nothing of its own, and builds on {1}, from which the disk was moved to {2}, so it lacks what the VM has \
+         written there; configure {2}, or an image that builds on that; or, to go back nevertheless, 'ringdisk detach' the \
+         disk, and 'ringdisk attach' it with {0}"
+    )]
+    AboveLeft(String, String, String),
     #[error("disk '{0}' was changed by another command at the same time; check it and try again")]
     ChangedMeanwhile(String),
     #[error(

@@ -348,6 +348,7 @@ impl Server {
                 // In the specification.
                 limits: _,
                 group: _,
+                labels: _,
                 // With the changes made at run time.
                 child: _,
             } = entry;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,8 +14,8 @@ use super::{DISKS_MAX, NodeEntry, Server, ServerError, ServerState};
 use crate::config::export::ExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::server::export::Export;
-use crate::state::store::{Configured, Inventory, StateStore, Unsaved};
-use crate::state::{NodeOverride, Overrides, Remembered};
+use crate::state::store::{Configured, Inventory, StateStore, write_left};
+use crate::state::{DiskOverride, NodeOverride, Overrides, Remembered};
 
 /// Time between two writes of what guests have chosen.
 const CHOICES: Duration = Duration::from_secs(1);
@@ -32,29 +33,53 @@ impl Server {
         self.persist();
     }
 
+    /// Where to save what disks leave until [`set_store`](Self::set_store). Called once, before disks are started.
+    pub fn set_state_directory(&self, directory: &Path) {
+        let _ = self.state_directory.set(directory.to_owned());
+    }
+
+    /// Persists what disks have left, before everything else. Logs a failure.
+    pub(super) fn persist_left(&self) {
+        let left = || self.state().left.clone();
+        let saved = match (self.store.get(), self.state_directory.get()) {
+            (Some(store), _) => store.save_left(left),
+            (None, Some(directory)) => write_left(directory, &left()),
+            (None, None) => Ok(()),
+        };
+        if let Err(e) = saved {
+            error!("which files disks have left is not saved: {e}");
+        }
+    }
+
     /// Persists the current state. Logs a failure.
     pub fn persist(&self) {
         let _ = self.save();
     }
 
-    /// The same, for a command.
+    /// How many changes could not be persisted until now.
+    pub fn unsaved_changes(&self) -> u64 {
+        self.store.get().map_or(0, StateStore::unsaved_changes)
+    }
+
+    /// The same as [`persist`](Self::persist), for a command that began when there were so many
+    /// [unsaved changes](Self::unsaved_changes).
     ///
     /// # Errors
-    /// The command has changed something, which could not be persisted.
-    pub fn persist_change(&self) -> Result<(), ServerError> {
+    /// What has changed since could not be persisted, by this attempt or by that of another command.
+    pub fn persist_change(&self, before: u64) -> Result<(), ServerError> {
         match self.save() {
-            Err(Unsaved { error, is_new }) if is_new => Err(ServerError::Unsaved(error)),
+            Err(error) if self.unsaved_changes() > before => Err(ServerError::Unsaved(error)),
             _ => Ok(()),
         }
     }
 
-    fn save(&self) -> Result<(), Unsaved> {
+    fn save(&self) -> io::Result<()> {
         let saved = self
             .store
             .get()
             .map(|store| store.save(|| self.inventory()));
         let saved = saved.unwrap_or(Ok(()));
-        saved.inspect_err(|e| error!("changes apply, but a restart will lose them: {}", e.error))
+        saved.inspect_err(|e| error!("changes apply, but a restart will lose them: {e}"))
     }
 
     /// Like [`persist`](Self::persist), for changes that a guest can make at any rate: writes at most once a second for all
@@ -106,21 +131,17 @@ impl Server {
         self.context.own_files.set_configured(files);
         {
             let mut state = self.state();
-            let before = std::mem::replace(&mut state.configured, configured);
+            state.configured = configured;
             let ServerState {
                 detached,
                 configured,
                 ..
             } = &mut *state;
-            // A disk whose configured file has changed is started on that file.
-            detached.retain(|disk| {
-                let find =
-                    |all: &Configured| all.disks.iter().find(|d| d.name == disk.name).cloned();
-                let both = find(&before).zip(find(configured));
-                both.is_some_and(|(before, now)| before.has_file_of(&now))
-            });
+            let find = |name: &str| configured.disks.iter().find(|disk| disk.name == name);
+            // Until it is served again, it was on that file last.
+            detached.retain(|detached| find(&detached.disk.name).is_some());
         }
-        self.save().map_err(|unsaved| unsaved.error)
+        self.save()
     }
 
     /// What the operator has configured, as far as it applies.
@@ -132,8 +153,7 @@ impl Server {
     /// the configured ones.
     pub fn remember_detached(&self, overrides: &Overrides) {
         let mut state = self.state();
-        let disks = overrides.disks.iter().map(|changed| &changed.disk);
-        let detached = disks.filter(|disk| {
+        let detached = overrides.disks.iter().filter(|DiskOverride { disk, .. }| {
             overrides.is_detached(&disk.name) && !state.nodes.contains_key(&disk.name)
         });
         let detached: Vec<_> = detached.cloned().collect();
@@ -187,12 +207,13 @@ impl Server {
             watch: _,
             configured,
             detached,
-            // None of these is possible during a handover.
+            // Neither is possible during a handover.
             stopping: _,
             under_way: _,
-            restarting: _,
+            restarting,
             absent,
             is_retrying: _,
+            left,
             // Files of this process.
             still_open: _,
             // With the choices of the guests, above.
@@ -200,6 +221,10 @@ impl Server {
             choices_persisted: _,
             persist_scheduled: _,
         } = &*state;
+        // Until all of them is there again.
+        let stopped = restarting.iter().filter(|it| it.is_stopped);
+        let stopped: Vec<_> = stopped.map(|it| &it.disk).collect();
+        let is_up = |node: &str| stopped.iter().all(|disk| disk.name != node);
         let node = |entry: &NodeEntry| NodeOverride {
             disk: entry.spec(),
             child: entry.child.clone(),
@@ -208,12 +233,26 @@ impl Server {
         Inventory {
             configured: configured.clone(),
             detached: detached.clone(),
-            absent: absent.values().map(|a| a.spec.clone()).collect(),
-            nodes: nodes.values().map(node).collect(),
-            exports: exports.values().map(Export::carried).collect(),
+            nodes: nodes
+                .values()
+                .filter(|entry| is_up(entry.node.name()))
+                .map(node)
+                .collect(),
+            exports: exports
+                .values()
+                .filter(|it| is_up(it.node.name()))
+                .map(Export::carried)
+                .collect(),
+            absent: absent
+                .values()
+                .map(|a| &a.spec)
+                .chain(stopped)
+                .cloned()
+                .collect(),
             groups: groups.iter().map(group).collect(),
             threads: self.threads.added(),
             remembered,
+            left: left.clone(),
         }
     }
 }

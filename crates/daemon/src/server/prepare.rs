@@ -128,6 +128,45 @@ impl Server {
         }
     }
 
+    /// Checks that a disk is served from this file still, for a command that ends it because of that.
+    ///
+    /// # Errors
+    /// It has moved.
+    pub fn check_file_is(&self, node: &str, file: &str) -> Result<(), ServerError> {
+        let now = {
+            let state = self.state();
+            let served = state
+                .nodes
+                .get(node)
+                .map(|entry| entry.node.filename.clone());
+            served.or_else(|| {
+                state
+                    .absent
+                    .get(node)
+                    .map(|absent| absent.spec.file.to_string())
+            })
+        };
+        match now {
+            Some(now) if now != file => Err(ServerError::HasMoved(node.into(), file.into(), now)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The same, and that the file still has this name. Asks storage, up to a limit.
+    ///
+    /// # Errors
+    /// It has moved, another file has its name, or the storage does not answer.
+    pub fn check_is_at(&self, node: &str, file: &str) -> Result<(), ServerError> {
+        self.check_file_is(node, file)?;
+        let entry = self.state().nodes.get(node).map(|entry| entry.node.clone());
+        let Some(open) = entry else {
+            return Ok(());
+        };
+        let file = open.spec.file.clone();
+        let check = move |_: &Self| Ok(open.check_same()?);
+        self.in_time(node, Some(&file), check, |_, ()| {})
+    }
+
     /// Opens what a new disk needs, without disturbing others. A file that a disk still uses which `leaves` it is only
     /// checked.
     ///
@@ -163,7 +202,11 @@ impl Server {
             Some(served) if served.spec.file == spec.file => (Some(served), None),
             served => (None, served.as_ref()),
         };
-        same.map_or(Ok(()), |served| served.check_same())?;
+        if let Some(same) = same {
+            let same = same.clone();
+            let check = move |_: &Self| Ok(same.check_same()?);
+            self.in_time(&spec.name, Some(&spec.file), check, |_, ()| {})?;
+        }
         if let (Some(served), Some(there)) = (other, there)
             && served.files().contains(&there)
             && !served.is_on(there)
@@ -171,22 +214,34 @@ impl Server {
             let (file, present) = (spec.file.to_string(), served.filename.clone());
             return Err(ServerError::Older(file, present));
         }
+        if same.is_none() {
+            // Before it is opened, which may change it.
+            self.check_file_not_left(&spec)?;
+        }
         let export = ExportSpec::from(&spec);
         let node = match user {
             Some(user) => {
-                Node::check_openable(&spec, &self.context)?;
-                user.check_lock(&spec)?;
+                let wanted = spec.clone();
+                let check = move |server: &Self| {
+                    Node::check_openable(&wanted, &server.context)?;
+                    Ok(user.check_lock(&wanted)?)
+                };
+                self.in_time(&spec.name, Some(&spec.file), check, |_, ()| {})?;
                 None
             }
             None => Some(self.open_in_time(spec.clone(), |server, spec| server.open(spec, &[]))?),
         };
         let checked = match (&node, other) {
-            (Some(node), Some(served)) => node.check_not_older(served),
+            (Some(node), Some(served)) => {
+                let newer = node.check_not_older(served).map_err(ServerError::from);
+                newer.and_then(|()| self.check_not_left(node))
+            }
+            (Some(node), None) => self.check_not_left(node),
             _ => Ok(()),
         };
         if let Err(e) = checked {
             release(node);
-            return Err(e.into());
+            return Err(e);
         }
         match self.make_socket(&export) {
             Ok(socket) => Ok(PreparedDisk { spec, node, socket }),
@@ -233,7 +288,7 @@ impl Server {
         let export = ExportSpec::from(&spec);
         let node = match node {
             Some(node) => node,
-            None => self.open_in_time(spec, Self::open_new)?,
+            None => self.open_in_time(spec, Self::open_current)?,
         };
         self.serve_opened(claim, node, &export, || {
             let moved = socket.move_to(&export.socket);

@@ -17,7 +17,7 @@ use crate::config::{Config, ConfigError};
 use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
 use crate::server::resources;
-use crate::server::{Move, PreparedDisk, Server, ServerError, TargetState};
+use crate::server::{Move, PreparedDisk, Server, ServerError, TargetState, Waiting};
 use crate::state::store::Configured;
 
 /// A configuration file, and which of its settings apply.
@@ -41,10 +41,15 @@ pub enum ReloadError {
     #[error("{0}; nothing has been changed")]
     Config(#[from] ConfigError),
     #[error(
-        "disks '{0}' and '{1}' cannot exchange files while their VMs run; detach one of them first, or give them other \
+        "disks '{0}' and '{1}' cannot exchange files while they are served; detach one of them first, or give them other \
          sockets as well; nothing has been changed"
     )]
     Circle(String, String),
+    #[error(
+        "disk '{0}' cannot move to the file of disk '{1}', which this reload ends or restarts, while it is served: its VM would go on \
+         with the data of another; detach it first, or give it another socket as well; nothing has been changed"
+    )]
+    OfAnother(String, String),
     #[error(
         "disk '{0}' has temporary bitmaps ({1}), which a restart of the disk with its new settings would lose; remove them \
          ('ringdisk bitmap remove'), or leave the disk as it is configured; nothing has been changed"
@@ -87,8 +92,12 @@ impl Reloader {
     ///
     /// # Errors
     /// As above.
-    pub fn reload_without_restarts(&self, server: &Server) -> Result<Vec<String>, ReloadError> {
-        self.apply(server, Restarts::Later)
+    pub fn reload_without_restarts(
+        &self,
+        server: &Server,
+        waiting: &Waiting<'_>,
+    ) -> Result<Vec<String>, ReloadError> {
+        self.apply(server, waiting, Restarts::Later)
     }
 
     /// Reads the file again, and adds, removes and changes what differs. Unchanged disks are not disturbed. The changes
@@ -97,17 +106,27 @@ impl Reloader {
     /// # Errors
     /// The file has a mistake or cannot be served, and nothing was changed; or something failed later, and everything
     /// else applies.
-    pub fn reload(&self, server: &Server) -> Result<Vec<String>, ReloadError> {
-        self.apply(server, Restarts::Now)
+    pub fn reload(
+        &self,
+        server: &Server,
+        waiting: &Waiting<'_>,
+    ) -> Result<Vec<String>, ReloadError> {
+        self.apply(server, waiting, Restarts::Now)
     }
 
-    fn apply(&self, server: &Server, restarts: Restarts) -> Result<Vec<String>, ReloadError> {
+    fn apply(
+        &self,
+        server: &Server,
+        waiting: &Waiting<'_>,
+        restarts: Restarts,
+    ) -> Result<Vec<String>, ReloadError> {
+        let _turn = server.reload_turn(waiting)?;
         let mut old = self.in_force.lock().unwrap_or_else(PoisonError::into_inner);
         let new = old.read_again(&self.path)?;
         // While no command waits: storage may not answer.
         let change = Change::between(&old, &new, server, restarts);
         change.check_answers(server)?;
-        let claim = server.claim("reload", || {
+        let claim = server.claim_as(waiting, "reload", || {
             let change = Change::between(&old, &new, server, restarts);
             let mut names = disks_that_differ(&old, &new);
             names.extend(change.resources(server));
@@ -360,6 +379,13 @@ impl<'a> Change<'a> {
             ready.moves.push(of(disk, moved)?);
         }
         in_order(&mut ready.moves)?;
+        let is_moved = |disk: &str| self.moved.iter().any(|moved| moved.name == disk);
+        for moved in &ready.moves {
+            if let Some(user) = moved.waits_for().filter(|user| !is_moved(user)) {
+                let (disk, user) = (moved.disk().to_owned(), user.to_owned());
+                return Err(ReloadError::OfAnother(disk, user));
+            }
+        }
         for DiskChange { then, .. } in &self.changed {
             let prepared = server.prepare(then.clone(), &leaves);
             ready.changed.push(of(then, prepared)?);
@@ -375,14 +401,24 @@ impl<'a> Change<'a> {
     fn what_ends(&self, server: &Server) -> Vec<String> {
         let sentence = |disk: &&DiskSpec| {
             let name = &disk.name;
+            let now = server.spec_of(name);
+            let now = now.filter(|now| !now.has_file_of(disk));
+            let last =
+                now.map(|now| format!("; its VM used {} last, and not {}", now.file, disk.file));
             let exports = server.nbd_exports_of(name).into_iter();
             let exports = exports.map(|export| format!("NBD export '{}'", export.name));
             let bitmaps = server.temporary_bitmaps_of(name).into_iter();
             let bitmaps = bitmaps.map(|bitmap| format!("temporary bitmap '{bitmap}'"));
             let ended: Vec<_> = exports.chain(bitmaps).collect();
-            let ended = (!ended.is_empty()).then(|| ended.join(", "))?;
+            let ended =
+                (!ended.is_empty()).then(|| format!(", and with it ended: {}", ended.join(", ")));
+            if last.is_none() && ended.is_none() {
+                return None;
+            }
             Some(format!(
-                "disk {name}: is no longer configured, nor served, and with it ended: {ended}"
+                "disk {name}: is no longer configured, nor served{}{}",
+                ended.unwrap_or_default(),
+                last.unwrap_or_default()
             ))
         };
         self.removed.iter().filter_map(sentence).collect()
@@ -426,7 +462,14 @@ impl<'a> Change<'a> {
 
 fn left_out(server: &Server, disk: &DiskSpec) -> String {
     let name = &disk.name;
-    let last = server.detached_from(name);
+    let last = server.detached_from(name).or_else(|| {
+        let now = server.left_for(disk)?;
+        Some(DiskSpec {
+            file: FileSpec::Path(now.into()),
+            format: None,
+            ..disk.clone()
+        })
+    });
     let (last, where_it_was) = match &last {
         Some(last) if last.file != disk.file => (last, " Its VM used another file last."),
         _ => (disk, ""),

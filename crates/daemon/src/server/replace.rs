@@ -171,7 +171,17 @@ impl Server {
         configured: &DiskSpec,
         leaves: &dyn Fn(&str) -> bool,
     ) -> Result<Move, ServerError> {
-        self.prepare_to_put(&configured.name, &To::Configured(configured), leaves)
+        // Only a command goes back on purpose. Before it is opened, which may change it.
+        self.check_file_not_left(configured)?;
+        let to = To::Configured(configured);
+        let prepared = self.prepare_to_put(&configured.name, &to, leaves)?;
+        if let New::File(new) = &prepared.new
+            && let Err(e) = self.check_not_left(new)
+        {
+            self.release(prepared);
+            return Err(e);
+        }
+        Ok(prepared)
     }
 
     fn prepare_to_put(
@@ -214,8 +224,17 @@ impl Server {
         self.sandbox.check_disk(&spec)?;
         let in_use = self.state().check_file(&spec, there);
         match in_use {
+            Err(ServerError::FileInUse(file, user)) if user == name => {
+                return Err(ServerError::Older(
+                    file.display().to_string(),
+                    before.filename.clone(),
+                ));
+            }
             Err(ServerError::FileInUse(_, user)) if leaves(&user) => {
-                Node::check_openable(&spec, &self.context)?;
+                let wanted = spec.clone();
+                let check =
+                    move |server: &Self| Ok(Node::check_openable(&wanted, &server.context)?);
+                self.in_time(name, Some(file), check, |_, ()| {})?;
                 return Ok(prepared(New::After(user, Box::new(spec))));
             }
             in_use => in_use?,
@@ -241,7 +260,11 @@ impl Server {
         claim.covers(name);
         let new = match new {
             New::File(new) => new,
-            New::Name(new) => return self.exchange(claim, name, &before, &new),
+            New::Name(new) => {
+                self.exchange(claim, name, &before, &new)?;
+                self.note_renamed(name);
+                return Ok(());
+            }
             New::After(_, spec) => return self.follow(claim, name, &spec),
             New::Same => {
                 info!("disk {name}: already uses {}", before.filename);
@@ -262,7 +285,12 @@ impl Server {
         } else {
             "where it was to be"
         };
+        let closing = (!left.spec.read_only).then(|| left.closing());
         close(left, role);
+        if is_old {
+            // Nothing is written there any more.
+            self.note_moved(name, closing);
+        }
         moved
     }
 

@@ -1,6 +1,7 @@
 //! What disks need beside their names: files, sockets, throttle groups, I/O threads and names of NBD exports. Commands claim
 //! these as well, since nobody has them while a reload has stopped a disk and not started it again.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use engine::Identity;
@@ -38,11 +39,25 @@ pub(super) fn shared(disk: &DiskSpec) -> impl Iterator<Item = String> {
     groups.chain(disk.iothreads.iter().map(|id| thread(id)))
 }
 
-/// All files of a disk that is being started again, down to the last that its image builds on. Nobody knows those of another
-/// image before it is open.
+/// A disk that a reload has stopped or is moving, until all disks of the reload are served again.
 pub(super) struct Restarting {
-    disk: String,
+    /// Its configuration as it was served, which the state has until then.
+    pub(super) disk: DiskSpec,
+    /// Whether it is stopped, and not moved while it is served.
+    pub(super) is_stopped: bool,
+    /// All its files, down to the last that its image builds on. Nobody knows those of another image before it is open.
     files: Vec<(Identity, FileUse)>,
+    /// What the reload has claimed.
+    claimed: BTreeSet<String>,
+}
+
+impl Restarting {
+    fn conflicts(&self, (file, ours): (Identity, FileUse)) -> bool {
+        let mut files = self.files.iter();
+        files.any(|&(its, theirs)| {
+            its == file && (ours == FileUse::Write || theirs == FileUse::Write)
+        })
+    }
 }
 
 impl ServerState {
@@ -53,40 +68,84 @@ impl ServerState {
         claim: &Claim<'_>,
         node: &Node,
     ) -> Result<(), ServerError> {
-        let conflicts = |&(file, theirs): &(Identity, FileUse)| {
-            let ours = node.uses(file);
-            ours == Some(FileUse::Write) || ours.is_some() && theirs == FileUse::Write
-        };
+        let files = node.files();
+        let used = files
+            .iter()
+            .filter_map(|&file| Some((file, node.uses(file)?)));
+        let used: Vec<_> = used.collect();
         let others = self.restarting.iter();
-        let mut others = others.filter(|other| !claim.has(&other.disk));
-        match others.find(|other| other.files.iter().any(conflicts)) {
+        let mut others = others.filter(|other| !claim.has(&other.disk.name));
+        match others.find(|other| used.iter().any(|file| other.conflicts(*file))) {
             Some(other) => {
                 let file = node.filename.clone().into();
-                Err(ServerError::FileInUse(file, other.disk.clone()))
+                Err(ServerError::FileInUse(file, other.disk.name.clone()))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The same for the file of a disk that is to be opened, which may begin a journal there.
+    pub(super) fn check_file_not_restarting(
+        &self,
+        disk: &DiskSpec,
+        there: Option<Identity>,
+    ) -> Result<(), ServerError> {
+        let usage = if disk.read_only {
+            FileUse::Read
+        } else {
+            FileUse::Write
+        };
+        let conflicts =
+            |other: &&Restarting| there.is_some_and(|there| other.conflicts((there, usage)));
+        let others = self.restarting.iter();
+        let mut others = others.filter(|other| !other.claimed.contains(&disk.name));
+        match others.find(conflicts) {
+            Some(other) => {
+                let (file, user) = (disk.file.to_string().into(), other.disk.name.clone());
+                Err(ServerError::FileInUse(file, user))
             }
             None => Ok(()),
         }
     }
 }
 
-impl Server {
-    /// Keeps the files of a disk that is to be stopped from other commands, until it is started again.
-    pub(super) fn keep_files(&self, disk: &str) {
-        let mut state = self.state();
-        let Some(node) = state.nodes.get(disk).map(|entry| entry.node.clone()) else {
-            return;
-        };
-        let files = node.files().into_iter();
-        let files = files.filter_map(|file| Some((file, node.uses(file)?)));
-        let disk = disk.to_owned();
-        let files = files.collect();
-        state.restarting.push(Restarting { disk, files });
-    }
+/// Disks whose files other commands cannot open until this is dropped.
+pub(super) struct ReservedFiles<'a>(&'a Server, BTreeSet<String>);
 
-    /// A disk has been started again, or could not be.
-    pub(super) fn free_files(&self, disk: &str) {
+impl Drop for ReservedFiles<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state
+            .restarting
+            .retain(|other| !self.1.contains(&other.disk.name));
+    }
+}
+
+impl Server {
+    /// Reserves the files of disks that a reload stops or moves for the other disks of the reload.
+    pub(super) fn reserve_files(
+        &self,
+        claim: &Claim<'_>,
+        stopped: BTreeSet<String>,
+        moved: BTreeSet<String>,
+    ) -> ReservedFiles<'_> {
         let mut state = self.state();
-        state.restarting.retain(|other| other.disk != disk);
+        let mut kept = Vec::new();
+        for disk in stopped.iter().chain(&moved) {
+            let Some(entry) = state.nodes.get(disk) else {
+                continue;
+            };
+            let files = entry.node.files().into_iter();
+            let files = files.filter_map(|file| Some((file, entry.node.uses(file)?)));
+            kept.push(Restarting {
+                disk: entry.spec(),
+                is_stopped: stopped.contains(disk),
+                files: files.collect(),
+                claimed: claim.names().clone(),
+            });
+        }
+        state.restarting.extend(kept);
+        ReservedFiles(self, stopped.into_iter().chain(moved).collect())
     }
 
     /// The files and the socket that a disk has for itself, as they are claimed. Asks storage, up to a limit.

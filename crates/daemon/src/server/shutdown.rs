@@ -15,6 +15,7 @@ impl Server {
     /// Commands that wait for others fail from now on, and new ones.
     pub fn end_commands(&self) {
         self.claims.close();
+        self.reloads.close();
     }
 
     /// Finishes requests in flight, disconnects front-ends, and makes everything durable. Waits at most a minute for storage

@@ -45,6 +45,7 @@ impl Server {
         let mut absent = Overrides::default();
         self.start_threads_and_groups(configured, overrides, &mut absent);
         self.remember_detached(overrides);
+        self.remember_left(overrides);
         self.remember(configured, overrides);
         let patience = StartPatience::new();
         let mut ready = Vec::new();

@@ -6,6 +6,7 @@ use block::ThrottleLimits;
 use datapath::ThrottleGroup;
 
 use super::{Claim, GROUPS_MAX, Server, ServerError, ServerState};
+use crate::config::spec::Labels;
 
 impl Server {
     /// Sets a disk's own limits, and the group whose limits it shares.
@@ -32,6 +33,14 @@ impl Server {
             export.disk.set_throttle_group(shared);
         }
         Ok(())
+    }
+
+    /// Sets what statistics call a disk.
+    pub(super) fn set_labels(&self, claim: &Claim<'_>, name: &str, labels: &Labels) {
+        claim.covers(name);
+        if let Some(entry) = self.state().nodes.get_mut(name) {
+            entry.labels.clone_from(labels);
+        }
     }
 
     /// Adds a group of disks with common limits.

@@ -1,5 +1,6 @@
 //! Views of disks for queries, and how long their latencies are measured.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use tracing::{error, warn};
 
 use super::deadline::{ANSWER_TIMEOUT, with_deadline};
 use super::{Server, ServerState};
+use crate::config::spec::Labels;
 use crate::node::Node;
 use crate::server::export::Export;
 
@@ -31,6 +33,9 @@ pub struct DiskView<'a> {
     pub export: Option<&'a Export>,
     pub limits: &'a ThrottleLimits,
     pub group: Option<&'a str>,
+    pub labels: &'a Labels,
+    /// Whether the configuration has it.
+    pub is_configured: bool,
 }
 
 impl DiskView<'_> {
@@ -51,6 +56,8 @@ impl Server {
     /// Calls `look` for every disk, in the order of their names, under the lock: it must not wait.
     pub fn each_disk(&self, mut look: impl FnMut(DiskView<'_>)) {
         let state = self.state();
+        let configured = state.configured.disks.iter();
+        let configured: HashSet<_> = configured.map(|disk| disk.name.as_str()).collect();
         for entry in state.nodes.values() {
             let its = |export: &&Export| Arc::ptr_eq(&export.node, &entry.node);
             // Nearly all exports have the name of their node, so try that first: there can be thousands.
@@ -60,6 +67,8 @@ impl Server {
                 export: same.or_else(|| state.exports.values().find(its)),
                 limits: &entry.limits,
                 group: entry.group.as_deref(),
+                labels: &entry.labels,
+                is_configured: configured.contains(entry.node.name()),
             });
         }
     }

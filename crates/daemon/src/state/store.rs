@@ -13,12 +13,13 @@ use block::ThrottleLimits;
 use engine::Identity;
 use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
-use tracing::error;
+use tracing::{error, warn};
 
 use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdConfig;
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec, directory_of};
+use crate::state::left::LeftFiles;
 use crate::state::{BYTES_MAX, DiskOverride, ExportOverride, NodeOverride, Overrides, Remembered};
 
 /// The file in the directory.
@@ -26,6 +27,9 @@ const NAME: &str = "state.json";
 
 /// The file beside it, with what the previous version would not accept in the first. That version leaves it alone.
 const QUEUES_NAME: &str = "queues.json";
+
+/// The files that disks have left, which older versions do not know.
+const LEFT_NAME: &str = "left.json";
 
 /// The file beside it with the path of the directory that the configuration has.
 const DIRECTORY_NAME: &str = "directory";
@@ -62,7 +66,7 @@ impl Configured {
 pub struct Inventory {
     pub configured: Configured,
     /// Configured disks that have been detached, if their last file was not the configured one.
-    pub detached: Vec<DiskSpec>,
+    pub detached: Vec<DiskOverride>,
     /// Disks that are to be served and cannot be.
     pub absent: Vec<DiskSpec>,
     /// Opened files, with the limits of the disks on them.
@@ -72,6 +76,8 @@ pub struct Inventory {
     pub threads: Vec<(String, ThreadSpec)>,
     /// What guests depend on, by export.
     pub remembered: BTreeMap<String, Remembered>,
+    /// The files that disks have left.
+    pub left: LeftFiles,
 }
 
 #[derive(Debug, Error)]
@@ -100,6 +106,11 @@ pub enum StateError {
     )]
     Read(PathBuf, String),
     #[error(
+        "{0}: cannot be read: {1}; repair it if possible. Without it, a configuration that names a file that a VM has left \
+         would put the VM back there"
+    )]
+    ReadLeft(PathBuf, String),
+    #[error(
         "{0}: cannot be read: {1}; repair it if possible. Without it, each disk whose configuration gives no number of queues \
          gets the one that follows from this host's CPUs now: if that is another than before, VMs that were made for the \
          previous number may not connect"
@@ -123,17 +134,13 @@ struct Inner {
     /// The contents of the files, if they are known.
     text: Option<String>,
     queues: Option<BTreeMap<String, u16>>,
+    left: Option<LeftFiles>,
     directory: Option<PathBuf>,
     /// What could not be written last.
     unsaved: Option<Overrides>,
+    /// How often there was something else that could not be written.
+    unsaved_changes: u64,
     ended: bool,
-}
-
-/// Why the state could not be saved.
-pub struct Unsaved {
-    pub error: io::Error,
-    /// It has changed since the last attempt.
-    pub is_new: bool,
 }
 
 impl StateStore {
@@ -200,7 +207,7 @@ impl StateStore {
     ///
     /// # Errors
     /// It could not be written; the previous state file is still there.
-    pub fn save(&self, inventory: impl FnOnce() -> Inventory) -> Result<(), Unsaved> {
+    pub fn save(&self, inventory: impl FnOnce() -> Inventory) -> io::Result<()> {
         let mut inner = self.inner();
         if inner.ended {
             return Ok(());
@@ -217,11 +224,36 @@ impl StateStore {
                 Ok(())
             }
             Err(error) => {
-                let is_new = inner.unsaved.as_ref() != Some(&overrides);
+                inner.unsaved_changes += u64::from(inner.unsaved.as_ref() != Some(&overrides));
                 inner.unsaved = Some(overrides);
-                Err(Unsaved { error, is_new })
+                Err(error)
             }
         }
+    }
+
+    /// Durably saves what disks have left, and nothing else, until a start or a reload saves everything.
+    ///
+    /// # Errors
+    /// It could not be written.
+    pub fn save_left(&self, left: impl FnOnce() -> LeftFiles) -> io::Result<()> {
+        let mut inner = self.inner();
+        let left = left();
+        if inner.ended || inner.left.as_ref() == Some(&left) {
+            return Ok(());
+        }
+        write_left(&self.directory, &left)?;
+        inner.left = Some(left);
+        Ok(())
+    }
+
+    /// The directory, for [`write_left`].
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// How often something could not be saved that the attempt before did not have.
+    pub fn unsaved_changes(&self) -> u64 {
+        self.inner().unsaved_changes
     }
 
     /// Durably saves that a disk is being moved. Until [`finish_move`](Self::finish_move), every save counts it as on its new
@@ -279,6 +311,18 @@ impl StateStore {
             written.map_err(|problem| self.not_written(QUEUES_NAME, &problem))?;
             inner.queues = Some(queues);
         }
+        // Before the record: a start adds a move to that which only the state has.
+        self.write_text(inner, text)?;
+        if inner.left.as_ref() != Some(&overrides.left) {
+            let text = left_text(&overrides.left)?;
+            let written = write(&self.directory, LEFT_NAME, text.as_bytes());
+            written.map_err(|problem| self.not_written(LEFT_NAME, &problem))?;
+            inner.left = Some(overrides.left.clone());
+        }
+        Ok(())
+    }
+
+    fn write_text(&self, inner: &mut Inner, text: String) -> io::Result<()> {
         if inner.text.as_ref() == Some(&text) {
             return Ok(());
         }
@@ -372,6 +416,7 @@ impl Inventory {
             groups,
             threads,
             remembered,
+            left,
         } = self;
         let mut overrides = absent.clone();
         let has_node = |name: &String| nodes.iter().any(|node| node.disk.name == *name);
@@ -416,11 +461,8 @@ impl Inventory {
         for before in configured.disks.iter().filter(is_gone) {
             overrides.detached.push(before.clone());
             // Attached again, the disk uses the file that the guest has written to last.
-            let last = detached.iter().find(|last| last.name == before.name);
-            overrides.disks.extend(last.map(|last| DiskOverride {
-                disk: last.clone(),
-                configured: Some(before.clone()),
-            }));
+            let last = detached.iter().find(|last| last.disk.name == before.name);
+            overrides.disks.extend(last.cloned());
         }
         // Each node after the node below it.
         let depth = |node: &NodeOverride| {
@@ -443,11 +485,34 @@ impl Inventory {
             .threads
             .extend(threads.iter().filter(new).cloned());
         overrides.remembered = remembered.clone();
+        overrides.left = left.clone();
         overrides
     }
 }
 
-/// Reads both files.
+/// Durably writes what disks have left to the state directory, which this process has locked.
+///
+/// # Errors
+/// It could not be written.
+pub fn write_left(directory: &Path, left: &LeftFiles) -> io::Result<()> {
+    let written = write(directory, LEFT_NAME, left_text(left)?.as_bytes());
+    written.map_err(|problem| problem.error)
+}
+
+/// The files that disks have left, without the oldest if there are too many for the file.
+fn left_text(all: &LeftFiles) -> io::Result<String> {
+    let mut all = all.clone();
+    loop {
+        let text = serde_json::to_string(&all)? + "\n";
+        if text.len() as u64 <= BYTES_MAX {
+            return Ok(text);
+        }
+        warn!("{LEFT_NAME}: has more than {BYTES_MAX} bytes; the oldest entries are forgotten");
+        all = all.newest();
+    }
+}
+
+/// Reads all files.
 fn read(directory: &Path) -> Result<Overrides, StateError> {
     let (path, queues_path) = (directory.join(NAME), directory.join(QUEUES_NAME));
     let parse = |bytes: Option<Vec<u8>>| bytes.as_deref().map(Overrides::parse).transpose();
@@ -462,6 +527,12 @@ fn read(directory: &Path) -> Result<Overrides, StateError> {
     let queues = read_file(&queues_path).and_then(parse);
     let added = queues.and_then(|queues| overrides.add_queues(queues.unwrap_or_default()));
     added.map_err(|problem| StateError::ReadQueues(queues_path, problem))?;
+    let left_path = directory.join(LEFT_NAME);
+    let left = read_file(&left_path).and_then(|bytes| match bytes {
+        Some(bytes) => serde_json::from_slice(&bytes).map_err(|e| e.to_string()),
+        None => Ok(LeftFiles::default()),
+    });
+    overrides.left = left.map_err(|problem| StateError::ReadLeft(left_path, problem))?;
     Ok(overrides)
 }
 

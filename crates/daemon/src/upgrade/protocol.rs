@@ -40,6 +40,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::spec::SpecError;
 use crate::inherited::{FileIdentity, InheritedDisk};
+use crate::state::left::LeftFiles;
 
 /// The version of the messages. Version 1 lacked the files of disks.
 pub const PROTOCOL: u32 = 2;
@@ -144,6 +145,9 @@ pub struct Handover {
     /// The numbers of queues that are defaults, by export. Older versions give every disk a number.
     #[serde(default)]
     pub queues: Option<BTreeMap<String, u16>>,
+    /// The files that disks have left. Older versions do not know them.
+    #[serde(default)]
+    pub left: LeftFiles,
     /// Temporary bitmaps, in the order of their bits. Older versions do not know them.
     #[serde(default)]
     pub bitmaps: Vec<HandoverBitmap>,

@@ -160,6 +160,9 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
         let added = overrides.add_queues(queues);
         added.map_err(|e| invalid("number of queues", e))?;
     }
+    if let Some(overrides) = &mut parts.overrides {
+        overrides.left = handover.left;
+    }
     parts.has_directory = handover.has_directory;
     parts.nbd_config = handover.nbd_config.map(nbd_config).transpose()?;
     Ok(parts)

@@ -541,7 +541,9 @@ fn snapshots_store_the_bitmaps_below() {
     drop(device);
     StoredDisk::stop(server);
     // The disk below, by itself.
-    fs::remove_file(raw.path("state/state.json")).unwrap();
+    for remembered in ["state/state.json", "state/left.json"] {
+        fs::remove_file(raw.path(remembered)).unwrap();
+    }
     let server = raw.serve();
     assert_eq!(raw.bits_in_use(), BTreeSet::from([3]));
     StoredDisk::stop(server);

@@ -319,7 +319,15 @@ fn commands_and_configuration_are_reconciled() {
     config.reload(&both.replace("b.raw\"", "c.raw\"\nname = \"b\""));
     verify(&mut other.queues[0]);
     assert_eq!(ringdisk.disk("b")["file"], path("c.raw"));
-    // Moved back by the configuration alone.
+    // The configuration alone does not move it back, where the VM's data is not.
+    config.write(&both);
+    let words = [
+        "b.raw",
+        "a disk was moved from it",
+        "nothing has been changed",
+    ];
+    ringdisk.ringdisk(&["reload"]).assert_fails(1, &words);
+    ringdisk.json(&["replace", "b", "b.raw"]);
     config.reload(&both);
     verify(&mut other.queues[0]);
     assert_eq!(ringdisk.disk("b")["file"], path("b.raw"));
@@ -466,7 +474,7 @@ fn disk_moves_to_a_file_of_another_format() {
     on("image.qcow2", "qcow2");
     super::server::rewrite(&mut device.queues[0]);
     assert_eq!(config.ringdisk.disk("a")["format"], "qcow2");
-    on("a.raw", "raw");
+    on("b.raw", "raw");
     super::server::rewrite(&mut device.queues[0]);
     assert_eq!(config.ringdisk.disk("a")["format"], "raw");
     testkit::qemu_img::check(at, "image.qcow2", false);

@@ -188,6 +188,25 @@ fn disks_swap_files() {
     assert!(!log.contains("ERROR"), "{log}");
 }
 
+/// A VM does not go on with the data of another one, whatever else changes of that one's disk.
+#[test]
+fn no_disk_moves_to_the_file_of_one_that_ends() {
+    let mut served = Configured::start(&[]);
+    let c = ("c", "c", "c", "");
+    for disks in [
+        [("x", "b", "a", ""), ("b", "a", "b", ""), c],
+        [("a", "b", "free", ""), ("b", "a", "b", ""), c],
+        [("a", "b", "a", "serial = \"x\""), ("b", "a", "b", ""), c],
+        [
+            ("a", "b", "a", "serial = \"x\""),
+            ("b", "c", "b", ""),
+            ("c", "a", "c", ""),
+        ],
+    ] {
+        served.refuses(&disks, &["cannot move to the file of disk 'a'"]);
+    }
+}
+
 /// Changes of disk a that would disconnect its front-end if they were possible, with words of the error.
 const IMPOSSIBLE: &[(Disk<'static>, &[&str])] = &[
     (("a", "a", "directory", ""), &["disk 'a'", "directory.sock"]),

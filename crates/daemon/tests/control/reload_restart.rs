@@ -10,7 +10,6 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig};
-use testkit::qemu_img;
 
 use super::server::Controlled;
 use crate::support::content;
@@ -283,48 +282,4 @@ fn a_restart_does_not_undo_a_move() {
     println!("{both} of 40 reloads and moves have both succeeded");
     ringdisk.json(&["reload"]);
     device(&ringdisk);
-}
-
-/// A restart puts no disk on an image that lacks what its guest has written.
-#[test]
-fn a_restart_goes_to_no_older_image() {
-    if !qemu_img::is_there("a_restart_goes_to_no_older_image") {
-        return;
-    }
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let path = dir.path().to_owned();
-    qemu_img::img(&path, "create -q -f qcow2 o0.qcow2 4M");
-    for overlay in ["o1.qcow2", "o2.qcow2"] {
-        let create = format!("create -q -f qcow2 -b o0.qcow2 -F qcow2 {overlay}");
-        qemu_img::img(&path, &create);
-    }
-    let configure = |file: &str, cache: &str| {
-        let (file, dir) = (path.join(file), path.display());
-        let text = format!(
-            "allow-dir = [\"{dir}\"]\nallow-backing = [\"{dir}\"]\n[[disk]]\nname = \"a\"\nfile = \"{}\"\nsocket = \
-             \"{dir}/a.sock\"\nqueues = 1\ncache = \"{cache}\"\n",
-            file.display()
-        );
-        fs::write(path.join("r.toml"), text).unwrap();
-    };
-    configure("o0.qcow2", "none");
-    let config = format!("--config={}", path.join("r.toml").display());
-    let ringdisk = Controlled::start_in(dir, &[config]);
-    configure("o1.qcow2", "none");
-    ringdisk.json(&["reload"]);
-    let mut guest = device(&ringdisk);
-    let written = content(1 << 20, 4096);
-    assert_eq!(guest.queues[0].write(0, &written), 0);
-    for (file, words) in [
-        ("o2.qcow2", "below what the disk is on"),
-        ("o0.qcow2", "lacks what was written since"),
-    ] {
-        configure(file, "writeback");
-        let refused = ringdisk.ringdisk(&["reload"]);
-        refused.assert_fails(1, &[words, "nothing has been changed"]);
-        assert_eq!(guest.queues[0].read(0, 4096).unwrap(), written);
-    }
-    configure("o1.qcow2", "writeback");
-    ringdisk.json(&["reload"]);
-    assert_eq!(device(&ringdisk).queues[0].read(0, 4096).unwrap(), written);
 }

@@ -433,9 +433,10 @@ fn image_format_is_never_probed() {
 
     // The configuration is authoritative for its disks' files.
     ringdisk.json(&["replace", "b", "image", "--format", "qcow2"]);
-    fs::write(&config, text.replace("b.raw", "unnamed")).unwrap();
+    fs::copy(at.join("unnamed"), at.join("another")).unwrap();
+    fs::write(&config, text.replace("b.raw", "another")).unwrap();
     let refused = ringdisk.ringdisk(&["reload"]);
-    refused.assert_fails(1, &["disk 'b'", "unnamed", "format=raw"]);
+    refused.assert_fails(1, &["disk 'b'", "another", "format=raw"]);
     let file = ringdisk.path("image");
     assert_eq!(ringdisk.disk("b")["file"], file.to_str().unwrap());
 }

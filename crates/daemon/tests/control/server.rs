@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::Signal;
@@ -110,15 +110,20 @@ pub struct CommandOutput {
     pub err: String,
 }
 
-impl CommandOutput {
-    pub fn of(command: &mut Command) -> Self {
-        let output = command.stdin(Stdio::null()).output().unwrap();
+impl From<Output> for CommandOutput {
+    fn from(output: Output) -> Self {
         let text = |bytes| String::from_utf8(bytes).unwrap();
         Self {
             code: output.status.code(),
             out: text(output.stdout),
             err: text(output.stderr),
         }
+    }
+}
+
+impl CommandOutput {
+    pub fn of(command: &mut Command) -> Self {
+        command.stdin(Stdio::null()).output().unwrap().into()
     }
 
     /// Asserts that it failed with a single line that contains all of `words`.

@@ -434,7 +434,7 @@ fn unusable_overlay_is_refused_and_released() {
     );
     // The backing file can no longer be opened for writing.
     let refused = ringdisk.ringdisk(&["replace", "disk", "base.qcow2"]);
-    refused.assert_fails(1, &["base.qcow2", "in use"]);
+    refused.assert_fails(1, &["base.qcow2", "lacks what was written since"]);
     rewrite(&mut device.queues[0]);
 }
 

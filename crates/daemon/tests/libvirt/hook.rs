@@ -79,7 +79,9 @@ impl Daemons {
     fn serve(&self, host: &Host) -> Child {
         let allowed = format!("--allow-dir={}", host.dir.path().display());
         let log = fs::File::create(host.path("ringdisk.log")).unwrap();
-        let mut ringdisk = self.inside(BINARY, &["serve", &allowed, "null:1M,name=null"]);
+        let state = format!("--state={}", host.path("state").display());
+        fs::create_dir_all(host.path("state")).unwrap();
+        let mut ringdisk = self.inside(BINARY, &["serve", &allowed, &state, "null:1M,name=null"]);
         let ringdisk = ringdisk.stdout(Stdio::null()).stderr(log).spawn().unwrap();
         wait_until("ringdisk answers", || {
             self.ringdisk(&["list"]).status.success()
@@ -150,7 +152,7 @@ fn hook_serves_the_disks_of_a_domain_while_it_runs() {
     let Some(host) = Host::new(test) else {
         return;
     };
-    for name in ["first.raw", "second.raw", "moved.raw"] {
+    for name in ["first.raw", "second.raw", "third.raw", "moved.raw"] {
         host.disk(name);
     }
     let Some(mut daemons) = Daemons::start(&host, test) else {
@@ -159,10 +161,11 @@ fn hook_serves_the_disks_of_a_domain_while_it_runs() {
     let dir = host.dir.path().display().to_string();
     let file = |name: &str| format!("{dir}/{name}.raw");
     let first = || vec![("guest-vda".to_owned(), file("first"))];
-    let disk = "<disk type='vhostuser' device='disk'><driver name='qemu' type='raw'/>\
-        <source type='unix' path='/run/ringdisk/guest-vda.sock'><reconnect enabled='yes' timeout='1'/></source>\
-        <target dev='vda' bus='virtio'/></disk>";
-    let memory = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
+    let disk = format!(
+        "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/><source file='{}'/>\
+         <target dev='vda' bus='virtio'/></disk>",
+        file("first")
+    );
     let script = "
         head -c 1048576 /dev/urandom >/tmp/data
         check() { dd if=/tmp/data of=$1 bs=64k oflag=direct conv=notrunc,fsync 2>/tmp/dd
@@ -175,15 +178,34 @@ fn hook_serves_the_disks_of_a_domain_while_it_runs() {
         while [ -b /dev/vdb ]; do sleep 0.1; done
         check /dev/vda
         echo done";
-    let metadata = format!(
-        "<name>guest</name><metadata><ringdisk:disks xmlns:ringdisk='urn:ringdisk:libvirt:1'>\
-         <ringdisk:disk target='vda' file='{}' cache='none'/></ringdisk:disks></metadata>",
-        file("first")
-    );
-    let domain = host.domain(script, memory, disk);
-    let domain = domain.replace("<name>guest</name>", &metadata);
-    fs::write(host.path("guest.xml"), domain).unwrap();
+    // Room for disks that come while it runs.
+    let port = |index| format!("<controller type='pci' index='{index}' model='pcie-root-port'/>");
+    let ports: String = (1..9).map(port).collect();
+    let ports = format!("<controller type='pci' index='0' model='pcie-root'/>{ports}");
+    let plain = host.domain(script, "", &format!("{disk}{ports}"));
+    fs::write(host.path("guest.xml"), &plain).unwrap();
     let domain = format!("{dir}/guest.xml");
+    let to = |server: &str| {
+        let convert = [
+            "check",
+            "--fix",
+            "--in-place",
+            "--yes",
+            "--to",
+            server,
+            &domain,
+        ];
+        let converted = daemons.ringdisk(&convert);
+        assert_eq!(converted.status.code(), Some(1), "{converted:?}");
+        fs::read_to_string(&domain).unwrap()
+    };
+    let converted = to("ringdisk");
+    assert!(
+        converted.contains("<ringdisk:disk target='vda'") && converted.contains("vhostuser"),
+        "{converted}"
+    );
+    assert!(to("qemu").contains(&format!("<source file='{}'/>", file("first"))));
+    to("ringdisk");
     daemons.does(&["define", &domain]);
 
     // A disk that cannot be served keeps the domain from starting, and the reason is shown.
@@ -201,11 +223,21 @@ fn hook_serves_the_disks_of_a_domain_while_it_runs() {
     daemons.does(&["start", "guest"]);
     assert_eq!(daemons.disks(), first());
     host.wait_for_line("plug");
-    let (second, on_vdb) = (
-        file("second"),
-        ["--libvirt", "guest", "--target", "vdb", "--config"],
-    );
-    let attached = daemons.ringdisk(&[&["attach", &second], &on_vdb[..]].concat());
+    comes_and_goes(&daemons, &host, &file("second"));
+    host.wait_for_line("done");
+    wait_until("the disk is released", || daemons.disks().is_empty());
+
+    refused_saved_and_crashed(&daemons, &dir);
+    restarted(&mut daemons, &host, first());
+    moved(&daemons, &file("moved"));
+    fs::write(&domain, plain.replace(&disk, "")).unwrap();
+    without_ringdisk(&mut daemons, &domain);
+}
+
+/// A disk that is attached to the running domain, and detached again.
+fn comes_and_goes(daemons: &Daemons, host: &Host, second: &str) {
+    let on_vdb = ["--libvirt", "guest", "--target", "vdb", "--config"];
+    let attached = daemons.ringdisk(&[&["attach", second], &on_vdb[..]].concat());
     assert!(attached.status.success(), "{attached:?}");
     host.wait_for_line("pull");
     let configured = daemons.virsh(&["dumpxml", "guest", "--inactive"]);
@@ -224,12 +256,6 @@ fn hook_serves_the_disks_of_a_domain_while_it_runs() {
         !configured.contains("vdb") && configured.contains("first.raw"),
         "{configured}"
     );
-    host.wait_for_line("done");
-    wait_until("the disk is released", || daemons.disks().is_empty());
-
-    refused_saved_and_crashed(&daemons, &dir);
-    moved(&daemons, &file("moved"));
-    without_ringdisk(&mut daemons, &domain, &metadata, disk);
 }
 
 /// A domain that libvirt refuses to change, saves and restores, and whose QEMU dies.
@@ -256,6 +282,65 @@ fn refused_saved_and_crashed(daemons: &Daemons, dir: &str) {
     wait_until("the disk is released", || daemons.disks().is_empty());
 }
 
+/// What was attached for a domain is the domain's after a kill as well. Commands at the same time lose nothing of each
+/// other's.
+fn restarted(daemons: &mut Daemons, host: &Host, first: Vec<(String, String)>) {
+    daemons.does(&["start", "guest"]);
+    let mut ringdisk = daemons.children.pop().unwrap();
+    ringdisk.kill().unwrap();
+    ringdisk.wait().unwrap();
+    let ringdisk = daemons.serve(host);
+    daemons.children.push(ringdisk);
+    assert_eq!(daemons.disks(), first);
+    let (second, third) = (host.path("second.raw"), host.path("third.raw"));
+    let attach = |file: &Path, target: &str| {
+        let file = file.display().to_string();
+        let domain = ["--libvirt", "guest", "--target", target, "--config"];
+        let attached = daemons.ringdisk(&[&["attach", &file], &domain[..]].concat());
+        assert!(attached.status.success(), "{attached:?}");
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| attach(&second, "vdb"));
+        scope.spawn(|| attach(&third, "vdc"));
+    });
+    let configured = daemons.virsh(&["dumpxml", "guest", "--inactive"]);
+    let configured = String::from_utf8_lossy(&configured.stdout).into_owned();
+    for target in ["vda", "vdb", "vdc"] {
+        let named = format!("disk target=\"{target}\"");
+        assert!(configured.contains(&named), "{named}: {configured}");
+    }
+    // Another disk's name.
+    let other = [
+        "detach",
+        "guest-vdb",
+        "--libvirt",
+        "guest",
+        "--target",
+        "vdc",
+    ];
+    let refused = daemons.ringdisk(&other);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("is not vdc of domain guest"), "{said}");
+    daemons.does(&["destroy", "guest"]);
+    assert_eq!(daemons.disks(), []);
+    for target in ["vdb", "vdc"] {
+        daemons.does(&["detach-disk", "guest", target, "--config"]);
+    }
+    let file = &first[0].1;
+    let disks = format!("<disks><disk target='vda' file='{file}' cache='none'/></disks>");
+    daemons.does(&[&METADATA[..], &[&disks, "--config"]].concat());
+}
+
+/// Sets the disks in the metadata of the guest.
+const METADATA: [&str; 6] = [
+    "metadata",
+    "guest",
+    "urn:ringdisk:libvirt:1",
+    "--key",
+    "ringdisk",
+    "--set",
+];
+
 /// A disk that has moved to another file stays on it, and the domain starts only when its metadata says so.
 fn moved(daemons: &Daemons, moved: &str) {
     daemons.does(&["start", "guest"]);
@@ -269,15 +354,7 @@ fn moved(daemons: &Daemons, moved: &str) {
     assert!(!failed.status.success() && said.contains(moved), "{said}");
     assert_eq!(daemons.disks(), on_moved);
     let disks = format!("<disks><disk target='vda' file='{moved}'/></disks>");
-    let metadata = [
-        "metadata",
-        "guest",
-        "urn:ringdisk:libvirt:1",
-        "--key",
-        "ringdisk",
-        "--set",
-    ];
-    daemons.does(&[&metadata[..], &[&disks, "--config"]].concat());
+    daemons.does(&[&METADATA[..], &[&disks, "--config"]].concat());
     daemons.does(&["start", "guest"]);
     assert_eq!(daemons.disks(), on_moved);
     daemons.does(&["destroy", "guest"]);
@@ -290,21 +367,25 @@ fn moved(daemons: &Daemons, moved: &str) {
     daemons.does(&["start", "guest"]);
     daemons.does(&["destroy", "guest"]);
     assert_eq!(daemons.disks(), on_moved);
+    // Another file has its name, and the VM would run on one that has none.
+    fs::copy(moved, format!("{moved}.new")).unwrap();
+    fs::rename(format!("{moved}.new"), moved).unwrap();
+    let failed = daemons.virsh(&["start", "guest"]);
+    let said = String::from_utf8_lossy(&failed.stderr).into_owned();
+    assert!(
+        !failed.status.success() && said.contains("no longer the disk's file"),
+        "{said}"
+    );
     let detached = daemons.ringdisk(&["detach", "guest-vda"]);
     assert!(detached.status.success(), "{detached:?}");
 }
 
 /// Without ringdisk, the domain does not start, and others do.
-fn without_ringdisk(daemons: &mut Daemons, domain: &str, metadata: &str, disk: &str) {
+fn without_ringdisk(daemons: &mut Daemons, domain: &str) {
     let mut ringdisk = daemons.children.pop().unwrap();
     ringdisk.kill().unwrap();
     ringdisk.wait().unwrap();
     assert!(!daemons.virsh(&["start", "guest"]).status.success());
-    let other = fs::read_to_string(domain).unwrap();
-    let other = other
-        .replace(metadata, "<name>guest</name>")
-        .replace(disk, "");
-    fs::write(domain, other).unwrap();
     daemons.does(&["undefine", "guest"]);
     daemons.does(&["define", domain]);
     daemons.does(&["start", "guest"]);

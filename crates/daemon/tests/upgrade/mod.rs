@@ -4,6 +4,7 @@ mod configuration;
 mod dirty_log;
 mod failure;
 mod files;
+mod hooks;
 mod inheritance;
 mod rights;
 mod sockets;

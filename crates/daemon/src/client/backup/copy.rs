@@ -8,11 +8,10 @@
 
 mod target;
 
-use std::io::{self, IsTerminal};
+use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use block::format_size;
 use serde_json::{Value, json};
@@ -20,8 +19,10 @@ use serde_json::{Value, json};
 use super::super::interrupt::Interrupt;
 use super::super::nbd_client::{Address, Extent, NbdClient, Stop, TRANSFER_MAX};
 use super::super::{CommandLineError, CommandResult, Connection, nbd_server};
+use super::progress::show;
 use super::{CHECKPOINT, Opening};
 use crate::config::nbd::NbdAddress;
+use crate::log::complain;
 use target::{Target, Writer};
 
 /// Threads, each with connections of its own.
@@ -31,8 +32,6 @@ const WINDOW: u64 = 64 << 20;
 /// Most bytes of a read: larger ones gain nothing, and NBD allows 32 MiB.
 const READ: u64 = 2 << 20;
 const _: () = assert!(READ <= TRANSFER_MAX);
-/// How often the progress is shown: at a terminal, and otherwise.
-const SHOW: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
 const NEEDS_BASE: &str =
     "once for each disk: an increment as qcow2 needs the file with the last backup below it";
@@ -183,7 +182,7 @@ fn in_option(option: &str, why: String) -> CommandLineError {
     CommandLineError::Value(option.into(), why)
 }
 
-fn address_of(server: &Value) -> Result<Address, CommandLineError> {
+pub fn address_of(server: &Value) -> Result<Address, CommandLineError> {
     let address = server["address"].as_str().ok_or(CommandLineError::NoNbd)?;
     if server["tls"] == true {
         return Err(CommandLineError::Tls(address.into()));
@@ -216,10 +215,10 @@ fn copy_all<'a>(
         let is_updating = is_raw && is_update && target::is_updating(to).map_err(of_target)?;
         let mut why_full = disk["x-ringdisk-full"].clone();
         if bitmap.is_some() && is_updating {
-            eprintln!(
+            complain(&format!(
                 "disk {name} is copied in full: the last update of {} has not ended with success",
                 to.display()
-            );
+            ));
             why_full = "unfinished-update".into();
         }
         let bitmap = bitmap.filter(|_| !is_updating);
@@ -228,7 +227,7 @@ fn copy_all<'a>(
             return Err(in_option("--base", NEEDS_BASE.into()));
         }
         if let Some(why) = super::why_full(disk).filter(|_| args.since.is_some()) {
-            eprintln!("disk {name} is copied in full: {why}");
+            complain(&format!("disk {name} is copied in full: {why}"));
         }
         let target = Target::create(
             to,
@@ -397,53 +396,6 @@ fn extent(contexts: &[Vec<Extent>]) -> (u64, bool, bool) {
     (allocated.min(dirty), true, state & STATE_ZERO != 0)
 }
 
-/// Shows how much is done until it is over.
-fn show(is_over: &AtomicBool, done: &AtomicU64, copied: &AtomicU64, total: u64) {
-    let is_terminal = io::stderr().is_terminal();
-    let pause = SHOW[usize::from(!is_terminal)];
-    let (began, mut shown) = (Instant::now(), Instant::now());
-    while !is_over.load(Relaxed) {
-        thread::sleep(Duration::from_millis(20));
-        if shown.elapsed() < pause {
-            continue;
-        }
-        shown = Instant::now();
-        let line = progress(
-            done.load(Relaxed),
-            copied.load(Relaxed),
-            total,
-            began.elapsed(),
-        );
-        if is_terminal {
-            eprint!("\r{line}\x1b[K");
-        } else {
-            eprintln!("{line}");
-        }
-    }
-    if is_terminal {
-        eprint!("\r\x1b[K");
-    }
-}
-
-fn progress(done: u64, copied: u64, total: u64, elapsed: Duration) -> String {
-    let part = done as f64 / total.max(1) as f64;
-    let rate = copied as f64 / elapsed.as_secs_f64().max(1e-3);
-    let left = match part {
-        part if part > 0.0 => {
-            let left = (elapsed.as_secs_f64() * (1.0 - part) / part).round() as u64;
-            format!(
-                "{}:{:02}:{:02} left",
-                left / 3600,
-                left / 60 % 60,
-                left % 60
-            )
-        }
-        _ => "?".into(),
-    };
-    let (percent, copied, rate) = (100.0 * part, format_size(copied), format_size(rate as u64));
-    format!("{percent:.1} % done, {copied} copied, {rate}/s, {left}")
-}
-
 /// The files get their names, and the result is printed.
 fn say(
     connection: &Connection,
@@ -498,13 +450,5 @@ mod tests {
         // What is unchanged is not looked at.
         assert_eq!(all((10, 3), (50, 0)), (50, false, false));
         assert_eq!(extent(&[vec![(7, 2), (3, 0)]]), (7, true, true));
-    }
-
-    #[test]
-    fn progress_has_the_time_that_is_left() {
-        let line = progress(1 << 30, 512 << 20, 4 << 30, Duration::from_secs(2000));
-        assert!(line.starts_with("25.0 % done, 512"), "{line}");
-        assert!(line.ends_with(", 1:40:00 left"), "{line}");
-        assert!(progress(0, 0, 0, Duration::ZERO).ends_with('?'));
     }
 }

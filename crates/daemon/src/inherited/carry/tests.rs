@@ -77,10 +77,12 @@ const DISK_VALUES: &[(&str, &str)] = &[
     ("lock", "running"),
     ("iothreads", "0"),
     ("throttle-group", "g"),
+    ("domain", "vm"),
+    ("target", "vda"),
 ];
 
 /// Keys of which a guest notices nothing, and the socket, at which it has to connect again.
-const AT_ONCE: &[&str] = &["socket", "iothreads", "throttle-group"];
+const AT_ONCE: &[&str] = &["socket", "iothreads", "throttle-group", "domain", "target"];
 
 /// A disk has another name, or is in a Ceph cluster, where no upgrade is possible.
 const OTHER: &[&str] = &["name", "conf", "id", "keyring", "cluster", "connections"];

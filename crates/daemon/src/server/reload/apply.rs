@@ -44,8 +44,16 @@ impl<'a> Change<'a> {
         // If nothing else depends on them, removals and moves are last.
         let is_last = !self.is_entangled(server, &ready);
         let (moves, last_moves): (Vec<_>, Vec<_>) = ready.moves.into_iter().partition(|_| !is_last);
-        let (removed, last_removed): (Vec<_>, Vec<_>) = self.removed.iter().partition(|_| !is_last);
-        for &disk in removed {
+        let (removed, last_removed): (Vec<&DiskSpec>, Vec<&DiskSpec>) =
+            self.removed.iter().partition(|_| !is_last);
+        // Other disks of this reload need these files: no other command may open them, nor those below them.
+        let stopped = self.changed.iter().map(|changed| &changed.then.name);
+        let stopped = stopped.chain(removed.iter().map(|disk| &disk.name));
+        let moved = moves.iter().map(|moved| moved.disk().to_owned());
+        let reserved = server.reserve_files(&claim, stopped.cloned().collect(), moved.collect());
+        let mut ended = Vec::new();
+        for &disk in &removed {
+            ended.extend(RemovedDisk::of(server, disk));
             self.remove(server, &claim, disk, &mut failed);
         }
         let restarted = self.changed.iter().map(|changed| &changed.then.name);
@@ -68,14 +76,21 @@ impl<'a> Change<'a> {
                 }
             };
             let DiskChange { before, then, .. } = changed;
-            server.free_files(&then.name);
             let remains = server.spec_of(&then.name).map(|_| *before);
             failed.disk("changing disk", before, result, remains);
         }
         for (&disk, prepared) in self.added.iter().zip(ready.added) {
             let served = server.serve(&claim, prepared).map(drop);
+            if served.is_err()
+                && let Some(found) = ended.iter().position(|ended| ended.is_replaced_by(disk))
+            {
+                ended
+                    .swap_remove(found)
+                    .restore(server, &claim, &mut failed);
+            }
             failed.disk("serving disk", disk, served, None);
         }
+        drop(reserved);
         for export in exports {
             let name = export.name.clone();
             let result = server.add_nbd_export(&claim, export);
@@ -92,7 +107,7 @@ impl<'a> Change<'a> {
             }
         }
         let moves = last_moves.into_iter().map(Last::Move);
-        let removed = last_removed.into_iter().copied().map(Last::Remove);
+        let removed = last_removed.into_iter().map(Last::Remove);
         let hung = server.hung_disks();
         let mut last: Vec<_> = moves.chain(removed).collect();
         last.sort_by_key(|last| hung.iter().any(|hung| hung == last.disk()));
@@ -154,9 +169,7 @@ impl<'a> Change<'a> {
         let before = self.before(&disk.name);
         let result = server.carry_out(claim, moved);
         failed.disk("moving disk", disk, result, before);
-        if !before.is_some_and(|before| before.has_limits_of(disk)) {
-            self.limit(server, claim, disk, failed);
-        }
+        self.limit(server, claim, disk, failed);
     }
 
     fn limit(
@@ -166,9 +179,14 @@ impl<'a> Change<'a> {
         disk: &'a DiskSpec,
         failed: &mut Failed<'a>,
     ) {
+        let before = self.before(&disk.name);
+        server.set_labels(claim, &disk.name, &disk.labels);
+        if before.is_some_and(|before| before.has_limits_of(disk)) {
+            return;
+        }
         let group = disk.throttle_group.as_deref();
         let result = server.throttle(claim, &disk.name, &disk.limits, group);
-        failed.disk("limiting disk", disk, result, self.before(&disk.name));
+        failed.disk("limiting disk", disk, result, before);
     }
 
     /// A disk as it was configured.
@@ -295,10 +313,52 @@ impl<'a> Failed<'a> {
     }
 }
 
+/// A disk that was removed, as it was.
+struct RemovedDisk<'a> {
+    configured: &'a DiskSpec,
+    now: DiskSpec,
+    exports: Vec<NbdExportSpec>,
+}
+
+impl<'a> RemovedDisk<'a> {
+    /// `None` if it was not served.
+    fn of(server: &Server, configured: &'a DiskSpec) -> Option<Self> {
+        Some(Self {
+            configured,
+            now: server.spec_of(&configured.name)?,
+            exports: server.nbd_exports_of(&configured.name),
+        })
+    }
+
+    /// Whether another disk was to have its file or its socket.
+    fn is_replaced_by(&self, other: &DiskSpec) -> bool {
+        let socket = |disk| canonical_path(&sockets::path(disk));
+        self.now.file == other.file || socket(&self.now) == socket(other)
+    }
+
+    /// Serves it again, because the disk that was to replace it cannot be served.
+    fn restore(self, server: &Server, claim: &Claim<'_>, failed: &mut Failed<'a>) {
+        let name = &self.configured.name;
+        if server.spec_of(name).is_some() {
+            return;
+        }
+        if let Err(e) = server.attach(claim, self.now) {
+            error!("disk {name}: cannot be restored: {e}");
+            return;
+        }
+        warn!("disk {name}: is served again, because the disk that was to replace it is not");
+        failed.disks.push((name, Some(self.configured)));
+        for export in self.exports {
+            let name = export.name.clone();
+            let result = server.add_nbd_export(claim, export);
+            failed.note("exporting", &name, result);
+        }
+    }
+}
+
 /// Stops a disk that is to be restarted.
 fn stop(server: &Server, claim: &Claim<'_>, changed: &DiskChange<'_>) -> Result<(), ServerError> {
     let name = &changed.then.name;
-    server.keep_files(name);
     warn!("disk {name}: its front-end is disconnected to apply the changes, and may connect again");
     match server.detach(claim, name, Removal::Hard) {
         // It is stopped regardless, and must be started again for its VM.

@@ -19,6 +19,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::TargetFormat;
 use crate::client::CommandLineError;
 use crate::client::nbd_client::{Address, NbdClient, Stop};
+use crate::log::complain;
 use crate::token::token;
 
 /// What a new file is called until it is complete, after its name.
@@ -242,7 +243,9 @@ impl Target {
             // The copy is good, and the next one, too: it is full.
             if let Err(e) = removed {
                 let (mark, file) = (mark.display(), self.name.display());
-                eprintln!("{mark}: {e}; remove it, otherwise the next copy to {file} is full");
+                complain(&format!(
+                    "{mark}: {e}; remove it, otherwise the next copy to {file} is full"
+                ));
             }
         }
         Ok(())
@@ -260,9 +263,9 @@ impl Target {
         let mark = beside(&self.to, UPDATING);
         self.rename(|| create_mark(&mark))?;
         let (mark, file) = (mark.display(), self.name.display());
-        eprintln!(
+        complain(&format!(
             "{mark}: remove it if 'ringdisk backup end' prints the checkpoint; while it is there, the next copy to {file} is full"
-        );
+        ));
         Ok(())
     }
 
