@@ -551,3 +551,57 @@ fn refused_image_leaves_no_journal() -> io::Result<()> {
     assert!(left.is_empty(), "{left:?}");
     Ok(())
 }
+
+/// A guest goes on after a kill where its image's journal is not, as after a move to another host: it would lack
+/// acknowledged writes. It goes on once they are there. A guest that starts needs no journal, and goes on after the next
+/// kill, also if it has only read.
+#[test]
+fn no_guest_goes_on_without_the_journal_of_its_image() -> io::Result<()> {
+    for queues in [1, 2] {
+        for packed in [false, true] {
+            let Some(image) = Image::new("no_guest_goes_on_without_the_journal_of_its_image", "")
+            else {
+                return Ok(());
+            };
+            let config = DeviceConfig {
+                queues,
+                packed,
+                inflight: packed,
+                ..DeviceConfig::default()
+            };
+            let (here, elsewhere) = ["runtime", "elsewhere"]
+                .map(|name| image.directory().join(name))
+                .into();
+            let options = format!(",queues={queues}");
+            let server = image.serve(&options);
+            let mut device = Device::connect(server.socket(), &config)?;
+            let last = usize::from(queues) - 1;
+            assert_eq!(device.queues[0].run(Op::Flush, 0, 0), 0);
+            assert_eq!(device.queues[last].write(0, &content(1, 1 << 16)), 0);
+            kill(server);
+            fs::rename(&here, &elsewhere)?;
+            let mut server = image.serve(&options);
+            // Its last message may be refused.
+            let _ = device.reconnect(server.socket(), &config);
+            server.wait_for_log(&["lacks writes that its running guest relies on"]);
+            assert!(server.terminate()?.success());
+            fs::remove_dir_all(&here)?;
+            fs::rename(&elsewhere, &here)?;
+            let server = image.serve(&options);
+            device.reconnect(server.socket(), &config)?;
+            assert!(device.queues[last].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
+
+            assert_eq!(device.queues[last].write(1 << 11, &content(2, 1 << 16)), 0);
+            kill(server);
+            fs::rename(&here, &elsewhere)?;
+            let server = image.serve(&options);
+            let mut device = Device::connect(server.socket(), &config)?;
+            assert!(device.queues[last].read(1 << 11, 1 << 16).unwrap() == vec![0; 1 << 16]);
+            kill(server);
+            let server = image.serve(&options);
+            device.reconnect(server.socket(), &config)?;
+            assert!(device.queues[last].read(1 << 11, 1 << 16).unwrap() == vec![0; 1 << 16]);
+        }
+    }
+    Ok(())
+}

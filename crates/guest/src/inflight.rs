@@ -242,6 +242,11 @@ impl InflightQueue {
         self.entries >= size
     }
 
+    /// Whether a ring has been served with this part of the region.
+    pub(crate) fn has_record(&self) -> bool {
+        self.preamble().version.load(Ordering::Acquire) != 0
+    }
+
     /// Whether nothing is recorded for a ring of `size`, so that the ring starts at the position that the
     /// front-end gives.
     ///

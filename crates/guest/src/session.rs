@@ -101,11 +101,11 @@ pub trait Device {
     fn may_stop(&mut self) -> bool {
         true
     }
-    /// Starts serving a ring that is not being served.
+    /// Starts serving a ring that is not being served. `goes_on`: its driver was served before, here or by another device.
     ///
     /// # Errors
     /// The device lacks the resources to serve it.
-    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()>;
+    fn start(&mut self, ring: u16, queue: NewQueue, goes_on: bool) -> io::Result<()>;
     /// Asks for a ring to be stopped and does not wait: the ring fetches no more requests, and those in
     /// flight go on. The next call for this ring is [`finish_stop`](Self::finish_stop).
     fn begin_stop(&mut self, ring: u16);

@@ -117,6 +117,8 @@ pub struct Qcow2 {
     /// Unused space is returned to the file system.
     /// The preparations for the first write are done.
     has_begun_writing: AtomicBool,
+    /// Its journal bits are about a journal that is not here, and nothing has been written since it was opened.
+    lacks_journal: AtomicBool,
     /// Why writing has stopped.
     damage: OnceLock<Damage>,
     on_damage: OnceLock<OnDamage>,

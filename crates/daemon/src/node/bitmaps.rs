@@ -21,7 +21,7 @@ pub enum PreparedBitmaps {
 
 impl Node {
     /// Does something with the image that has the bitmaps, if there is one.
-    fn with_image<T>(&self, f: impl FnOnce(&Qcow2) -> T) -> Option<T> {
+    pub(super) fn with_image<T>(&self, f: impl FnOnce(&Qcow2) -> T) -> Option<T> {
         let chain: Option<Arc<Chain>> = self.state().image.as_ref().and_then(Image::chain).cloned();
         chain?.image().filter(|_| !self.facts.read_only).map(f)
     }

@@ -9,10 +9,10 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use block::{Discard, DiskFacts};
 use engine::{DiskFile, Identity, Locking};
-use image::{Chain, ChainOptions, LayerFormat, TopFile, UnusableBitmap};
+use image::{Chain, ChainOptions, LayerFormat, Qcow2, TopFile, UnusableBitmap};
 use tracing::{error, warn};
 
-use super::NodeError;
+use super::{Node, NodeError};
 use crate::config::spec::DiskSpec;
 use crate::node::context::{OpenContext, Opener};
 use crate::node::progress::Progress;
@@ -201,4 +201,29 @@ pub(super) fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
             ..all
         },
     )
+}
+
+impl Node {
+    /// Checks that its image has the journal that a guest relies on which goes on. Does not wait.
+    ///
+    /// # Errors
+    /// The journal is elsewhere.
+    pub fn check_journal(&self) -> Result<(), NodeError> {
+        match self.with_image(Qcow2::lacks_journal) {
+            Some(true) => Err(NodeError::WithoutJournal(self.filename.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    /// A guest starts on the disk: what a journal contains that is elsewhere is lost. Durable before that guest can write
+    /// anything, so that it can go on after a kill.
+    pub fn forget_journal(&self) {
+        if let Some(Err(e)) = self.with_image(Qcow2::forget_journal) {
+            warn!(
+                "{}: still says that it has a journal, which is not here: {e}; if ringdisk is killed before something is \
+                 written to it, its VM cannot go on",
+                self.filename
+            );
+        }
+    }
 }

@@ -307,8 +307,8 @@ impl Journals {
                     "disk {disk}: its image says that it has a journal, but there is none at {at}, or an empty one. This is \
                      normal after a crash of the host, and for a copy of a disk in use. If ringdisk was killed, stop it \
                      now, and start it as the same user, with the same runtime directory, and with the image on the same \
-                     device number as before (another mount, loop device or volume may have another number): as soon as \
-                     this disk is written to, writes that were not flushed before the kill are lost"
+                     device number as before (another mount, loop device or volume may have another number): as soon as a VM \
+                     starts on this disk, or it is written to, writes that were not flushed before the kill are lost"
                 );
                 if snapshots {
                     warn!(

@@ -160,6 +160,8 @@ impl ServedDisk {
         }
         let other = |e| fail(io::Error::other(e));
         new.acquire(&node.written()).map_err(other)?;
+        // Its user says that this is what the guest has written.
+        new.forget_journal();
         let threads = self.io_threads();
         let its = new.replacement().map_err(other)?;
         let ready = |its| match new.reopen_over(&node) {
@@ -368,8 +370,13 @@ impl Device for BlockDevice<'_> {
         self.served.disk.ring_untracked(ring, size);
     }
 
-    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+    fn start(&mut self, ring: u16, queue: NewQueue, goes_on: bool) -> io::Result<()> {
         self.acquire()?;
+        let node = self.served.node().clone();
+        match goes_on {
+            true => node.check_journal().map_err(io::Error::other)?,
+            false => node.forget_journal(),
+        }
         let first = self.running.iter().all(Option::is_none);
         let thread = self.thread(ring);
         let arrived = thread.arrive(&queue.virtqueue);

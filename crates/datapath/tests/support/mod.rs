@@ -125,7 +125,7 @@ impl Device for Queues {
 
     fn set_frontend(&mut self, _channel: Option<FrontendChannel>) {}
 
-    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+    fn start(&mut self, ring: u16, queue: NewQueue, _goes_on: bool) -> io::Result<()> {
         let id = self.thread(ring).start(self.disk.clone(), queue)?;
         self.running[usize::from(ring)] = Some(id);
         Ok(())

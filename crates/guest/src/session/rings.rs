@@ -149,6 +149,7 @@ impl Session<'_> {
 
     pub(super) fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
         let packed = self.packed();
+        let goes_on = self.driver_goes_on();
         let region = self.inflight.as_ref().map(|i| i.queue(ring, packed));
         let state = &self.rings[usize::from(ring)];
         let (false, true, Some(_), Some(addr)) =
@@ -208,7 +209,7 @@ impl Session<'_> {
             Some(region) => region.forget(),
             None => {}
         }
-        if let Err(e) = self.device.start(ring, queue) {
+        if let Err(e) = self.device.start(ring, queue, goes_on) {
             if let Some(region) = region.filter(|_| packed) {
                 region.park(base);
             }
@@ -220,6 +221,23 @@ impl Session<'_> {
             self.device.untracked(ring, layout.size);
         }
         Ok(())
+    }
+
+    /// Whether the driver goes on where a device has served it before: a ring is not at its first position, or has a record
+    /// of its requests in flight. A reset removes both. If the front-end enables a ring before it has set up the others, and
+    /// no request has ever used that ring, this is not known yet.
+    fn driver_goes_on(&self) -> bool {
+        let packed = self.packed();
+        let moved = |ring: &Ring| {
+            ring.base
+                .is_some_and(|base| base != RingBase::first(packed))
+        };
+        let is_recorded = |ring| {
+            let region = self.inflight.as_ref()?.queue(ring, packed)?;
+            Some(region.has_record())
+        };
+        self.rings.iter().any(moved)
+            || (0..self.device.queues()).any(|ring| is_recorded(ring) == Some(true))
     }
 
     pub(super) fn stop(&mut self, ring: u16) {

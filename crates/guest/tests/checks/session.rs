@@ -306,7 +306,7 @@ impl Device for FakeDevice {
         self.has_frontend = channel.is_some();
     }
 
-    fn start(&mut self, ring: u16, queue: NewQueue) -> io::Result<()> {
+    fn start(&mut self, ring: u16, queue: NewQueue, _goes_on: bool) -> io::Result<()> {
         assert!(self.stopping.is_empty(), "{:?} still stop", self.stopping);
         assert!(ring < QUEUES && self.running.insert(ring));
         let mut virtqueue = queue.virtqueue;

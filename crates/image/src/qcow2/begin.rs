@@ -30,6 +30,7 @@ impl Qcow2 {
         if let Some(journal) = &mut state.journal {
             journal.forget_other();
         }
+        self.lacks_journal.store(false, SeqCst);
         self.has_begun_writing.store(true, SeqCst);
         Ok(())
     }

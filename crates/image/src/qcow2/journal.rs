@@ -58,7 +58,15 @@
 //! Changes that could not be recorded are flushed. Before that flush writes anything, it sets another bit in the
 //! image ([`OVERTAKEN`]): a cluster that was free when the journal ended may now be in use in the file, so a replay
 //! decreases no refcount. The last write of that flush gives the image a new random generation, and the journal no
-//! longer matches.
+//! longer matches. It also sets a bit that says that the image has everything that was acknowledged ([`COMPLETE`]), until
+//! the journal takes changes again.
+//!
+//! # When the journal is elsewhere
+//!
+//! A VM that moves to another host after a kill leaves the journal behind, and its image lacks writes that it relies on. So
+//! an image whose bits are about a journal that is not here [lacks it](Qcow2::lacks_journal), and no guest may go on with it.
+//! A guest that starts on it is as after a crash of the host: [`Qcow2::forget_journal`] removes the bits first, durably, so
+//! that this guest can be connected again after another kill, also if it has written nothing.
 //!
 //! # When the journal is older than the image
 //!
@@ -75,6 +83,7 @@
 //! snapshots, and so removes all of them. Each change to such an image is flushed before it is acknowledged. The
 //! same applies to an image of version 2, which has no autoclear bits.
 
+mod elsewhere;
 mod lineage;
 mod matching;
 mod records;
@@ -122,6 +131,8 @@ const STAMPS_MAX: u64 = 2 * (BYTES_MAX / RECORD_MIN + 1);
 const MARK: u64 = 1 << 63;
 /// Tables in the file may be newer than the end of the journal.
 const OVERTAKEN: u64 = 1 << 62;
+/// Everything that was acknowledged is in the image, with or without a journal.
+const COMPLETE: u64 = 1 << 23;
 const GENERATION: u64 = (1 << 38) - 1;
 const GENERATION_SHIFT: u32 = 24;
 
@@ -187,6 +198,8 @@ pub(super) struct Journal {
     broken: bool,
     /// Some of the changes left out may be in the file.
     overtaken: bool,
+    /// Nothing was recorded since a flush of everything gave the image its generation.
+    complete: bool,
     failure_reported: bool,
     /// One of the slots is that of an earlier process.
     follows_another: bool,
@@ -221,6 +234,7 @@ impl Journal {
             punched: RECORDS_AT,
             broken: false,
             overtaken: false,
+            complete: false,
             failure_reported: false,
             follows_another: false,
             record: Vec::new(),
@@ -230,6 +244,7 @@ impl Journal {
     /// Begins the journal of an image that has these bits. From now on, it must have those of [`autoclear`](Self::autoclear).
     fn begin(&mut self, image: JournalBits) {
         self.renew(self.next_generation);
+        self.complete = false;
         self.stamped = None;
         self.foreign = false;
         match self.restart_after(image) {
@@ -280,10 +295,14 @@ impl Journal {
 
     /// The journal bits that the image must have.
     pub fn autoclear(&self) -> u64 {
-        match (self.active, self.overtaken) {
-            (false, _) => 0,
-            (true, false) => autoclear(self.generation),
-            (true, true) => autoclear(self.generation) | OVERTAKEN,
+        let flag = |is_set, flag| if is_set { flag } else { 0 };
+        match self.active {
+            false => 0,
+            true => {
+                autoclear(self.generation)
+                    | flag(self.overtaken, OVERTAKEN)
+                    | flag(self.complete, COMPLETE)
+            }
         }
     }
 
@@ -349,6 +368,7 @@ impl Journal {
         }
         if let Some(generation) = rotated.generation {
             self.renew(generation);
+            self.complete = true;
         }
         self.start = rotated.end;
         self.stamped = None;
@@ -504,8 +524,8 @@ impl Qcow2 {
         let Some(mut journal) = state.journal.take() else {
             return;
         };
-        let before = journal.generation;
-        journal.generation = next(before);
+        let before = (journal.generation, journal.complete);
+        (journal.generation, journal.complete) = (next(before.0), false);
         state.header.set_journal(journal.autoclear());
         let begun = Instant::now();
         match self.write_header(state) {
@@ -516,7 +536,7 @@ impl Qcow2 {
                 journal.stamp_interval = (begun.elapsed() * STAMP_SHARE).clamp(least, most);
             }
             Err(e) => {
-                journal.generation = before;
+                (journal.generation, journal.complete) = before;
                 state.header.set_journal(journal.autoclear());
                 journal.failed(io::Error::other(e));
             }
@@ -582,7 +602,7 @@ impl Qcow2 {
             let generation = journal.next_generation;
             rotated.generation = Some(generation);
             let mut header = state.header.clone();
-            header.set_journal(autoclear(generation));
+            header.set_journal(autoclear(generation) | COMPLETE);
             let mut bytes = state.header_block.clone();
             header.put(&mut bytes);
             let at = HostOffset::START;
@@ -621,15 +641,6 @@ impl Qcow2 {
         journal.is_some_and(|journal| journal.active && !journal.broken) && !self.must_flush()
     }
 
-    /// Whether the image says that it has a journal, but no process was to replay it: the image is open for reading
-    /// only, or there is no place for journals.
-    pub fn has_unreplayed_journal(&self) -> bool {
-        let state = self.lock();
-        state.journal.is_none()
-            && journal_bits(&state.header).has_any()
-            && !self.has_begun_writing.load(SeqCst)
-    }
-
     /// Begins the journal if a flush has something to write before the guest has: clusters that a replay has freed. The
     /// journal that was replayed would not match the image any more. The caller holds the flush lock.
     pub(super) fn begin_journal_in_flush(&self) -> Result<(), ImageError> {
@@ -650,28 +661,8 @@ impl Qcow2 {
         if let Some(journal) = &mut state.journal {
             journal.forget_other();
         }
+        self.lacks_journal.store(false, SeqCst);
         self.file.flush()
-    }
-
-    /// Ends the journal of an image that is being closed and whose changes are all in the file. The journal's file
-    /// is empty then, unless its content may still be wanted.
-    pub(super) fn close_journal(&self, state: &mut ImageState) -> Result<(), ImageError> {
-        // A journal that is elsewhere may still be found, so the image must keep the bits of that one.
-        let is_ours = |journal: &Journal| journal.active || journal.ended;
-        if state.journal.as_ref().is_some_and(is_ours) {
-            if journal_bits(&state.header).has_any() {
-                state.header.set_journal(0);
-                self.write_header(state)?;
-                self.file.flush()?;
-            }
-            if let Some(journal) = &mut state.journal {
-                journal.end();
-            }
-            (state.changes.on, state.refcounts.changes.on) = (false, false);
-            // The next write begins the journal again.
-            self.has_begun_writing.store(false, SeqCst);
-        }
-        Ok(())
     }
 }
 

@@ -193,6 +193,7 @@ impl Qcow2 {
             image.replay_journal(file, options.progress)?;
         }
         if !options.read_only {
+            image.look_for_journal();
             image.load_bitmaps();
             let full = image.full_size();
             image.lock().refcounts.search_before_growth_beyond(full);
@@ -265,6 +266,7 @@ impl Qcow2 {
             read_only: options.read_only,
             raw_external: header.raw_external(),
             has_begun_writing: AtomicBool::new(false),
+            lacks_journal: AtomicBool::new(false),
             damage: OnceLock::new(),
             on_damage: OnceLock::new(),
             bitmaps: Arc::default(),

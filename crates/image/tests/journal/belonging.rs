@@ -357,10 +357,12 @@ fn missing_journal_is_reported() {
     elsewhere.life.live(i64::MAX);
     let disk = elsewhere.open(directory).unwrap();
     assert!(elsewhere.told("Missing") && !elsewhere.told("Outdated"));
+    assert!(disk.chain.image().unwrap().lacks_journal());
     assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
     disk.chain.close().unwrap();
     let disk = host.open(directory).unwrap();
     assert!(host.told("Replayed"));
+    assert!(!disk.chain.image().unwrap().lacks_journal());
     assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
     // Closed in order, though nothing was written: then none is missed.
     disk.chain.close().unwrap();
@@ -372,6 +374,29 @@ fn missing_journal_is_reported() {
     let disk = after.open(directory).unwrap();
     assert!(!after.told("Missing"));
     assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+    // A guest has started without it.
+    let host = killed(directory);
+    let (elsewhere, again) = (
+        Host {
+            image: host.image.clone(),
+            ..Host::new(Vec::new())
+        },
+        Host {
+            image: host.image.clone(),
+            ..Host::new(Vec::new())
+        },
+    );
+    elsewhere.life.live(i64::MAX);
+    let disk = elsewhere.open(directory).unwrap();
+    let image = disk.chain.image().unwrap();
+    image.forget_journal().unwrap();
+    assert!(!image.lacks_journal());
+    drop(disk);
+    again.life.live(i64::MAX);
+    let disk = again.open(directory).unwrap();
+    assert!(!again.told("Missing") && !disk.chain.image().unwrap().lacks_journal());
+    drop(disk);
+    assert_eq!(check(&host.image).unwrap().errors, 0);
     // And one that has been missed for good is not missed again.
     let host = killed(directory);
     let elsewhere = Host {

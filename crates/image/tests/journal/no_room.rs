@@ -2,43 +2,51 @@
 
 use super::*;
 
-/// No room for the journal: it goes on slowly, and loses nothing.
+/// No room for the journal: it goes on slowly, and loses nothing. Then the image needs no journal for a guest to go on.
 #[test]
 fn full_tmpfs_makes_changes_flush() {
     if !qemu::is_there("full_tmpfs_makes_changes_flush") {
         return;
     }
-    let directory = tempfile::tempdir().unwrap();
-    let host = killed(directory.path());
-    let disk = host.open(directory.path()).unwrap();
-    disk.write(0, &pattern(2, 512)).unwrap();
-    for n in 0..20_u16 {
-        let at = (68 << 10) + u64::from(n) * 2048;
-        if n % 2 == 0 {
-            host.journal.fail_in(1);
+    let mut outdated = 0;
+    for all_fail in [false, true] {
+        let directory = tempfile::tempdir().unwrap();
+        let host = killed(directory.path());
+        let disk = host.open(directory.path()).unwrap();
+        disk.write(0, &pattern(2, 512)).unwrap();
+        for n in 0..20_u16 {
+            let at = (68 << 10) + u64::from(n) * 2048;
+            match all_fail {
+                true => host.full[1].store((3..12).contains(&n), SeqCst),
+                false if n % 2 == 0 => host.journal.fail_in(1),
+                false => {}
+            }
+            disk.write(at, &pattern(100 + n, 2048)).unwrap();
+            // Every moment is one at which it may be killed.
+            let left = Host {
+                image: Memory::new(host.image.bytes()),
+                journal: Memory::new(host.journal.bytes()),
+                ..Host::new(Vec::new())
+            };
+            left.life.live(i64::MAX);
+            let after = left.open(directory.path()).unwrap();
+            outdated += u32::from(left.told("Outdated"));
+            assert!(!after.chain.image().unwrap().lacks_journal(), "{n}");
+            for m in 0..=n {
+                let at = (68 << 10) + u64::from(m) * 2048;
+                assert_eq!(
+                    Host::sector(&after, at),
+                    pattern(100 + m, 512),
+                    "{m} of {n}"
+                );
+            }
+            assert_eq!(check(&left.image).unwrap().errors, 0);
         }
-        disk.write(at, &pattern(100 + n, 2048)).unwrap();
-        // Every moment is one at which it may be killed.
-        let left = Host {
-            image: Memory::new(host.image.bytes()),
-            journal: Memory::new(host.journal.bytes()),
-            ..Host::new(Vec::new())
-        };
-        left.life.live(i64::MAX);
-        let after = left.open(directory.path()).unwrap();
-        for m in 0..=n {
-            let at = (68 << 10) + u64::from(m) * 2048;
-            assert_eq!(
-                Host::sector(&after, at),
-                pattern(100 + m, 512),
-                "{m} of {n}"
-            );
-        }
-        assert_eq!(check(&left.image).unwrap().errors, 0);
+        assert!(host.told("Failed"));
+        disk.chain.close().unwrap();
+        assert_eq!(check(&host.image).unwrap().errors, 0);
     }
-    assert!(host.told("Failed"));
-    disk.chain.close().unwrap();
-    assert_eq!(check(&host.image).unwrap().errors, 0);
+    assert!(outdated > 0);
 }
 
 /// Where there was no room once, there is none until what a flush has made unnecessary is given back.

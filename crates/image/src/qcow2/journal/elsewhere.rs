@@ -1,0 +1,73 @@
+//! What an image says about a journal that this process does not write: one that is elsewhere, or has ended.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering::SeqCst;
+
+use super::{COMPLETE, Journal, journal_bits};
+use crate::qcow2::{ImageError, ImageState, Qcow2};
+
+impl Qcow2 {
+    /// Whether the image says that it has a journal, but no process was to replay it: the image is open for reading
+    /// only, or there is no place for journals.
+    pub fn has_unreplayed_journal(&self) -> bool {
+        let state = self.lock();
+        state.journal.is_none()
+            && journal_bits(&state.header).has_any()
+            && !self.has_begun_writing.load(SeqCst)
+    }
+
+    /// Whether the image lacks changes that were acknowledged: it says that it has a journal, which is not here. The host has
+    /// crashed since, or the image is a copy of one that was in use, or the journal is on another host. Does not wait.
+    pub fn lacks_journal(&self) -> bool {
+        self.lacks_journal.load(SeqCst)
+    }
+
+    /// Notes whether an image that has just been opened for writing lacks its journal.
+    pub(in crate::qcow2) fn look_for_journal(&self) {
+        let state = self.lock();
+        let bits = journal_bits(&state.header).bits();
+        let is_here = state.journal.as_ref().is_some_and(|journal| journal.ended);
+        let lacks_it = !is_here && bits != 0 && bits & COMPLETE == 0;
+        self.lacks_journal.store(lacks_it, SeqCst);
+    }
+
+    /// Removes what the image says about a journal that it [lacks](Self::lacks_journal), durably: what that contains is lost.
+    /// The image does not lack it any more.
+    ///
+    /// # Errors
+    /// The image still says so, or may say so after a crash.
+    pub fn forget_journal(&self) -> Result<(), ImageError> {
+        let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.lacks_journal() || self.check_writable().is_err() {
+            return Ok(());
+        }
+        self.lacks_journal.store(false, SeqCst);
+        let mut state = self.lock();
+        let before = state.header.clone();
+        state.header.set_journal(0);
+        self.write_header(&mut state)
+            .inspect_err(|_| state.header = before)?;
+        self.file.flush()
+    }
+
+    /// Ends the journal of an image that is being closed and whose changes are all in the file. The journal's file
+    /// is empty then, unless its content may still be wanted.
+    pub(in crate::qcow2) fn close_journal(&self, state: &mut ImageState) -> Result<(), ImageError> {
+        // A journal that is elsewhere may still be found, so the image must keep the bits of that one.
+        let is_ours = |journal: &Journal| journal.active || journal.ended;
+        if state.journal.as_ref().is_some_and(is_ours) {
+            if journal_bits(&state.header).has_any() {
+                state.header.set_journal(0);
+                self.write_header(state)?;
+                self.file.flush()?;
+            }
+            if let Some(journal) = &mut state.journal {
+                journal.end();
+            }
+            (state.changes.on, state.refcounts.changes.on) = (false, false);
+            // The next write begins the journal again.
+            self.has_begun_writing.store(false, SeqCst);
+        }
+        Ok(())
+    }
+}
