@@ -201,11 +201,12 @@ impl UserAccount {
     }
 }
 
-/// The files that ringdisk makes in directories of its own: locks, and its state in two files.
-const OWN_FILES: [&str; 5] = [
+/// The files that ringdisk makes in directories of its own: locks, and its state.
+const OWN_FILES: [&str; 6] = [
     "lock",
     "state.json",
     "queues.json",
+    "sockets.json",
     "left.json",
     "directory",
 ];
@@ -360,6 +361,7 @@ mod tests {
             "lock",
             "state.json",
             "queues.json",
+            "sockets.json",
             "a.bitmaps",
             "a.intent",
             "a.journal",

@@ -389,6 +389,7 @@ impl Server {
         if node.spec.read_only && !spec.read_only {
             return Err(ServerError::ReadOnly(name.into()));
         }
+        state.follow_socket(&spec.id, &spec.socket);
         let queues = state.queues(spec, self.context.inherited.queues(name));
         let threads = self.threads.assign(queues, &spec.iothreads)?;
         let disk = node.disk(&DiskParameters {
@@ -414,7 +415,7 @@ impl Server {
         {
             keep_size(&disk, size);
         }
-        let remembered = state.remembered.get(&spec.id).copied().unwrap_or_default();
+        let remembered = state.remembered.get(&spec.id).and_then(|it| it.write_cache);
         let chosen = inherited.as_ref().map(|export| export.write_cache);
         let capacity_read = inherited.as_ref().and_then(|e| e.capacity_read);
         let socket = match (inherited, socket) {
@@ -429,7 +430,7 @@ impl Server {
         let around = ExportContext {
             events: self.events.clone(),
             // What was handed over is newer than the state file, also if it is no choice.
-            write_cache: chosen.unwrap_or(remembered.write_cache),
+            write_cache: chosen.unwrap_or(remembered),
             capacity_read,
             socket,
             changed: Box::new(move || {

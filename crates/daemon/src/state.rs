@@ -7,6 +7,7 @@ pub mod left;
 pub mod store;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use block::ThrottleLimits;
@@ -45,14 +46,23 @@ pub struct Overrides {
 }
 
 /// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed
-/// and added again.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// and added again, and with its socket, whatever the name of the export there: that is where the guest connects.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
     /// The number of queues, if the configuration leaves it to ringdisk: later starts may find other CPUs, but the
     /// guest's device keeps its queues.
     pub queues: Option<u16>,
     /// The guest's choice of a write cache, if it differs from the cache mode.
     pub write_cache: Option<bool>,
+    /// The socket of the export, if it is known.
+    pub socket: Option<PathBuf>,
+}
+
+impl Remembered {
+    /// Whether a guest depends on nothing of it.
+    pub fn is_empty(&self) -> bool {
+        self.queues.is_none() && self.write_cache.is_none()
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -269,6 +279,22 @@ impl Overrides {
         self.remembered_as(|it| it.queues)
     }
 
+    /// Adds the sockets of the exports of which something is remembered: in a file of their own, as the numbers of queues.
+    pub fn add_sockets(&mut self, sockets: BTreeMap<String, PathBuf>) {
+        for (id, socket) in sockets {
+            self.remembered.entry(id).or_default().socket = Some(socket);
+        }
+        self.remembered.retain(|_, it| !it.is_empty());
+    }
+
+    /// The sockets of the exports of which something is remembered. One whose path is no text is left out.
+    pub fn sockets(&self) -> BTreeMap<String, PathBuf> {
+        let is_text = |socket: &PathBuf| socket.to_str().is_some();
+        let mut sockets = self.remembered_as(|it| it.socket.clone());
+        sockets.retain(|_, socket| is_text(socket));
+        sockets
+    }
+
     /// The file's text.
     pub fn text(&self) -> String {
         let document = Document {
@@ -414,6 +440,7 @@ impl Overrides {
             let mut read = Self::parse(text.as_bytes()).expect("what was written");
             read.add_queues(overrides.queues())
                 .expect("numbers of queues");
+            read.add_sockets(overrides.sockets());
             assert_eq!(read, overrides, "{text}");
         }
     }
@@ -468,6 +495,7 @@ mod tests {
                 let remembered = Remembered {
                     queues,
                     write_cache,
+                    socket: (id != "e").then(|| format!("/run/{id}.sock").into()),
                 };
                 (id.to_owned(), remembered)
             })
@@ -481,6 +509,7 @@ mod tests {
         let text = overrides().text();
         let mut read = Overrides::parse(text.as_bytes()).unwrap();
         read.add_queues(overrides().queues()).unwrap();
+        read.add_sockets(overrides().sockets());
         assert_eq!(read, overrides(), "{text}");
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use tracing::error;
 
 use super::{DISKS_MAX, NodeEntry, Server, ServerError, ServerState};
 use crate::config::export::ExportSpec;
+use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore, write_left};
@@ -172,14 +173,13 @@ impl Server {
         let disks = disks.iter().map(|changed| &changed.disk);
         let nodes = nodes.iter().map(|node| &node.disk);
         let disks = disks.chain(nodes).chain(detached).chain(&configured.disks);
-        let exports = exports.iter().map(|export| export.spec.id.as_str());
-        let ids: BTreeSet<&str> = disks
-            .map(|disk| disk.name.as_str())
-            .chain(exports)
-            .collect();
-        let remembered = overrides.remembered.iter();
-        let remembered = remembered.filter(|(id, _)| ids.contains(id.as_str()));
-        self.state().remembered = remembered.map(|(id, it)| (id.clone(), *it)).collect();
+        let each = |disk: &DiskSpec| (disk.name.clone(), sockets::path(disk));
+        let exports = (exports.iter()).map(|it| (it.spec.id.clone(), it.spec.socket.clone()));
+        let (ids, sockets): (BTreeSet<_>, BTreeSet<_>) = disks.map(each).chain(exports).unzip();
+        let is_there = |socket: &PathBuf| sockets.contains(socket);
+        let mut remembered = overrides.remembered.clone();
+        remembered.retain(|id, it| ids.contains(id) || it.socket.as_ref().is_some_and(is_there));
+        self.state().remembered = remembered;
     }
 
     /// A configuration of a served disk, with the number of queues that it has by default if `other` configures just that
@@ -264,9 +264,29 @@ impl ServerState {
         for export in self.exports.values() {
             let remembered = all.entry(export.id.clone()).or_default();
             remembered.write_cache = export.device.chosen_write_cache();
+            remembered.socket = Some(export.socket.clone());
         }
-        all.retain(|_, it| *it != Remembered::default());
+        all.retain(|_, it| !it.is_empty());
         all
+    }
+
+    /// What is remembered of the guest that connects at a socket belongs to the export that is added there, even if it has
+    /// another name now: then both names exchange what they have.
+    pub(super) fn follow_socket(&mut self, id: &str, socket: &Path) {
+        let is_at = |it: &Remembered| it.socket.as_deref() == Some(socket);
+        let is_ours = |other: &str| other == id || self.exports.contains_key(other);
+        let mut all = self.remembered.iter();
+        let other = all.find(|(other, it)| is_at(it) && !is_ours(other));
+        let other = other.map(|(other, _)| other.clone());
+        if let Some(other) = other.filter(|_| !self.remembered.get(id).is_some_and(is_at)) {
+            let ours = self.remembered.remove(id);
+            if let Some(its) = self.remembered.remove(&other) {
+                self.remembered.insert(id.to_owned(), its);
+            }
+            ours.map(|ours| self.remembered.insert(other, ours));
+        }
+        let remembered = self.remembered.entry(id.to_owned()).or_default();
+        remembered.socket = Some(socket.to_owned());
     }
 
     /// The number of queues of an export: the configured one, otherwise the one that it had before, otherwise one for each

@@ -12,6 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use block::ThrottleLimits;
 use engine::Identity;
 use rustix::fs::{FlockOperation, flock};
+use serde::de::DeserializeOwned;
 use thiserror::Error;
 use tracing::{error, warn};
 
@@ -27,6 +28,9 @@ const NAME: &str = "state.json";
 
 /// The file beside it, with what the previous version would not accept in the first. That version leaves it alone.
 const QUEUES_NAME: &str = "queues.json";
+
+/// The file beside it with the sockets of the exports of which something is remembered. Older versions leave it alone.
+const SOCKETS_NAME: &str = "sockets.json";
 
 /// The files that disks have left, which older versions do not know.
 const LEFT_NAME: &str = "left.json";
@@ -116,6 +120,11 @@ pub enum StateError {
          previous number may not connect"
     )]
     ReadQueues(PathBuf, String),
+    #[error(
+        "{0}: cannot be read: {1}; repair it if possible. Without it, a VM whose disk has got another name in the configuration may \
+         find another number of queues, or its write cache on again"
+    )]
+    ReadSockets(PathBuf, String),
 }
 
 /// The state directory, locked by this process.
@@ -134,6 +143,7 @@ struct Inner {
     /// The contents of the files, if they are known.
     text: Option<String>,
     queues: Option<BTreeMap<String, u16>>,
+    sockets: Option<BTreeMap<String, PathBuf>>,
     left: Option<LeftFiles>,
     directory: Option<PathBuf>,
     /// What could not be written last.
@@ -310,6 +320,13 @@ impl StateStore {
             let written = write(&self.directory, QUEUES_NAME, text.as_bytes());
             written.map_err(|problem| self.not_written(QUEUES_NAME, &problem))?;
             inner.queues = Some(queues);
+        }
+        let sockets = overrides.sockets();
+        if inner.sockets.as_ref() != Some(&sockets) {
+            let text = serde_json::to_string_pretty(&sockets)? + "\n";
+            let written = write(&self.directory, SOCKETS_NAME, text.as_bytes());
+            written.map_err(|problem| self.not_written(SOCKETS_NAME, &problem))?;
+            inner.sockets = Some(sockets);
         }
         // Before the record: a start adds a move to that which only the state has.
         self.write_text(inner, text)?;
@@ -514,26 +531,27 @@ fn left_text(all: &LeftFiles) -> io::Result<String> {
 
 /// Reads all files.
 fn read(directory: &Path) -> Result<Overrides, StateError> {
-    let (path, queues_path) = (directory.join(NAME), directory.join(QUEUES_NAME));
+    let [path, queues_path, sockets_path, left_path] =
+        [NAME, QUEUES_NAME, SOCKETS_NAME, LEFT_NAME].map(|name| directory.join(name));
     let parse = |bytes: Option<Vec<u8>>| bytes.as_deref().map(Overrides::parse).transpose();
     let state = read_file(&path).and_then(parse);
     let mut overrides = state
         .map_err(|problem| StateError::Read(path, problem))?
         .unwrap_or_default();
-    let parse = |bytes: Option<Vec<u8>>| {
-        let queues = bytes.map(|bytes| serde_json::from_slice(&bytes));
-        queues.transpose().map_err(|e| e.to_string())
-    };
-    let queues = read_file(&queues_path).and_then(parse);
-    let added = queues.and_then(|queues| overrides.add_queues(queues.unwrap_or_default()));
+    let added = read_json(&queues_path).and_then(|queues| overrides.add_queues(queues));
     added.map_err(|problem| StateError::ReadQueues(queues_path, problem))?;
-    let left_path = directory.join(LEFT_NAME);
-    let left = read_file(&left_path).and_then(|bytes| match bytes {
-        Some(bytes) => serde_json::from_slice(&bytes).map_err(|e| e.to_string()),
-        None => Ok(LeftFiles::default()),
-    });
+    let sockets = read_json(&sockets_path);
+    overrides.add_sockets(sockets.map_err(|e| StateError::ReadSockets(sockets_path, e))?);
+    let left = read_json(&left_path);
     overrides.left = left.map_err(|problem| StateError::ReadLeft(left_path, problem))?;
     Ok(overrides)
+}
+
+/// What a file has; that of an empty one if there is none.
+fn read_json<T: DeserializeOwned + Default>(path: &Path) -> Result<T, String> {
+    read_file(path)?.map_or(Ok(T::default()), |bytes| {
+        serde_json::from_slice(&bytes).map_err(|e| e.to_string())
+    })
 }
 
 fn read_file(path: &Path) -> Result<Option<Vec<u8>>, String> {

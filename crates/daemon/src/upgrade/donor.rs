@@ -423,6 +423,7 @@ fn send(
         nbd_config: Some(handover_nbd_config(&configured.nbd)),
         has_directory: configured.directory.is_some(),
         queues: Some(overrides.queues()),
+        remembered_at: overrides.sockets(),
         left: overrides.left.clone(),
         tls: (server.nbd.tls().iter())
             .map(|(id, spec)| (id.clone(), handover_tls(spec)))

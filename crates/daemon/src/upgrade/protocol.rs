@@ -145,6 +145,9 @@ pub struct Handover {
     /// The numbers of queues that are defaults, by export. Older versions give every disk a number.
     #[serde(default)]
     pub queues: Option<BTreeMap<String, u16>>,
+    /// The sockets of exports of whose guests something is remembered. Older versions do not know them.
+    #[serde(default)]
+    pub remembered_at: BTreeMap<String, PathBuf>,
     /// The files that disks have left. Older versions do not know them.
     #[serde(default)]
     pub left: LeftFiles,

@@ -161,6 +161,7 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
         added.map_err(|e| invalid("number of queues", e))?;
     }
     if let Some(overrides) = &mut parts.overrides {
+        overrides.add_sockets(handover.remembered_at);
         overrides.left = handover.left;
     }
     parts.has_directory = handover.has_directory;

@@ -39,6 +39,37 @@ fn file_that_was_cut_off_fails_the_backup() {
     served.done(&["backup", "end"]);
 }
 
+/// What a file should have and does not is an error for its reader, and no hole: a copy fails, whatever was noticed before.
+#[test]
+fn disk_without_its_end_cannot_be_copied() {
+    let Some(served) = Served::start("disk_without_its_end_cannot_be_copied", &[]) else {
+        return;
+    };
+    for (disk, file) in [("a", "a.raw"), ("b", "b.qcow2")] {
+        // In clusters of their own.
+        let mut guest = served.connect(disk);
+        for block in (0..DISK_BYTES / BLOCK).step_by(128) {
+            write(&mut guest, 0, block, 1);
+        }
+        drop(guest);
+        let to = served.path("copy");
+        let to = to.to_str().unwrap();
+        let copy = ["backup", "copy", disk, "--to", to];
+        served.done(&copy);
+        let file = File::options().write(true).open(served.path(file));
+        let file = file.unwrap();
+        let whole = file.metadata().unwrap().len();
+        file.set_len(whole / 2).unwrap();
+        served.done(&["list"]);
+        // The second time as well: the file is as it was when the backup began.
+        for _ in 0..2 {
+            let _ = std::fs::remove_file(to);
+            served.refused(&copy, "");
+            assert!(!std::path::Path::new(to).exists());
+        }
+    }
+}
+
 /// A file that has grown, and its guest does not know yet. What the disk will grow by counts as dirty.
 #[test]
 fn file_grows_before_its_disk() {

@@ -125,10 +125,68 @@ fn upgrade_from_a_pinned_shell_keeps_queues() {
     let mut guest = device(&ringdisk, "a", before);
     let upgraded = on_one_cpu(|| ringdisk.json(&["upgrade"]));
     let Some(upgraded) = upgraded else { return };
-    let pid = upgraded["pid"].as_u64().unwrap() as i32;
     assert_eq!(queues(&ringdisk, "a"), Some(before));
     verify(&mut guest);
+    kill(&upgraded);
+}
+
+/// Kills the process that an upgrade has started.
+fn kill(upgraded: &Value) {
+    let pid = upgraded["pid"].as_u64().unwrap() as i32;
     let ended =
         rustix::process::kill_process(Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL);
     ended.unwrap();
+}
+
+/// Configures the disks of the files `a.raw` and `b.raw`, at their sockets, with other names.
+fn rename(ringdisk: &Controlled, names: [&str; 2]) {
+    let disk = |name: &str, file: &str| {
+        let (file, socket) = (format!("{file}.raw"), format!("{file}.sock"));
+        let (file, socket) = (ringdisk.path(&file), ringdisk.path(&socket));
+        let (file, socket) = (file.display(), socket.display());
+        format!("[[disk]]\nname = \"{name}\"\nfile = \"{file}\"\nsocket = \"{socket}\"\n")
+    };
+    let text = disk(names[0], "a") + &disk(names[1], "b");
+    fs::write(ringdisk.path("r.toml"), text).unwrap();
+}
+
+/// What a guest depends on stays where it connects: its number of queues, and that its write cache is off, so that it flushes
+/// nothing. Names may change by a reload, an upgrade or a restart, also to that of another disk.
+#[test]
+fn renamed_disk_keeps_its_queues_and_its_write_cache() {
+    /// The offset of the write cache in the configuration space.
+    const WCE: u32 = 32;
+    let Some(one) = one_cpu() else { return };
+    let (mut ringdisk, mut upgraded) = (start(), Value::Null);
+    let before = queues(&ringdisk, "a").unwrap();
+    assert!(before > 1);
+    let mut guest = device(&ringdisk, "a", before);
+    guest.frontend.set_config(WCE, &[0]).unwrap();
+    drop(guest);
+    for (names, how) in [
+        (["c", "b"], "reload"),
+        (["b", "c"], "reload"),
+        (["c", "b"], "reload"),
+        (["e", "b"], "kill"),
+        (["b", "e"], "kill"),
+        (["d", "e"], "upgrade"),
+    ] {
+        rename(&ringdisk, names);
+        for (thread, _) in ringdisk.threads() {
+            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
+        }
+        match how {
+            "kill" => ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap(),
+            "upgrade" => upgraded = on_one_cpu(|| ringdisk.json(&[how])).unwrap(),
+            _ => _ = ringdisk.json(&[how]),
+        }
+        for (name, file, expected) in [(names[0], "a", 0), (names[1], "b", 1)] {
+            assert_eq!(queues(&ringdisk, name), Some(before), "{names:?} {how}");
+            let mut guest = device(&ringdisk, file, before);
+            verify(&mut guest);
+            let write_cache = guest.frontend.config(WCE, 1).unwrap();
+            assert_eq!(write_cache, [expected], "{names:?} {how} {file}");
+        }
+    }
+    kill(&upgraded);
 }

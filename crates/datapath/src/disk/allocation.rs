@@ -125,8 +125,14 @@ enum Beginning {
 fn beginning(file: &OwnedFd, at: u64) -> io::Result<Beginning> {
     let data = match seek(file, SeekFrom::Data(at)) {
         Ok(data) => data,
-        // No data up to the end of the file.
-        Err(Errno::NXIO) => return Ok(Beginning::Hole(u64::MAX)),
+        // No data up to the end of the file. What should be behind it is no hole: reading it says what is wrong.
+        Err(Errno::NXIO) => {
+            let end = rustix::fs::fstat(file)?.st_size as u64;
+            return Ok(match end.saturating_sub(at) {
+                0 => Beginning::Data(u64::MAX),
+                hole => Beginning::Hole(hole),
+            });
+        }
         // The file system does not know.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Beginning::Data(u64::MAX)),
         Err(e) => return Err(e.into()),
