@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use datapath::{CutDisk, Fleece, Held, cut, end_cut};
 use harness::text::is_printable;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use super::bitmap_plan::{BitmapAction, BitmapChange, BitmapName};
 use super::bitmaps::sync;
@@ -32,6 +32,7 @@ use super::error::{BACKUP_DISKS_MAX, BACKUP_ID_BYTES_MAX, BackupError, SETTLE};
 use super::nbd::export::{Moment, locked};
 use super::nbd::rbd_snapshot::Snapshot;
 use super::{Claim, Server, ServerError};
+use crate::config::spec::Lock;
 use crate::node::Node;
 use crate::node::checkpoint::{self, Checkpoint, Continued};
 use crate::token::token;
@@ -241,10 +242,20 @@ impl Server {
         served: &[ServedNode],
         options: BackupOptions,
     ) -> Result<Arc<Backup>, BackupError> {
+        // If it does not begin.
+        let _unused = Unused::new(served.iter().map(|(device, node)| (device, node)));
+        let released = |node: &Node| BackupError::Released(node.name().into());
+        for (device, node) in served.iter().filter(|(_, node)| !node.is_acquired()) {
+            if !device.is_ours() {
+                return Err(released(node));
+            }
+            (device.acquire())
+                .map_err(|e| BackupError::Acquire(node.name().into(), e.to_string()))?;
+        }
         // None of them is released meanwhile.
         let kept: Vec<_> = served.iter().map(|(device, _)| device.node()).collect();
         if let Some(node) = kept.iter().find(|node| !node.is_acquired()) {
-            return Err(BackupError::Released(node.name().into()));
+            return Err(released(node));
         }
         let memory = options.memory.unwrap_or(MEMORY_DEFAULT);
         // First, since it has a time limit.
@@ -569,6 +580,39 @@ impl Server {
         for disk in &backup.disks {
             // Its queues then take over which bitmaps record changes.
             end_cut(&disk.device.disk, &disk.device.io_threads());
+        }
+        let disks = backup.disks.iter();
+        drop(Unused::new(disks.map(|disk| (&disk.device, &disk.node))));
+    }
+}
+
+/// Disks that may not be in use by a backup any more: they are [released](ServedDisk::release_if_unused), where nothing else uses
+/// them.
+struct Unused(Vec<Arc<ServedDisk>>);
+
+impl Unused {
+    fn new<'a>(disks: impl Iterator<Item = (&'a Arc<ServedDisk>, &'a Arc<Node>)>) -> Self {
+        let disks = disks.filter(|(_, node)| node.spec.lock == Lock::Running);
+        Self(disks.map(|(device, _)| device.clone()).collect())
+    }
+}
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        let begun = Instant::now();
+        let tasks = self.0.drain(..).map(|device| {
+            let name = device.disk.name.clone();
+            let task = deadline::begin(&name, move || {
+                device.release_if_unused();
+                Ok(())
+            });
+            (name, task)
+        });
+        // At the same time: storage may not answer.
+        let tasks: Vec<_> = tasks.collect();
+        for (name, task) in tasks {
+            let done = task.and_then(|task| deadline::end(&name, begun + ANSWER_TIMEOUT, &task));
+            let _ = done.inspect_err(|e| warn!("disk {name}: not released yet: {e}"));
         }
     }
 }

@@ -14,7 +14,7 @@ use tracing::{error, info, warn};
 
 use crate::config::spec::Lock;
 use crate::inherited::FileIdentity;
-use crate::node::{Node, RELEASED};
+use crate::node::{Node, NodeError, RELEASED};
 use crate::server::clients::{Clients, END_TIMEOUT};
 use crate::server::error::ExportError;
 use crate::server::iothreads::NamedThread;
@@ -40,6 +40,9 @@ pub struct ServedDisk {
     frontend: Mutex<Option<FrontendChannel>>,
     /// The size that the front-end has read, in sectors; [`NEVER_READ`] if it has read none.
     capacity_read: AtomicU64,
+    /// The VM that is connected has used the disk here, and has not moved since: no other host has it. One that has not used
+    /// it may be about to arrive.
+    is_ours: AtomicBool,
 }
 
 const NEVER_READ: u64 = u64::MAX;
@@ -89,6 +92,7 @@ impl ServedDisk {
             write_cache,
             frontend: Mutex::default(),
             capacity_read: AtomicU64::new(capacity_read.unwrap_or(NEVER_READ)),
+            is_ours: AtomicBool::new(false),
         }
     }
 
@@ -114,6 +118,8 @@ impl ServedDisk {
             // Part of the session.
             frontend: _,
             capacity_read: _,
+            // Only a VM that is stopped needs it, and only for a backup, which waits until it runs again.
+            is_ours: _,
         } = self;
         CarriedDisk {
             file: node.identity(),
@@ -193,6 +199,49 @@ impl ServedDisk {
         })?;
         *node = new.clone();
         Ok(())
+    }
+
+    /// Whether no other host has the disk, although this one has released it: its VM is stopped, and still connected.
+    pub fn is_ours(&self) -> bool {
+        self.is_ours.load(Ordering::Relaxed)
+    }
+
+    /// Locks the disk and opens its files, if it was released (lock=running). [`release_if_unused`](Self::release_if_unused) is
+    /// the way back.
+    ///
+    /// # Errors
+    /// Another host has the lock, or the disk can no longer be served.
+    pub fn acquire(&self) -> Result<bool, NodeError> {
+        let node = self.node();
+        let size = self.disk.size();
+        let acquired = node.reacquire(&self.disk)?;
+        drop(node);
+        if self.disk.size() != size {
+            self.tell_size();
+        }
+        Ok(acquired)
+    }
+
+    /// Releases a disk that stays acquired only while a VM runs on it, if none does and no backup is open.
+    pub fn release_if_unused(&self) {
+        let node = self.node();
+        let is_used = self.clients.have_guest() || self.disk.fleece().is_some();
+        if node.spec.lock == Lock::Always || !node.is_acquired() || is_used {
+            return;
+        }
+        let ended = (self.clients).end(|_| true, Instant::now() + END_TIMEOUT);
+        let released = match ended && !self.disk.is_abandoned() {
+            true => node.release(&self.disk).map_err(|e| e.to_string()),
+            false => Err("its storage has not answered all requests".to_owned()),
+        };
+        match released {
+            Ok(_) => info!(
+                "disk {}: no VM runs on it; the lock of {} is given up",
+                self.disk.name, node.filename
+            ),
+            // It stays acquired until a VM stops on it.
+            Err(e) => error!("disk {}: not released: {e}", self.disk.name),
+        }
     }
 
     /// Most data segments in a request: the ring less a header and a status.
@@ -283,26 +332,52 @@ impl<'a> BlockDevice<'a> {
 
     /// Acquires the disk if it is released, before the first ring is served.
     fn acquire(&mut self) -> io::Result<()> {
-        let (node, disk) = (self.served.node(), &self.served.disk);
-        let (size, began) = (disk.size(), Instant::now());
-        if !node.reacquire(disk).map_err(io::Error::other)? {
-            return Ok(());
+        let began = Instant::now();
+        if self.served.acquire().map_err(io::Error::other)? {
+            self.draining = Duration::ZERO;
+            info!(
+                "disk {}: a VM starts on it; locked and reopened {} in {:.1} ms",
+                self.served.disk.name,
+                self.served.node().filename,
+                began.elapsed().as_secs_f64() * 1000.0
+            );
         }
-        self.draining = Duration::ZERO;
-        info!(
-            "disk {}: a VM starts on it; locked and reopened {} in {:.1} ms",
-            disk.name,
-            node.filename,
-            began.elapsed().as_secs_f64() * 1000.0
-        );
-        if disk.size() != size {
-            self.served.tell_size();
+        Ok(())
+    }
+
+    fn start_queue(&mut self, ring: u16, queue: NewQueue, goes_on: bool) -> io::Result<()> {
+        self.acquire()?;
+        let node = self.served.node().clone();
+        match goes_on {
+            true => node.check_journal().map_err(io::Error::other)?,
+            false => node.forget_journal(),
+        }
+        let first = self.running.iter().all(Option::is_none);
+        let thread = self.thread(ring);
+        let arrived = thread.arrive(&queue.virtqueue);
+        let queue = thread.thread.start(self.served.disk.clone(), queue);
+        let queue = queue.inspect_err(|_| thread.leave(arrived))?;
+        self.running[usize::from(ring)] = Some(Running {
+            queue,
+            stopping: None,
+            arrived,
+        });
+        self.served.is_ours.store(true, Ordering::Relaxed);
+        if first {
+            // QEMU accepts notifications now: its device starts before its rings.
+            self.served.tell_size_if_not_read();
         }
         Ok(())
     }
 
     fn thread(&self, ring: u16) -> &'a NamedThread {
         &self.served.threads[usize::from(ring)]
+    }
+}
+
+impl Drop for BlockDevice<'_> {
+    fn drop(&mut self) {
+        self.served.is_ours.store(false, Ordering::Relaxed);
     }
 }
 
@@ -371,28 +446,10 @@ impl Device for BlockDevice<'_> {
     }
 
     fn start(&mut self, ring: u16, queue: NewQueue, goes_on: bool) -> io::Result<()> {
-        self.acquire()?;
-        let node = self.served.node().clone();
-        match goes_on {
-            true => node.check_journal().map_err(io::Error::other)?,
-            false => node.forget_journal(),
-        }
-        let first = self.running.iter().all(Option::is_none);
-        let thread = self.thread(ring);
-        let arrived = thread.arrive(&queue.virtqueue);
-        let queue = thread.thread.start(self.served.disk.clone(), queue);
-        let queue = queue.inspect_err(|_| thread.leave(arrived))?;
+        // First, so that the end of a backup does not release the disk meanwhile.
         self.served.clients.guest_queue_started();
-        self.running[usize::from(ring)] = Some(Running {
-            queue,
-            stopping: None,
-            arrived,
-        });
-        if first {
-            // QEMU accepts notifications now: its device starts before its rings.
-            self.served.tell_size_if_not_read();
-        }
-        Ok(())
+        let started = self.start_queue(ring, queue, goes_on);
+        started.inspect_err(|_| self.served.clients.guest_queue_stopped())
     }
 
     fn begin_stop(&mut self, ring: u16) {
@@ -436,9 +493,15 @@ impl Device for BlockDevice<'_> {
             return Ok(());
         }
         let (name, began) = (&self.served.disk.name, Instant::now());
-        // Nobody preserves what the other host writes over.
-        if let Some(fleece) = self.served.disk.fleece() {
-            fleece.fail("the disk was released to another host");
+        if migrating {
+            self.served.is_ours.store(false, Ordering::Relaxed);
+        }
+        match self.served.disk.fleece() {
+            // Nobody preserves what the other host writes over.
+            Some(fleece) if migrating => fleece.fail("its VM was moved to another host"),
+            // The end of the backup releases it.
+            Some(_) => return Ok(()),
+            None => {}
         }
         // None of them changes the disk once it is released.
         let ended = self.served.clients.end(|_| true, began + END_TIMEOUT);

@@ -232,7 +232,10 @@ pub enum BackupError {
         "Bitmap '{0}' is currently in use by another operation and cannot be used: backup '{1}' is open"
     )]
     Bitmap(String, String),
-    #[error("disk '{0}' is released to another host")]
+    #[error(
+        "disk '{0}' may be in use on another host (lock=running): its VM is not connected, has not used it since it was started, \
+         or was moved; try again when the VM uses it, or serve the disk of a VM that is off with lock=always"
+    )]
     Released(String),
     #[error("the name '{0}' is taken by a disk; choose another id")]
     Name(String),
@@ -255,6 +258,10 @@ pub enum BackupError {
     TooManyBitmaps(String),
     #[error("disk '{0}' cannot have bitmaps: it is read-only or stores nothing")]
     NoBitmaps(String),
+    #[error(
+        "disk '{0}' was released when its VM stopped (lock=running), and cannot be locked for the backup: {1}"
+    )]
+    Acquire(String, String),
     #[error("disk '{0}': its bitmaps cannot be used: {1}")]
     Lock(String, io::Error),
     #[error("{path}: no file for old data can be created there: {1}", path = .0.display())]

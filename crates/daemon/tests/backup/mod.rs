@@ -9,6 +9,7 @@ pub mod moment;
 mod races;
 mod refusals;
 mod sizes;
+mod stopped_vms;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

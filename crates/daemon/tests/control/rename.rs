@@ -235,3 +235,25 @@ fn backing_file_is_reported_in_use_by_its_disk() {
     let refused = served.ringdisk.ringdisk(&["attach", &reader]);
     refused.assert_fails(1, &["b.raw", "in use by disk 'b'", "--allow-backing"]);
 }
+
+/// After a snapshot by command, the configuration gets the new file, and another name for the disk: its own former file is no
+/// other disk's.
+#[test]
+fn disk_with_a_snapshot_gets_another_name() {
+    let test = "disk_with_a_snapshot_gets_another_name";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let served = RenameTest::start(&[("a", "a.raw")]);
+    let dir = served.ringdisk.dir.path().to_owned();
+    let overlay = "create -q -f qcow2 -b a.raw -F raw above.qcow2";
+    qemu::img(&dir, overlay);
+    served.ringdisk.json(&["replace", "a", "above.qcow2"]);
+    let at = dir.display();
+    let text =
+        format!("[[disk]]\nname = \"b\"\nfile = \"{at}/above.qcow2\"\nsocket = \"{at}/a.sock\"\n");
+    fs::write(served.path("config.toml"), text).unwrap();
+    served.ringdisk.json(&["reload"]);
+    served.assert_on("b", "above.qcow2");
+    rewrite(&mut served.connect("a").queues[0]);
+}

@@ -158,6 +158,10 @@ impl<'a> Change<'a> {
     ) {
         let result = server.detach(claim, &disk.name, Removal::Hard);
         let remains = server.node_of(&disk.name).map(|_| disk);
+        if remains.is_none() {
+            // Another one may build on its configured file from now on: itself, if it has another name now.
+            server.context.own_files.forget_configured(&disk.name);
+        }
         failed.disk("removing disk", disk, result, remains);
     }
 
