@@ -53,13 +53,13 @@ pub enum AllowedError {
     /// The file is in none of the allowed directories.
     #[error(
         "it names '{name}', which is in none of the directories that its images may be in \
-        ({allowed}); --allow-backing DIR allows another one, if you trust the creator of the image"
+        ({allowed}); --allow-backing DIR (allow-backing in the configuration) allows another one, if you trust the creator of the image"
     )]
     Outside { name: String, allowed: String },
     /// The file is a symbolic link that leads out of the allowed directories.
     #[error(
         "it names '{name}', which leads to '{target}', and that is in none of the directories that its images may be in \
-        ({allowed}); --allow-backing DIR allows another one, if you trust the creator of the image"
+        ({allowed}); --allow-backing DIR (allow-backing in the configuration) allows another one, if you trust the creator of the image"
     )]
     Link {
         name: String,

@@ -10,12 +10,13 @@ mod repository;
 mod small;
 
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{self, DirBuilder, Metadata};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use advisor::served;
+use rustix::process::geteuid;
 use serde_json::Value;
 
 use crate::client::backup::{self, Opening};
@@ -310,8 +311,18 @@ fn configs(
 pub struct Directory(PathBuf);
 
 impl Directory {
+    /// The VM is locked: those of others are of commands that were killed.
     fn new(vm: &str) -> Result<Self, CommandLineError> {
-        let path = std::env::temp_dir().join(format!("ringdisk-backup-{vm}-{}", token()));
+        let (parent, start) = (std::env::temp_dir(), format!("ringdisk-backup-{vm}-"));
+        let entries = fs::read_dir(&parent).into_iter().flatten().flatten();
+        for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&start))
+        {
+            let is_own = |there: Metadata| there.is_dir() && there.uid() == geteuid().as_raw();
+            if entry.metadata().is_ok_and(is_own) {
+                let _ = fs::remove_dir_all(entry.path());
+            }
+        }
+        let path = parent.join(start + &token());
         let made = DirBuilder::new().mode(0o700).create(&path);
         made.map_err(|e| CommandLineError::Target(path.clone(), e))?;
         Ok(Self(path))

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::checkpoints::stop;
 use super::failures::bits;
-use super::{BINARY, DISK_BYTES, Served, run, text, write};
+use super::{BINARY, BLOCK, DISK_BYTES, Served, numbers, run, text, write};
 use crate::nbd::raw::Client;
 
 const KEY: &str = "x-ringdisk-checkpoint";
@@ -426,4 +426,38 @@ fn marked_files_are_copied_in_full() {
     let copied = served.done(&["backup", "copy", "b", &to, "--bitmap=n", &since]);
     assert_eq!(of(&copied).0, "incremental");
     check(&served, "raw", text(&file));
+}
+
+/// The file with the last backup was cut off: an increment brings back what is missing, though it has not changed.
+#[test]
+fn an_increment_completes_a_file_that_was_cut_off() {
+    let test = "an_increment_completes_a_file_that_was_cut_off";
+    let Some(served) = Served::start(test, &[]) else {
+        return;
+    };
+    for disk in ["a", "b"] {
+        let mut device = served.connect(disk);
+        for block in (0..DISK_BYTES / BLOCK).step_by(256) {
+            write(&mut device, 0, block, block);
+        }
+        let file = served.path("copy.raw");
+        let to = format!("--to={}", text(&file));
+        let copied = served.done(&["backup", "copy", disk, &to, "--bitmap=n"]);
+        let cut = fs::File::options().write(true).open(&file).unwrap();
+        cut.set_len(DISK_BYTES / 4 + 12345).unwrap();
+        write(&mut device, 0, 1, 1);
+        let since = format!("--since={}", of(&copied).2);
+        let copied = served.done(&["backup", "copy", disk, &to, "--bitmap=n", &since]);
+        assert_eq!(of(&copied).0, "incremental");
+        let now = numbers(&fs::read(&file).unwrap());
+        for (block, &found) in (0..).zip(&now) {
+            let expected = if block % 256 == 0 {
+                block
+            } else {
+                u64::from(block == 1)
+            };
+            assert_eq!(found, expected, "{disk}: {block}");
+        }
+        fs::remove_file(&file).unwrap();
+    }
 }

@@ -333,6 +333,7 @@ impl Copying<'_> {
             return Err(io::Error::other(text));
         }
         let mut to = job.target.writer(self.stop)?;
+        let has = job.target.had();
         let mut buffer = vec![0; READ as usize];
         loop {
             let mut at = self.next.fetch_add(WINDOW, Relaxed);
@@ -342,7 +343,11 @@ impl Copying<'_> {
             let end = job.size.min(at + WINDOW);
             while at < end {
                 self.stop.check()?;
-                let (bytes, is_copied, is_zero) = extent(&from.status(at, end - at)?);
+                // What the file does not have is copied, whether it has changed or not.
+                let is_missing = at >= has;
+                let end = if is_missing { end } else { end.min(has) };
+                let contexts = from.status(at, end - at)?;
+                let (bytes, is_copied, is_zero) = extent(&contexts, is_missing);
                 if is_copied {
                     self.extent(&mut from, &mut to, at, bytes, is_zero, &mut buffer)?;
                 } else {
@@ -382,13 +387,14 @@ impl Copying<'_> {
     }
 }
 
-/// The first bytes for which all contexts say the same; whether they are copied, and whether they are zeroes.
-fn extent(contexts: &[Vec<Extent>]) -> (u64, bool, bool) {
+/// The first bytes for which all contexts say the same; whether they are copied, and whether they are zeroes. `all`: all are
+/// copied.
+fn extent(contexts: &[Vec<Extent>], all: bool) -> (u64, bool, bool) {
     let first = |context: usize| contexts.get(context)?.first().copied();
     let (allocated, state) = first(0).unwrap_or((0, 0));
     let (dirty, is_copied) = match first(1) {
-        Some((bytes, flags)) => (bytes, flags & STATE_DIRTY != 0),
-        None => (allocated, true),
+        Some((bytes, flags)) if !all => (bytes, flags & STATE_DIRTY != 0),
+        _ => (allocated, true),
     };
     if !is_copied {
         return (dirty, false, false);
@@ -444,11 +450,14 @@ mod tests {
 
     #[test]
     fn extents_are_those_of_both_contexts() {
-        let all = |allocated: Extent, dirty: Extent| extent(&[vec![allocated], vec![dirty]]);
+        let both = |allocated, dirty, all| extent(&[vec![allocated], vec![dirty]], all);
+        let all = |allocated: Extent, dirty: Extent| both(allocated, dirty, false);
         assert_eq!(all((10, 0), (20, 1)), (10, true, false));
         assert_eq!(all((10, 3), (5, 1)), (5, true, true));
         // What is unchanged is not looked at.
         assert_eq!(all((10, 3), (50, 0)), (50, false, false));
-        assert_eq!(extent(&[vec![(7, 2), (3, 0)]]), (7, true, true));
+        // Unless everything is copied.
+        assert_eq!(both((10, 0), (50, 0), true), (10, true, false));
+        assert_eq!(extent(&[vec![(7, 2), (3, 0)]], false), (7, true, true));
     }
 }

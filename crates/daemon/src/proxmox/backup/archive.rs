@@ -8,9 +8,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use block::format_size;
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 
 use super::super::vma::{Archive, EXTENT};
 use super::{Contents, Data, Part};
@@ -44,7 +46,12 @@ struct Output {
 }
 
 impl Output {
+    /// # Errors
+    /// There is an archive of that name, or another command makes it, among others.
     fn create(path: &Path, is_compressed: bool) -> io::Result<Self> {
+        if path.symlink_metadata().is_ok() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
         let mut partial = path.as_os_str().to_owned();
         partial.push(".partial");
         let partial = PathBuf::from(partial);
@@ -87,7 +94,12 @@ impl Output {
         }
         let file = File::open(&self.partial)?;
         file.sync_all()?;
-        fs::rename(&self.partial, path)?;
+        let renamed = renameat_with(CWD, &self.partial, CWD, path, RenameFlags::NOREPLACE);
+        match renamed {
+            // Not on this file system, as on NFS.
+            Err(Errno::INVAL | Errno::NOSYS) => fs::rename(&self.partial, path)?,
+            renamed => renamed?,
+        }
         self.is_kept = true;
         File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()?;
         Ok(file.metadata()?.len())
@@ -131,7 +143,17 @@ pub fn write(
     address: &Address,
     stop: &Stop,
 ) -> Result<String, CommandLineError> {
-    let path = form.dir.join(name(vm, form.is_compressed)?);
+    // Names have seconds, and an archive of this second may be there.
+    let mut tries = 0..10;
+    let (path, output) = loop {
+        let path = form.dir.join(name(vm, form.is_compressed)?);
+        match Output::create(&path, form.is_compressed) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && tries.next().is_some() => {
+                thread::sleep(Duration::from_millis(200));
+            }
+            output => break (path, output),
+        }
+    };
     let of_target = |e: io::Error| match e.kind() {
         io::ErrorKind::Interrupted => CommandLineError::Interrupted,
         _ => CommandLineError::Target(path.clone(), e),
@@ -149,7 +171,7 @@ pub fn write(
     let time = SystemTime::now().duration_since(UNIX_EPOCH);
     let header = archive.header(time.map_or(0, |time| time.as_secs()), &configs, &devices);
     let header = header.map_err(CommandLineError::Refused)?;
-    let mut output = Output::create(&path, form.is_compressed).map_err(of_target)?;
+    let mut output = output.map_err(of_target)?;
     output.to.write_all(&header).map_err(of_target)?;
     let output = Mutex::new(output);
     let (done, is_over) = (AtomicU64::new(0), AtomicBool::new(false));

@@ -39,6 +39,8 @@ pub struct Target {
     /// As it is named now, if that differs.
     partial: Option<PathBuf>,
     kind: Kind,
+    /// The length of the file that is updated.
+    had: Option<u64>,
     /// A new file with its [lock](new_partial).
     lock: Option<File>,
 }
@@ -113,6 +115,7 @@ impl Target {
                     file,
                     is_empty: false,
                 },
+                had: Some(now.len()),
                 lock: None,
             });
         }
@@ -136,6 +139,7 @@ impl Target {
             format,
             partial: Some(partial.clone()),
             kind: Kind::Finished,
+            had: None,
             lock: Some(file.try_clone()?),
         };
         target.kind = match format {
@@ -151,6 +155,12 @@ impl Target {
             }
         };
         Ok(target)
+    }
+
+    /// Up to where it has what has not changed since the last backup: a raw file may have been cut off, or the disk has grown.
+    /// Whole blocks.
+    pub fn had(&self) -> u64 {
+        self.had.map_or(u64::MAX, |bytes| bytes & !0xffff)
     }
 
     /// As it is named now.
