@@ -4,7 +4,7 @@ use crate::support;
 
 use std::fs;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Instant;
@@ -22,6 +22,7 @@ use support::{Disk, content, seed};
 struct Image {
     disk: Disk,
     name: String,
+    has_state: bool,
 }
 
 impl Image {
@@ -29,7 +30,11 @@ impl Image {
     fn new(test: &str, options: &str) -> Option<Self> {
         let disk = Disk::new();
         let name = "image.qcow2".to_owned();
-        let image = Self { disk, name };
+        let image = Self {
+            disk,
+            name,
+            has_state: false,
+        };
         qemu_img::is_there(test).then(|| {
             image.qemu_img(&format!("create -q -f qcow2 {options} {} 64M", image.name));
             image
@@ -68,7 +73,15 @@ impl Image {
             &format!("file={file},socket={socket}{options}"),
         ]);
         command.env("RUNTIME_DIRECTORY", self.directory().join("runtime"));
+        command.arg("--control").arg(self.control());
+        if self.has_state {
+            command.arg("--state").arg(self.directory().join("state"));
+        }
         command
+    }
+
+    fn control(&self) -> PathBuf {
+        self.directory().join("control.qmp")
     }
 
     fn serve(&self, options: &str) -> Server {
@@ -557,12 +570,14 @@ fn refused_image_leaves_no_journal() -> io::Result<()> {
 /// kill, also if it has only read.
 #[test]
 fn no_guest_goes_on_without_the_journal_of_its_image() -> io::Result<()> {
-    for queues in [1, 2] {
+    for (queues, has_state) in [(1, false), (2, true), (1, true)] {
         for packed in [false, true] {
-            let Some(image) = Image::new("no_guest_goes_on_without_the_journal_of_its_image", "")
+            let Some(mut image) =
+                Image::new("no_guest_goes_on_without_the_journal_of_its_image", "")
             else {
                 return Ok(());
             };
+            image.has_state = has_state;
             let config = DeviceConfig {
                 queues,
                 packed,
@@ -584,6 +599,12 @@ fn no_guest_goes_on_without_the_journal_of_its_image() -> io::Result<()> {
             // Its last message may be refused.
             let _ = device.reconnect(server.socket(), &config);
             server.wait_for_log(&["lacks writes that its running guest relies on"]);
+            // No command makes the journal worthless that is elsewhere.
+            let mut resize = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            resize.args(["resize", "image", "128M", "--control"]);
+            let resized = resize.arg(image.control()).output()?;
+            let said = String::from_utf8_lossy(&resized.stderr);
+            assert!(said.contains("needs the journal of this image"), "{said}");
             assert!(server.terminate()?.success());
             fs::remove_dir_all(&here)?;
             fs::rename(&elsewhere, &here)?;

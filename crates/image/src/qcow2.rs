@@ -117,8 +117,10 @@ pub struct Qcow2 {
     /// Unused space is returned to the file system.
     /// The preparations for the first write are done.
     has_begun_writing: AtomicBool,
-    /// Its journal bits are about a journal that is not here, and nothing has been written since it was opened.
+    /// Changes are missing that were acknowledged: they are in a journal that is not here.
     lacks_journal: AtomicBool,
+    /// A guest that goes on was refused because of that.
+    has_refused: AtomicBool,
     /// Why writing has stopped.
     damage: OnceLock<Damage>,
     on_damage: OnceLock<OnDamage>,

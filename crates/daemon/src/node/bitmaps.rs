@@ -27,7 +27,7 @@ impl Node {
     }
 
     /// The bitmaps of a disk that is writable, and that the state directory may keep.
-    fn recorded_bitmaps(&self) -> Option<Arc<RecordedBitmaps>> {
+    pub(super) fn recorded_bitmaps(&self) -> Option<Arc<RecordedBitmaps>> {
         self.state().recorded_bitmaps.clone()
     }
 

@@ -209,7 +209,7 @@ impl Node {
     /// # Errors
     /// The journal is elsewhere.
     pub fn check_journal(&self) -> Result<(), NodeError> {
-        match self.with_image(Qcow2::lacks_journal) {
+        match self.with_image(Qcow2::refuses_guest) {
             Some(true) => Err(NodeError::WithoutJournal(self.filename.clone())),
             _ => Ok(()),
         }
@@ -218,9 +218,20 @@ impl Node {
     /// A guest starts on the disk: what a journal contains that is elsewhere is lost. Durable before that guest can write
     /// anything, so that it can go on after a kill.
     pub fn forget_journal(&self) {
-        if let Some(Err(e)) = self.with_image(Qcow2::forget_journal) {
+        let forget = |image: &Qcow2| {
+            if !image.lacks_journal() {
+                return Ok(());
+            }
+            image.forget_journal()?;
+            // That was left out when the image was opened.
+            match self.recorded_bitmaps() {
+                Some(_) => image.use_bitmaps(),
+                None => Ok(()),
+            }
+        };
+        if let Some(Err(e)) = self.with_image(forget) {
             warn!(
-                "{}: still says that it has a journal, which is not here: {e}; if ringdisk is killed before something is \
+                "{}: may still say that it has a journal, which is not here: {e}; if ringdisk is killed before something is \
                  written to it, its VM cannot go on",
                 self.filename
             );

@@ -19,6 +19,11 @@ impl Qcow2 {
             return Ok(());
         }
         self.check_writable()?;
+        if self.has_refused.load(SeqCst) {
+            let why = "a running guest needs the journal of this image, which is not here: nothing is written to it until that \
+                was replayed, or the VM was reset";
+            return Err(ImageError::Unsupported(why));
+        }
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.lock();
         if self.has_begun_writing.load(SeqCst) {
@@ -30,7 +35,6 @@ impl Qcow2 {
         if let Some(journal) = &mut state.journal {
             journal.forget_other();
         }
-        self.lacks_journal.store(false, SeqCst);
         self.has_begun_writing.store(true, SeqCst);
         Ok(())
     }

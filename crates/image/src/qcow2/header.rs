@@ -35,7 +35,7 @@ pub(crate) const AUTOCLEAR_BITMAPS: u64 = 1;
 pub(crate) const AUTOCLEAR_RAW_EXTERNAL: u64 = 1 << 1;
 
 /// The autoclear feature bits that belong to the journal.
-pub(super) const AUTOCLEAR_JOURNAL: u64 = !0 << 23;
+pub(super) const AUTOCLEAR_JOURNAL: u64 = !0 << 22;
 
 /// The content of the header, checked as far as possible without reading anything else.
 #[derive(Clone, Debug)]

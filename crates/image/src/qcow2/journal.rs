@@ -65,8 +65,9 @@
 //!
 //! A VM that moves to another host after a kill leaves the journal behind, and its image lacks writes that it relies on. So
 //! an image whose bits are about a journal that is not here [lacks it](Qcow2::lacks_journal), and no guest may go on with it.
-//! A guest that starts on it is as after a crash of the host: [`Qcow2::forget_journal`] removes the bits first, durably, so
-//! that this guest can be connected again after another kill, also if it has written nothing.
+//! That stays so ([`LACKING`]) if somebody else writes to the image, which then has a journal of its own. A guest that starts on it
+//! is as after a crash of the host: [`Qcow2::forget_journal`] removes the bits first, durably, so that this guest can be
+//! connected again after another kill, also if it has written nothing.
 //!
 //! # When the journal is older than the image
 //!
@@ -107,7 +108,7 @@ use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
 use super::file::Piece;
 use super::retry::MayBlock;
-use super::types::{HostOffset, Run};
+use super::types::HostOffset;
 use super::{ImageError, ImageState, Qcow2};
 use crate::storage::Storage;
 
@@ -133,6 +134,8 @@ const MARK: u64 = 1 << 63;
 const OVERTAKEN: u64 = 1 << 62;
 /// Everything that was acknowledged is in the image, with or without a journal.
 const COMPLETE: u64 = 1 << 23;
+/// Something that was acknowledged is missing, whatever journal there is: a guest that goes on relies on it.
+const LACKING: u64 = 1 << 22;
 const GENERATION: u64 = (1 << 38) - 1;
 const GENERATION_SHIFT: u32 = 24;
 
@@ -198,8 +201,10 @@ pub(super) struct Journal {
     broken: bool,
     /// Some of the changes left out may be in the file.
     overtaken: bool,
-    /// Nothing was recorded since a flush of everything gave the image its generation.
+    /// Nothing was recorded since everything was flushed and the image got its generation.
     complete: bool,
+    /// As [`LACKING`].
+    lacking: bool,
     failure_reported: bool,
     /// One of the slots is that of an earlier process.
     follows_another: bool,
@@ -235,6 +240,7 @@ impl Journal {
             broken: false,
             overtaken: false,
             complete: false,
+            lacking: false,
             failure_reported: false,
             follows_another: false,
             record: Vec::new(),
@@ -244,7 +250,8 @@ impl Journal {
     /// Begins the journal of an image that has these bits. From now on, it must have those of [`autoclear`](Self::autoclear).
     fn begin(&mut self, image: JournalBits) {
         self.renew(self.next_generation);
-        self.complete = false;
+        // Nothing is recorded yet.
+        self.complete = true;
         self.stamped = None;
         self.foreign = false;
         match self.restart_after(image) {
@@ -302,6 +309,7 @@ impl Journal {
                 autoclear(self.generation)
                     | flag(self.overtaken, OVERTAKEN)
                     | flag(self.complete, COMPLETE)
+                    | flag(self.lacking, LACKING)
             }
         }
     }
@@ -544,42 +552,6 @@ impl Qcow2 {
         state.journal = Some(journal);
     }
 
-    /// Gives the image another generation, and the journal with it: a copy of the image that was made before has another one.
-    ///
-    /// # Errors
-    /// It may have the same.
-    pub(super) fn outdate_copies(&self) -> Result<(), ImageError> {
-        let mut guard = self.lock();
-        let state = &mut *guard;
-        let Some(journal) = state.journal.as_mut().filter(|journal| journal.active) else {
-            return Ok(());
-        };
-        // A copy may have been made after the last stamp, however short ago that was.
-        journal.stamped = None;
-        // The journal has a generation only with a change: this one changes nothing.
-        let header = HostOffset::START.cluster(&self.g);
-        let refcount = state.refcounts.get(&self.file, header)?;
-        let (run, list) = (Run::one(header), &mut state.refcounts.changes);
-        list.push(Change::Refcount { run, refcount });
-        if !self.record(state, MayBlock::Yes) {
-            // The flush gives it a generation that the journal, which cannot be written, does not have.
-            self.changes.add();
-            drop(guard);
-            return self.flush();
-        }
-        let journal = state.journal.as_ref();
-        let renewed = journal.map(|journal| (journal.first_generation, journal.generation));
-        drop(guard);
-        // No crash of the host brings back an earlier one, so that none counts any more.
-        self.file.flush()?;
-        if let (Some(journal), Some((first, reached))) = (&mut self.lock().journal, renewed)
-            && journal.first_generation == first
-        {
-            journal.first_generation = reached;
-        }
-        Ok(())
-    }
-
     /// Called when a flush of all changes so far begins. Records the changes that are not recorded yet. If that
     /// fails, marks the file as newer than the journal before anything else is written to it. Returns how far the
     /// flush makes the journal unnecessary, and the header to be written at the end of the flush, if any.
@@ -602,7 +574,8 @@ impl Qcow2 {
             let generation = journal.next_generation;
             rotated.generation = Some(generation);
             let mut header = state.header.clone();
-            header.set_journal(autoclear(generation) | COMPLETE);
+            let lacking = if journal.lacking { LACKING } else { 0 };
+            header.set_journal(autoclear(generation) | COMPLETE | lacking);
             let mut bytes = state.header_block.clone();
             header.put(&mut bytes);
             let at = HostOffset::START;
@@ -661,7 +634,6 @@ impl Qcow2 {
         if let Some(journal) = &mut state.journal {
             journal.forget_other();
         }
-        self.lacks_journal.store(false, SeqCst);
         self.file.flush()
     }
 }

@@ -81,6 +81,7 @@ impl Qcow2 {
                         ReplayError::Image(error) => Qcow2Error::Replay(error),
                         ReplayError::Stopped => Qcow2Error::Stopped,
                     })?;
+                self.mark_complete().map_err(Qcow2Error::Image)?;
                 (file.on_event)(JournalEvent::Replayed(changes.len() as u64));
             }
         }

@@ -3,7 +3,7 @@
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
-use super::{COMPLETE, Journal, journal_bits};
+use super::{COMPLETE, GENERATION, Journal, LACKING, autoclear, journal_bits, random};
 use crate::qcow2::{ImageError, ImageState, Qcow2};
 
 impl Qcow2 {
@@ -22,13 +22,39 @@ impl Qcow2 {
         self.lacks_journal.load(SeqCst)
     }
 
+    /// Refuses a guest that goes on, if the image lacks its journal: returns whether it does. Nothing is written to the image then
+    /// which would make that journal worthless. Does not wait.
+    pub fn refuses_guest(&self) -> bool {
+        let lacks_journal = self.lacks_journal();
+        if lacks_journal {
+            self.has_refused.store(true, SeqCst);
+        }
+        lacks_journal
+    }
+
     /// Notes whether an image that has just been opened for writing lacks its journal.
     pub(in crate::qcow2) fn look_for_journal(&self) {
-        let state = self.lock();
+        let mut state = self.lock();
         let bits = journal_bits(&state.header).bits();
         let is_here = state.journal.as_ref().is_some_and(|journal| journal.ended);
-        let lacks_it = !is_here && bits != 0 && bits & COMPLETE == 0;
-        self.lacks_journal.store(lacks_it, SeqCst);
+        let is_missing = !is_here && bits != 0 && bits & COMPLETE == 0;
+        let lacking = is_missing || bits & LACKING != 0;
+        self.lacks_journal.store(lacking, SeqCst);
+        if let Some(journal) = &mut state.journal {
+            journal.lacking = lacking;
+        }
+    }
+
+    /// Everything that was acknowledged is in the image, since its journal was replayed: it says so, unless more is missing.
+    ///
+    /// # Errors
+    /// It may say so or not.
+    pub(in crate::qcow2) fn mark_complete(&self) -> Result<(), ImageError> {
+        let mut state = self.lock();
+        let bits = journal_bits(&state.header).bits();
+        state.header.set_journal(bits | COMPLETE);
+        self.write_header(&mut state)?;
+        self.file.flush()
     }
 
     /// Removes what the image says about a journal that it [lacks](Self::lacks_journal), durably: what that contains is lost.
@@ -42,9 +68,14 @@ impl Qcow2 {
             return Ok(());
         }
         self.lacks_journal.store(false, SeqCst);
+        self.has_refused.store(false, SeqCst);
         let mut state = self.lock();
         let before = state.header.clone();
-        state.header.set_journal(0);
+        let own = state.journal.as_mut().map_or(0, |journal| {
+            journal.lacking = false;
+            journal.autoclear()
+        });
+        state.header.set_journal(own);
         self.write_header(&mut state)
             .inspect_err(|_| state.header = before)?;
         self.file.flush()
@@ -57,7 +88,12 @@ impl Qcow2 {
         let is_ours = |journal: &Journal| journal.active || journal.ended;
         if state.journal.as_ref().is_some_and(is_ours) {
             if journal_bits(&state.header).has_any() {
-                state.header.set_journal(0);
+                // What is missing stays missing, with no journal at all.
+                let bits = match self.lacks_journal() {
+                    true => autoclear(random() & GENERATION) | LACKING,
+                    false => 0,
+                };
+                state.header.set_journal(bits);
                 self.write_header(state)?;
                 self.file.flush()?;
             }

@@ -5,8 +5,10 @@
 //! that a process has recorded durably, this process was the last one that wrote to it.
 
 use super::matching::JournalBits;
-use super::{GENERATION, generation};
-use crate::qcow2::Qcow2;
+use super::{Change, GENERATION, generation};
+use crate::qcow2::retry::MayBlock;
+use crate::qcow2::types::{HostOffset, Run};
+use crate::qcow2::{ImageError, Qcow2};
 
 /// A generation is this much older at most, in stamps, when the next one is recorded. That is 4 minutes with the shortest
 /// interval, and a chance of one in a million that it is a random one.
@@ -112,6 +114,49 @@ impl Qcow2 {
         let state = self.lock();
         let is_whole = state.lineage.has_journal || !was_killed;
         is_whole && (state.lineage.found).is_some_and(|found| recorded.include(found))
+    }
+
+    /// Gives the image another generation, and the journal with it: a copy of the image that was made before has another one.
+    ///
+    /// # Errors
+    /// It may have the same.
+    pub(in crate::qcow2) fn outdate_copies(&self) -> Result<(), ImageError> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let Some(journal) = state.journal.as_mut().filter(|journal| journal.active) else {
+            return Ok(());
+        };
+        // A copy may have been made after the last stamp, however short ago that was.
+        journal.stamped = None;
+        let was_complete = journal.complete;
+        // The journal has a generation only with a change: this one changes nothing.
+        let header = HostOffset::START.cluster(&self.g);
+        let refcount = state.refcounts.get(&self.file, header)?;
+        let (run, list) = (Run::one(header), &mut state.refcounts.changes);
+        list.push(Change::Refcount { run, refcount });
+        if !self.record(state, MayBlock::Yes) {
+            // The flush gives it a generation that the journal, which cannot be written, does not have.
+            self.changes.add();
+            drop(guard);
+            return self.flush();
+        }
+        // It still has everything.
+        if let Some(journal) = state.journal.as_mut().filter(|_| was_complete) {
+            (journal.complete, journal.stamped) = (true, None);
+            state.set_journal_bits();
+            self.write_header(state)?;
+        }
+        let journal = state.journal.as_ref();
+        let renewed = journal.map(|journal| (journal.first_generation, journal.generation));
+        drop(guard);
+        // No crash of the host brings back an earlier one, so that none counts any more.
+        self.file.flush()?;
+        if let (Some(journal), Some((first, reached))) = (&mut self.lock().journal, renewed)
+            && journal.first_generation == first
+        {
+            journal.first_generation = reached;
+        }
+        Ok(())
     }
 }
 
