@@ -206,7 +206,7 @@ const OWN_FILES: [&str; 6] = [
     "lock",
     "state.json",
     "queues.json",
-    "sockets.json",
+    "guests.json",
     "left.json",
     "directory",
 ];
@@ -361,7 +361,7 @@ mod tests {
             "lock",
             "state.json",
             "queues.json",
-            "sockets.json",
+            "guests.json",
             "a.bitmaps",
             "a.intent",
             "a.journal",

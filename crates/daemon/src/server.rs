@@ -389,7 +389,7 @@ impl Server {
         if node.spec.read_only && !spec.read_only {
             return Err(ServerError::ReadOnly(name.into()));
         }
-        state.follow_socket(&spec.id, &spec.socket);
+        state.follow_sockets(&[(spec.id.clone(), spec.socket.clone())]);
         let queues = state.queues(spec, self.context.inherited.queues(name));
         let threads = self.threads.assign(queues, &spec.iothreads)?;
         let disk = node.disk(&DiskParameters {

@@ -47,14 +47,18 @@ pub struct Overrides {
 
 /// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed
 /// and added again, and with its socket, whatever the name of the export there: that is where the guest connects.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Remembered {
     /// The number of queues, if the configuration leaves it to ringdisk: later starts may find other CPUs, but the
     /// guest's device keeps its queues.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// The guest's choice of a write cache, if it differs from the cache mode.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write_cache: Option<bool>,
     /// The socket of the export, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
 }
 
@@ -279,7 +283,7 @@ impl Overrides {
         self.remembered_as(|it| it.queues)
     }
 
-    /// Adds the sockets of the exports of which something is remembered: in a file of their own, as the numbers of queues.
+    /// Adds the sockets of the exports of which something is remembered.
     pub fn add_sockets(&mut self, sockets: BTreeMap<String, PathBuf>) {
         for (id, socket) in sockets {
             self.remembered.entry(id).or_default().socket = Some(socket);
@@ -289,10 +293,44 @@ impl Overrides {
 
     /// The sockets of the exports of which something is remembered. One whose path is no text is left out.
     pub fn sockets(&self) -> BTreeMap<String, PathBuf> {
-        let is_text = |socket: &PathBuf| socket.to_str().is_some();
         let mut sockets = self.remembered_as(|it| it.socket.clone());
-        sockets.retain(|_, socket| is_text(socket));
+        sockets.retain(|_, socket| socket.to_str().is_some());
         sockets
+    }
+
+    /// What guests depend on, by export: all of it is in one file, which is replaced as a whole.
+    pub fn guests(&self) -> BTreeMap<String, Remembered> {
+        let mut all = self.remembered.clone();
+        for it in all.values_mut() {
+            it.socket.take_if(|socket| socket.to_str().is_none());
+        }
+        all
+    }
+
+    /// Whether the same is remembered, beside the sockets.
+    pub fn agrees_with(&self, guests: &BTreeMap<String, Remembered>) -> bool {
+        let of = |all: &BTreeMap<String, Remembered>| -> BTreeMap<String, Remembered> {
+            let without = |it: &Remembered| Remembered {
+                socket: None,
+                ..it.clone()
+            };
+            let all = all.iter().map(|(id, it)| (id.clone(), without(it)));
+            all.filter(|(_, it)| !it.is_empty()).collect()
+        };
+        of(&self.remembered) == of(guests)
+    }
+
+    /// Remembers these guests, and no others.
+    ///
+    /// # Errors
+    /// One of them has no number of queues.
+    pub fn set_guests(&mut self, guests: BTreeMap<String, Remembered>) -> Result<(), String> {
+        for (id, queues) in guests.iter().filter_map(|(id, it)| Some((id, it.queues?))) {
+            disk_keys::check("queues", queues).map_err(|e| format!("queues of '{id}': {e}"))?;
+        }
+        self.remembered = guests;
+        self.remembered.retain(|_, it| !it.is_empty());
+        Ok(())
     }
 
     /// The file's text.

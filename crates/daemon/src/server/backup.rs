@@ -241,21 +241,16 @@ impl Server {
         targets: &[BackupTarget],
         served: &[ServedNode],
         options: BackupOptions,
-    ) -> Result<Arc<Backup>, BackupError> {
+    ) -> Result<Arc<Backup>, ServerError> {
         // If it does not begin.
         let _unused = Unused::new(served.iter().map(|(device, node)| (device, node)));
-        let released = |node: &Node| BackupError::Released(node.name().into());
-        for (device, node) in served.iter().filter(|(_, node)| !node.is_acquired()) {
-            if !device.is_ours() {
-                return Err(released(node));
-            }
-            (device.acquire())
-                .map_err(|e| BackupError::Acquire(node.name().into(), e.to_string()))?;
+        for (device, node) in served {
+            self.lock_for_backup(device, node)?;
         }
         // None of them is released meanwhile.
         let kept: Vec<_> = served.iter().map(|(device, _)| device.node()).collect();
         if let Some(node) = kept.iter().find(|node| !node.is_acquired()) {
-            return Err(released(node));
+            return Err(BackupError::Released(node.name().into()).into());
         }
         let memory = options.memory.unwrap_or(MEMORY_DEFAULT);
         // First, since it has a time limit.
@@ -274,7 +269,7 @@ impl Server {
                 && self.exported_bitmaps(node).contains_key(&bitmap.name)
             {
                 let disk = node.name().into();
-                return Err(BackupError::BitmapExported(disk, bitmap.name.clone()));
+                return Err(BackupError::BitmapExported(disk, bitmap.name.clone()).into());
             }
         }
         let cuts: Vec<_> = served.iter().map(|(_, node)| node.cuts()).collect();
@@ -328,7 +323,24 @@ impl Server {
             complete: Mutex::default(),
         });
         drop(kept);
-        self.open_backup(backup)
+        Ok(self.open_backup(backup)?)
+    }
+
+    /// Locks a disk that was released when its VM stopped. Its storage may not answer, also to a release that is under way.
+    fn lock_for_backup(&self, device: &Arc<ServedDisk>, node: &Node) -> Result<(), ServerError> {
+        if node.spec.lock != Lock::Running {
+            return Ok(());
+        }
+        let (device, unused) = (device.clone(), device.clone());
+        let lock = move |_: &Self| match device.is_acquired_or_ours() {
+            true => device
+                .acquire()
+                .map(drop)
+                .map_err(|e| BackupError::Acquire(device.disk.name.clone(), e.to_string()).into()),
+            false => Err(BackupError::Released(device.disk.name.clone()).into()),
+        };
+        let late = move |_: &Self, ()| unused.release_if_unused();
+        self.in_time(node.name(), Some(&node.spec.file), lock, late)
     }
 
     /// Waits for writes that were in flight at the moment. Then the backup can be read.

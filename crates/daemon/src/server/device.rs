@@ -201,9 +201,9 @@ impl ServedDisk {
         Ok(())
     }
 
-    /// Whether no other host has the disk, although this one has released it: its VM is stopped, and still connected.
-    pub fn is_ours(&self) -> bool {
-        self.is_ours.load(Ordering::Relaxed)
+    /// Whether no other host has the disk, also if this one has released it: its VM is stopped then, and still connected.
+    pub fn is_acquired_or_ours(&self) -> bool {
+        self.node().is_acquired() || self.is_ours.load(Ordering::Relaxed)
     }
 
     /// Locks the disk and opens its files, if it was released (lock=running). [`release_if_unused`](Self::release_if_unused) is
@@ -225,7 +225,8 @@ impl ServedDisk {
     /// Releases a disk that stays acquired only while a VM runs on it, if none does and no backup is open.
     pub fn release_if_unused(&self) {
         let node = self.node();
-        let is_used = self.clients.have_guest() || self.disk.fleece().is_some();
+        let has_backup = self.disk.fleece().is_some_and(|it| it.failure().is_none());
+        let is_used = self.clients.have_guest() || has_backup;
         if node.spec.lock == Lock::Always || !node.is_acquired() || is_used {
             return;
         }
@@ -500,8 +501,8 @@ impl Device for BlockDevice<'_> {
             // Nobody preserves what the other host writes over.
             Some(fleece) if migrating => fleece.fail("its VM was moved to another host"),
             // The end of the backup releases it.
-            Some(_) => return Ok(()),
-            None => {}
+            Some(fleece) if fleece.failure().is_none() => return Ok(()),
+            _ => {}
         }
         // None of them changes the disk once it is released.
         let ended = self.served.clients.end(|_| true, began + END_TIMEOUT);

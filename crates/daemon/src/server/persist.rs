@@ -1,6 +1,6 @@
 //! Persists changes that were made at run time: see [`store`](crate::state::store).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -175,11 +175,24 @@ impl Server {
         let disks = disks.chain(nodes).chain(detached).chain(&configured.disks);
         let each = |disk: &DiskSpec| (disk.name.clone(), sockets::path(disk));
         let exports = (exports.iter()).map(|it| (it.spec.id.clone(), it.spec.socket.clone()));
-        let (ids, sockets): (BTreeSet<_>, BTreeSet<_>) = disks.map(each).chain(exports).unzip();
-        let is_there = |socket: &PathBuf| sockets.contains(socket);
-        let mut remembered = overrides.remembered.clone();
-        remembered.retain(|id, it| ids.contains(id) || it.socket.as_ref().is_some_and(is_there));
-        self.state().remembered = remembered;
+        let mut all: BTreeMap<String, PathBuf> = BTreeMap::new();
+        for (id, socket) in disks.map(each).chain(exports) {
+            // What a command has changed comes first.
+            all.entry(id).or_insert(socket);
+        }
+        let all: Vec<_> = all.into_iter().collect();
+        let mut state = self.state();
+        state.remembered = overrides.remembered.clone();
+        state.follow_sockets(&all);
+        (state.remembered).retain(|id, _| all.iter().any(|(there, _)| there == id));
+    }
+
+    /// What guests depend on follows the sockets of these disks, which are about to be served.
+    pub(super) fn follow_sockets<'a>(&self, disks: impl Iterator<Item = &'a DiskSpec>) {
+        let all: Vec<_> = disks
+            .map(|disk| (disk.name.clone(), sockets::path(disk)))
+            .collect();
+        self.state().follow_sockets(&all);
     }
 
     /// A configuration of a served disk, with the number of queues that it has by default if `other` configures just that
@@ -270,23 +283,37 @@ impl ServerState {
         all
     }
 
-    /// What is remembered of the guest that connects at a socket belongs to the export that is added there, even if it has
-    /// another name now: then both names exchange what they have.
-    pub(super) fn follow_socket(&mut self, id: &str, socket: &Path) {
-        let is_at = |it: &Remembered| it.socket.as_deref() == Some(socket);
-        let is_ours = |other: &str| other == id || self.exports.contains_key(other);
-        let mut all = self.remembered.iter();
-        let other = all.find(|(other, it)| is_at(it) && !is_ours(other));
-        let other = other.map(|(other, _)| other.clone());
-        if let Some(other) = other.filter(|_| !self.remembered.get(id).is_some_and(is_at)) {
-            let ours = self.remembered.remove(id);
-            if let Some(its) = self.remembered.remove(&other) {
-                self.remembered.insert(id.to_owned(), its);
+    /// What is remembered of the guest that connects at a socket belongs to the export that is added there, whatever its name is
+    /// now; what was remembered under its name, only if no other of these exports is where that was.
+    pub(super) fn follow_sockets(&mut self, added: &[(String, PathBuf)]) {
+        let exports = &self.exports;
+        let added = added.iter().filter(|(id, _)| !exports.contains_key(id));
+        let added: Vec<_> = added.collect();
+        let all = std::mem::take(&mut self.remembered);
+        let (mut next, mut left): (BTreeMap<_, _>, BTreeMap<_, _>) = all
+            .into_iter()
+            .partition(|(id, _)| exports.contains_key(id));
+        for (id, socket) in &added {
+            let is_at = |it: &Remembered| it.socket.as_ref() == Some(socket);
+            let own = left.get(id).is_some_and(is_at).then(|| id.clone());
+            let found = || left.iter().find(|(_, it)| is_at(it));
+            let its = own.or_else(|| found().map(|(other, _)| other.clone()));
+            if let Some(its) = its.and_then(|its| left.remove(&its)) {
+                next.insert(id.clone(), its);
             }
-            ours.map(|ours| self.remembered.insert(other, ours));
         }
-        let remembered = self.remembered.entry(id.to_owned()).or_default();
-        remembered.socket = Some(socket.to_owned());
+        for (id, socket) in &added {
+            if !next.contains_key(id)
+                && let Some(its) = left.remove(id)
+            {
+                next.insert(id.clone(), its);
+            }
+            next.entry(id.clone()).or_default().socket = Some(socket.clone());
+        }
+        for (id, its) in left {
+            next.entry(id).or_insert(its);
+        }
+        self.remembered = next;
     }
 
     /// The number of queues of an export: the configured one, otherwise the one that it had before, otherwise one for each

@@ -29,8 +29,9 @@ const NAME: &str = "state.json";
 /// The file beside it, with what the previous version would not accept in the first. That version leaves it alone.
 const QUEUES_NAME: &str = "queues.json";
 
-/// The file beside it with the sockets of the exports of which something is remembered. Older versions leave it alone.
-const SOCKETS_NAME: &str = "sockets.json";
+/// The file with all that guests depend on. Older versions leave it alone, and have parts of it in the two others, which are
+/// written after it.
+const GUESTS_NAME: &str = "guests.json";
 
 /// The files that disks have left, which older versions do not know.
 const LEFT_NAME: &str = "left.json";
@@ -124,7 +125,7 @@ pub enum StateError {
         "{0}: cannot be read: {1}; repair it if possible. Without it, a VM whose disk has got another name in the configuration may \
          find another number of queues, or its write cache on again"
     )]
-    ReadSockets(PathBuf, String),
+    ReadGuests(PathBuf, String),
 }
 
 /// The state directory, locked by this process.
@@ -143,7 +144,7 @@ struct Inner {
     /// The contents of the files, if they are known.
     text: Option<String>,
     queues: Option<BTreeMap<String, u16>>,
-    sockets: Option<BTreeMap<String, PathBuf>>,
+    guests: Option<BTreeMap<String, Remembered>>,
     left: Option<LeftFiles>,
     directory: Option<PathBuf>,
     /// What could not be written last.
@@ -314,19 +315,19 @@ impl StateStore {
 
     fn write_overrides(&self, inner: &mut Inner, overrides: &Overrides) -> io::Result<()> {
         let text = overrides.text();
+        let guests = overrides.guests();
+        if inner.guests.as_ref() != Some(&guests) {
+            let text = serde_json::to_string_pretty(&guests)? + "\n";
+            let written = write(&self.directory, GUESTS_NAME, text.as_bytes());
+            written.map_err(|problem| self.not_written(GUESTS_NAME, &problem))?;
+            inner.guests = Some(guests);
+        }
         let queues = overrides.queues();
         if inner.queues.as_ref() != Some(&queues) {
             let text = serde_json::to_string_pretty(&queues)? + "\n";
             let written = write(&self.directory, QUEUES_NAME, text.as_bytes());
             written.map_err(|problem| self.not_written(QUEUES_NAME, &problem))?;
             inner.queues = Some(queues);
-        }
-        let sockets = overrides.sockets();
-        if inner.sockets.as_ref() != Some(&sockets) {
-            let text = serde_json::to_string_pretty(&sockets)? + "\n";
-            let written = write(&self.directory, SOCKETS_NAME, text.as_bytes());
-            written.map_err(|problem| self.not_written(SOCKETS_NAME, &problem))?;
-            inner.sockets = Some(sockets);
         }
         // Before the record: a start adds a move to that which only the state has.
         self.write_text(inner, text)?;
@@ -531,20 +532,34 @@ fn left_text(all: &LeftFiles) -> io::Result<String> {
 
 /// Reads all files.
 fn read(directory: &Path) -> Result<Overrides, StateError> {
-    let [path, queues_path, sockets_path, left_path] =
-        [NAME, QUEUES_NAME, SOCKETS_NAME, LEFT_NAME].map(|name| directory.join(name));
+    let [path, queues_path, guests_path, left_path] =
+        [NAME, QUEUES_NAME, GUESTS_NAME, LEFT_NAME].map(|name| directory.join(name));
     let parse = |bytes: Option<Vec<u8>>| bytes.as_deref().map(Overrides::parse).transpose();
     let state = read_file(&path).and_then(parse);
     let mut overrides = state
-        .map_err(|problem| StateError::Read(path, problem))?
+        .map_err(|problem| StateError::Read(path.clone(), problem))?
         .unwrap_or_default();
     let added = read_json(&queues_path).and_then(|queues| overrides.add_queues(queues));
-    added.map_err(|problem| StateError::ReadQueues(queues_path, problem))?;
-    let sockets = read_json(&sockets_path);
-    overrides.add_sockets(sockets.map_err(|e| StateError::ReadSockets(sockets_path, e))?);
+    added.map_err(|problem| StateError::ReadQueues(queues_path.clone(), problem))?;
+    let guests = read_json(&guests_path).and_then(|guests| {
+        // Otherwise an older version has written the others since.
+        let is_newest = || is_newer(&guests_path, &[&path, &queues_path]);
+        match overrides.agrees_with(&guests) || is_newest() {
+            true => overrides.set_guests(guests),
+            false => Ok(()),
+        }
+    });
+    guests.map_err(|e| StateError::ReadGuests(guests_path.clone(), e))?;
     let left = read_json(&left_path);
     overrides.left = left.map_err(|problem| StateError::ReadLeft(left_path, problem))?;
     Ok(overrides)
+}
+
+/// Whether a file is there, and was written after the others.
+fn is_newer(path: &Path, others: &[&Path]) -> bool {
+    let written = |path: &Path| fs::metadata(path).and_then(|found| found.modified()).ok();
+    let mut others = others.iter().map(|path| written(path));
+    written(path).is_some_and(|at| others.all(|other| other.is_none_or(|other| other < at)))
 }
 
 /// What a file has; that of an empty one if there is none.

@@ -164,9 +164,11 @@ fn renamed_disk_keeps_its_queues_and_its_write_cache() {
     guest.frontend.set_config(WCE, &[0]).unwrap();
     drop(guest);
     for (names, how) in [
+        (["c", "a"], "reload"),
         (["c", "b"], "reload"),
         (["b", "c"], "reload"),
         (["c", "b"], "reload"),
+        (["d", "c"], "kill"),
         (["e", "b"], "kill"),
         (["b", "e"], "kill"),
         (["d", "e"], "upgrade"),

@@ -242,12 +242,12 @@ impl RecordedBitmaps {
         if let Some(of) = of.filter(|of| !is_used(&of.file)) {
             place.remove_intent(of);
         }
-        // The next process finds its journal, and not that of the last boot. One that is elsewhere may still be wanted.
-        let use_bitmaps = || match image.lacks_journal() {
-            true => Ok(()),
-            false => image.use_bitmaps(),
-        };
-        if let (Some(Usable::With(_)), Some(_), Err(e)) = (usable, &inner.intent, use_bitmaps()) {
+        // The next process finds its journal, and not that of the last boot. But one that is elsewhere may still be wanted.
+        let is_elsewhere = image.lacks_journal() && !matches!(usable, Some(Usable::With(_)));
+        if !is_elsewhere
+            && inner.intent.is_some()
+            && let Err(e) = image.use_bitmaps()
+        {
             warn!(
                 "disk {}: the bitmaps of its image could not be marked as in use: {e}",
                 self.disk
