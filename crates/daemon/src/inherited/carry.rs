@@ -45,7 +45,8 @@ impl InheritedParts {
             return Some(inherited.configured.as_ref().unwrap_or(&inherited.spec));
         }
         let mut detached = self.overrides.iter().flat_map(|all| &all.detached);
-        if let Some(before) = detached.find(|before| before.name == disk.name) {
+        let is_it = |before: &&DiskSpec| before.name == disk.name && !disk.has_name_only_of(before);
+        if let Some(before) = detached.find(is_it) {
             return Some(before);
         }
         let is_configured = |name: &str| config.disks.iter().any(|disk| disk.name == name);

@@ -427,13 +427,16 @@ fn start_disks(
     Ok(ready)
 }
 
-/// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed. It keeps its
-/// number of queues.
+/// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed, unless another
+/// disk has its name now. It keeps its number of queues.
 fn taken_over(configured: &Configured, overrides: Overrides) -> (Configured, Overrides) {
     let overrides = overrides.with_default_queues(&configured.disks);
     let mut configured = configured.clone();
     let disks = &mut configured.disks;
-    disks.retain(|disk| !overrides.is_detached(&disk.name));
+    disks.retain(|disk| {
+        let mut detached = overrides.detached.iter();
+        !detached.any(|gone| gone.name == disk.name && !disk.has_name_only_of(gone))
+    });
     (configured, overrides)
 }
 

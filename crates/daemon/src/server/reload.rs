@@ -13,7 +13,7 @@ use crate::config::disk_keys::{self, ReloadEffect, effect_of_reload};
 use crate::config::file_keys::TOP_KEYS;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
-use crate::config::{Config, ConfigError, sockets};
+use crate::config::{Config, ConfigError};
 use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
 use crate::server::resources;
@@ -267,7 +267,7 @@ impl<'a> Change<'a> {
                     match server.absent_spec(&disk.name) {
                         Some(now) => change.absent.push(disk.with_overrides(before, &now)),
                         // The name of a detached disk was given to another one.
-                        None if is_another(before, disk) => change.added.push(disk),
+                        None if disk.has_name_only_of(before) => change.added.push(disk),
                         None => change.detached.push(disk),
                     }
                 }
@@ -547,11 +547,6 @@ fn disks_that_differ(old: &Config, new: &Config) -> Vec<String> {
             disks.chain(exports)
         });
     disks.collect()
-}
-
-/// Whether a disk has only its name in common with the one that had it before.
-fn is_another(before: &DiskSpec, disk: &DiskSpec) -> bool {
-    before.file != disk.file && sockets::path(before) != sockets::path(disk)
 }
 
 fn is_path(disk: &DiskSpec) -> bool {

@@ -192,3 +192,49 @@ fn renamed_disk_keeps_its_queues_and_its_write_cache() {
     }
     kill(&upgraded);
 }
+
+/// The name of a disk that a command has detached is given to another disk, which has its own VM.
+#[test]
+fn name_of_a_detached_disk_can_be_given_to_another() {
+    for how in ["reload", "upgrade"] {
+        let ringdisk = start();
+        ringdisk.json(&["detach", "a"]);
+        rename(&ringdisk, ["c", "a"]);
+        let replied = ringdisk.json(&[how]);
+        let served = ringdisk.disk("a");
+        let file = ringdisk.path("b.raw");
+        assert_eq!(served["file"], file.to_str().unwrap(), "{how}: {served}");
+        if how == "upgrade" {
+            kill(&replied);
+        }
+    }
+}
+
+/// What guests depend on is in one file, which counts unless an older version has written the others since.
+#[test]
+fn newest_record_of_guests_counts() {
+    let mut ringdisk = start();
+    let before = queues(&ringdisk, "a").unwrap();
+    let read = |ringdisk: &Controlled, name: &str| -> Value {
+        let path = ringdisk.path("state").join(name);
+        serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+    };
+    let write = |ringdisk: &Controlled, name: &str, value: &Value| {
+        let path = ringdisk.path("state").join(name);
+        fs::write(path, value.to_string()).unwrap();
+    };
+    assert_eq!(read(&ringdisk, "guests.json")["a"]["queues"], before);
+    // A kill after the first of the files was written.
+    let mut guests = read(&ringdisk, "guests.json");
+    guests["a"]["queues"] = 7.into();
+    write(&ringdisk, "guests.json", &guests);
+    ringdisk = ringdisk.kill_and_restart();
+    assert_eq!(queues(&ringdisk, "a"), Some(7));
+    // An older version.
+    let mut older = read(&ringdisk, "queues.json");
+    older["a"] = 5.into();
+    write(&ringdisk, "queues.json", &older);
+    ringdisk = ringdisk.kill_and_restart();
+    assert_eq!(queues(&ringdisk, "a"), Some(5));
+    assert_eq!(read(&ringdisk, "guests.json")["a"]["queues"], 5);
+}
