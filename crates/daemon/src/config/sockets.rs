@@ -5,6 +5,11 @@ use std::sync::OnceLock;
 
 use crate::config::spec::DiskSpec;
 
+/// Whether two disks have neither the file nor the socket in common: the name of one was given to another VM's.
+pub fn are_of_two_vms(one: &DiskSpec, other: &DiskSpec) -> bool {
+    !one.has_file_of(other) && path(one) != path(other)
+}
+
 /// The path of a disk's socket.
 pub fn path(spec: &DiskSpec) -> PathBuf {
     let default = || directory().join(format!("{}.sock", spec.name));

@@ -264,11 +264,6 @@ impl DiskSpec {
         self.files() == other.files()
     }
 
-    /// Whether both have only their name in common: that of one VM's disk was given to another one.
-    pub fn has_name_only_of(&self, other: &Self) -> bool {
-        !self.has_file_of(other) && super::sockets::path(self) != super::sockets::path(other)
-    }
-
     /// This disk on the file of another, in its format.
     pub fn with_file_of(&self, other: &Self) -> Self {
         let mut disk = self.clone();

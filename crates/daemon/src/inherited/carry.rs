@@ -45,7 +45,8 @@ impl InheritedParts {
             return Some(inherited.configured.as_ref().unwrap_or(&inherited.spec));
         }
         let mut detached = self.overrides.iter().flat_map(|all| &all.detached);
-        let is_it = |before: &&DiskSpec| before.name == disk.name && !disk.has_name_only_of(before);
+        let is_it =
+            |before: &&DiskSpec| before.name == disk.name && !sockets::are_of_two_vms(before, disk);
         if let Some(before) = detached.find(is_it) {
             return Some(before);
         }

@@ -15,18 +15,17 @@ use signal_hook::iterator::Signals;
 use tracing::{error, info, warn};
 
 use super::{Args, ServeError, probe};
-use crate::config::Config;
 use crate::config::conflicts::check_conflicts;
 use crate::config::cpus::Cpus;
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::config::spec::{DiskSpec, FileSpec};
+use crate::config::{Config, sockets};
 use crate::credentials::{self, UserAccount};
 use crate::inherited::Inherited;
 use crate::log;
 use crate::monitor::control_socket::{self, ControlSocket};
-use crate::monitor::explain;
-use crate::monitor::metrics;
 use crate::monitor::qmp::Qmp;
+use crate::monitor::{explain, metrics};
 use crate::node::context::{AllowBacking, OpenContext};
 use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
@@ -432,11 +431,9 @@ fn start_disks(
 fn taken_over(configured: &Configured, overrides: Overrides) -> (Configured, Overrides) {
     let overrides = overrides.with_default_queues(&configured.disks);
     let mut configured = configured.clone();
-    let disks = &mut configured.disks;
-    disks.retain(|disk| {
-        let mut detached = overrides.detached.iter();
-        !detached.any(|gone| gone.name == disk.name && !disk.has_name_only_of(gone))
-    });
+    let gone = |disk: &DiskSpec| overrides.detached.iter().find(|it| it.name == disk.name);
+    let is_kept = |disk: &DiskSpec| gone(disk).is_none_or(|it| sockets::are_of_two_vms(it, disk));
+    configured.disks.retain(is_kept);
     (configured, overrides)
 }
 

@@ -13,7 +13,7 @@ use crate::config::disk_keys::{self, ReloadEffect, effect_of_reload};
 use crate::config::file_keys::TOP_KEYS;
 use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, sockets};
 use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
 use crate::server::resources;
@@ -267,7 +267,7 @@ impl<'a> Change<'a> {
                     match server.absent_spec(&disk.name) {
                         Some(now) => change.absent.push(disk.with_overrides(before, &now)),
                         // The name of a detached disk was given to another one.
-                        None if disk.has_name_only_of(before) => change.added.push(disk),
+                        None if sockets::are_of_two_vms(before, disk) => change.added.push(disk),
                         None => change.detached.push(disk),
                     }
                 }
