@@ -137,6 +137,10 @@ impl LeftFiles {
             };
             if let Some(left) = self.left.iter().rev().find(is_left) {
                 let to = self.end_of(left);
+                // It builds on that: the disk is where it was, whatever its name and its socket are now.
+                if marks[..depth].iter().any(|(above, _)| above.file == to) {
+                    return Ok(());
+                }
                 return Err(Refused { depth, to });
             }
             let mut served = self.served_by(disk);
