@@ -46,7 +46,8 @@ pub struct Overrides {
 }
 
 /// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed
-/// and added again, and with its socket, whatever the name of the export there: that is where the guest connects.
+/// and added again, and with its socket, whatever the name of the export there: that is where the guest connects. If another
+/// export has got the name, its socket stands for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Remembered {
@@ -66,6 +67,13 @@ impl Remembered {
     /// Whether a guest depends on nothing of it.
     pub fn is_empty(&self) -> bool {
         self.queues.is_none() && self.write_cache.is_none()
+    }
+
+    /// Whether it is remembered of a socket, which is no name of an export.
+    pub fn is_of_socket(&self, id: &str) -> bool {
+        self.socket
+            .as_ref()
+            .is_some_and(|socket| socket.as_os_str() == id)
     }
 }
 

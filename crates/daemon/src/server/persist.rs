@@ -16,7 +16,7 @@ use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore, write_left};
-use crate::state::{DiskOverride, NodeOverride, Overrides, Remembered};
+use crate::state::{DiskOverride, NodeOverride, Overrides, Remembered, Start};
 
 /// Time between two writes of what guests have chosen.
 const CHOICES: Duration = Duration::from_secs(1);
@@ -24,7 +24,7 @@ const CHOICES: Duration = Duration::from_secs(1);
 /// The most queues that a disk has by default.
 const QUEUES_DEFAULT_MAX: usize = 16;
 
-/// Limit of exports of which something is remembered: as many as can be served, and as many again that were removed.
+/// Limit of exports and sockets of which something is remembered: as many as can be served, and as many again that were removed.
 const REMEMBERED_MAX: usize = 2 * DISKS_MAX;
 
 impl Server {
@@ -124,12 +124,7 @@ impl Server {
     /// # Errors
     /// It could not be persisted, or what was changed before.
     pub fn set_configured(&self, configured: Configured) -> io::Result<()> {
-        let file = |disk: &DiskSpec| match &disk.file {
-            FileSpec::Path(path) => Some((disk.name.clone(), path.clone())),
-            FileSpec::Rbd(_) | FileSpec::Null(_) => None,
-        };
-        let files = configured.disks.iter().filter_map(file).collect();
-        self.context.own_files.set_configured(files);
+        self.protect_configured(&configured.disks);
         {
             let mut state = self.state();
             state.configured = configured;
@@ -143,6 +138,16 @@ impl Server {
             detached.retain(|detached| find(&detached.disk.name).is_some());
         }
         self.save()
+    }
+
+    /// Keeps the images of other disks from building on the configured files of these, which may not be served.
+    pub(super) fn protect_configured(&self, disks: &[DiskSpec]) {
+        let file = |disk: &DiskSpec| match &disk.file {
+            FileSpec::Path(path) => Some((disk.name.clone(), path.clone())),
+            FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+        };
+        let files = disks.iter().filter_map(file).collect();
+        self.context.own_files.set_configured(files);
     }
 
     /// What the operator has configured, as far as it applies.
@@ -161,30 +166,32 @@ impl Server {
         state.detached.extend(detached);
     }
 
-    /// Remembers what guests depend on, for exports that are configured or will be added. Others are gone for good.
-    pub fn remember(&self, configured: &Configured, overrides: &Overrides) {
+    /// Remembers what guests depend on, for exports that are configured or will be added, of which these disks are served.
+    /// Others are gone for good.
+    pub(super) fn remember(&self, configured: &Configured, overrides: &Overrides, served: &Start) {
         let Overrides {
-            disks,
             detached,
             nodes,
             exports,
             ..
         } = overrides;
-        let disks = disks.iter().map(|changed| &changed.disk);
+        let disks = served.disks.iter().chain(&served.attached);
         let nodes = nodes.iter().map(|node| &node.disk);
         let disks = disks.chain(nodes).chain(detached).chain(&configured.disks);
         let each = |disk: &DiskSpec| (disk.name.clone(), sockets::path(disk));
         let exports = (exports.iter()).map(|it| (it.spec.id.clone(), it.spec.socket.clone()));
         let mut all: BTreeMap<String, PathBuf> = BTreeMap::new();
         for (id, socket) in disks.map(each).chain(exports) {
-            // What a command has changed comes first.
+            // What a command has changed, if that is still in effect, comes first.
             all.entry(id).or_insert(socket);
         }
         let all: Vec<_> = all.into_iter().collect();
         let mut state = self.state();
         state.remembered = overrides.remembered.clone();
         state.follow_sockets(&all);
-        (state.remembered).retain(|id, _| all.iter().any(|(there, _)| there == id));
+        let is_there = |id: &String| all.iter().any(|(there, _)| there == id);
+        (state.remembered).retain(|id, it| is_there(id) || it.is_of_socket(id));
+        state.bound_remembered();
     }
 
     /// What guests depend on follows the sockets of these disks, which are about to be served.
@@ -284,7 +291,8 @@ impl ServerState {
     }
 
     /// What is remembered of the guest that connects at a socket belongs to the export that is added there, whatever its name is
-    /// now; what was remembered under its name, only if no other of these exports is where that was.
+    /// now. An export with no such guest takes what was remembered under its name, if no other of these exports is where that
+    /// was. That stays remembered of its socket as well: its guest may come back under another name.
     pub(super) fn follow_sockets(&mut self, added: &[(String, PathBuf)]) {
         let exports = &self.exports;
         let added = added.iter().filter(|(id, _)| !exports.contains_key(id));
@@ -306,6 +314,9 @@ impl ServerState {
             if !next.contains_key(id)
                 && let Some(its) = left.remove(id)
             {
+                if let Some(before) = its.socket.as_ref().filter(|before| *before != socket) {
+                    next.insert(before.display().to_string(), its.clone());
+                }
                 next.insert(id.clone(), its);
             }
             next.entry(id.clone()).or_default().socket = Some(socket.clone());
@@ -314,6 +325,7 @@ impl ServerState {
             next.entry(id).or_insert(its);
         }
         self.remembered = next;
+        self.bound_remembered();
     }
 
     /// The number of queues of an export: the configured one, otherwise the one that it had before, otherwise one for each
@@ -333,19 +345,25 @@ impl ServerState {
 
     /// Remembers the choice of a guest whose export has been removed.
     pub(super) fn remember_choice(&mut self, id: &str, write_cache: Option<bool>) {
+        self.bound_remembered();
         let remembered = self.remembered.entry(id.to_owned()).or_default();
         remembered.write_cache = write_cache;
-        if self.remembered.len() > REMEMBERED_MAX {
-            let Self {
-                exports,
-                configured,
-                remembered,
-                ..
-            } = self;
-            remembered.retain(|other, _| {
-                let is_configured = configured.disks.iter().any(|disk| disk.name == *other);
-                other == id || is_configured || exports.contains_key(other)
-            });
+    }
+
+    /// Forgets what was remembered of exports that are neither there nor configured, if it is too much.
+    fn bound_remembered(&mut self) {
+        if self.remembered.len() <= REMEMBERED_MAX {
+            return;
         }
+        let Self {
+            exports,
+            configured,
+            remembered,
+            ..
+        } = self;
+        remembered.retain(|id, _| {
+            let is_configured = configured.disks.iter().any(|disk| disk.name == *id);
+            is_configured || exports.contains_key(id)
+        });
     }
 }

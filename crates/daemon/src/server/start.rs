@@ -46,7 +46,7 @@ impl Server {
         self.start_threads_and_groups(configured, overrides, &mut absent);
         self.remember_detached(overrides);
         self.remember_left(overrides);
-        self.remember(configured, overrides);
+        self.remember(configured, overrides, &disks);
         let patience = StartPatience::new();
         let mut ready = Vec::new();
         for spec in disks.disks.into_iter().chain(disks.attached) {

@@ -150,12 +150,14 @@ fn rename(ringdisk: &Controlled, names: [&str; 2]) {
     fs::write(ringdisk.path("r.toml"), text).unwrap();
 }
 
+/// The offset of the write cache in the configuration space.
+const WCE: u32 = 32;
+
 /// What a guest depends on stays where it connects: its number of queues, and that its write cache is off, so that it flushes
-/// nothing. Names may change by a reload, an upgrade or a restart, also to that of another disk.
+/// nothing. Names may change by a reload, an upgrade or a restart, also to that of another disk, and of a disk that a command has
+/// changed.
 #[test]
 fn renamed_disk_keeps_its_queues_and_its_write_cache() {
-    /// The offset of the write cache in the configuration space.
-    const WCE: u32 = 32;
     let Some(one) = one_cpu() else { return };
     let (mut ringdisk, mut upgraded) = (start(), Value::Null);
     let before = queues(&ringdisk, "a").unwrap();
@@ -163,6 +165,7 @@ fn renamed_disk_keeps_its_queues_and_its_write_cache() {
     let mut guest = device(&ringdisk, "a", before);
     guest.frontend.set_config(WCE, &[0]).unwrap();
     drop(guest);
+    let mut last = ["a", "b"];
     for (names, how) in [
         (["c", "a"], "reload"),
         (["c", "b"], "reload"),
@@ -173,6 +176,10 @@ fn renamed_disk_keeps_its_queues_and_its_write_cache() {
         (["b", "e"], "kill"),
         (["d", "e"], "upgrade"),
     ] {
+        for name in last {
+            ringdisk.json(&["throttle", name, "iops=100000"]);
+        }
+        last = names;
         rename(&ringdisk, names);
         for (thread, _) in ringdisk.threads() {
             let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
@@ -191,6 +198,41 @@ fn renamed_disk_keeps_its_queues_and_its_write_cache() {
         }
     }
     kill(&upgraded);
+}
+
+/// A command gives the name of a detached disk to another one, and the disk another name later: its guest finds what it had.
+#[test]
+fn detached_disk_keeps_its_queues_and_its_write_cache_under_another_name() {
+    let Some(one) = one_cpu() else { return };
+    for restarts in [false, true] {
+        let mut ringdisk = start();
+        let before = queues(&ringdisk, "a").unwrap();
+        let mut guest = device(&ringdisk, "a", before);
+        guest.frontend.set_config(WCE, &[0]).unwrap();
+        drop(guest);
+        for name in ["a", "b"] {
+            ringdisk.json(&["detach", name]);
+        }
+        for (thread, _) in ringdisk.threads() {
+            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
+        }
+        let attach = |ringdisk: &Controlled, name: &str, file: &str| {
+            let (file, socket) = (format!("{file}.raw"), format!("{file}.sock"));
+            let (file, socket) = (ringdisk.path(&file), ringdisk.path(&socket));
+            let (file, socket) = (file.display(), socket.display());
+            ringdisk.json(&["attach", &format!("{file},name={name},socket={socket}")]);
+        };
+        ringdisk.file("n.raw", 4 << 20);
+        attach(&ringdisk, "a", "n");
+        if restarts {
+            ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap();
+        }
+        attach(&ringdisk, "a-old", "a");
+        assert_eq!(queues(&ringdisk, "a-old"), Some(before), "{restarts}");
+        let mut guest = device(&ringdisk, "a", before);
+        verify(&mut guest);
+        assert_eq!(guest.frontend.config(WCE, 1).unwrap(), [0], "{restarts}");
+    }
 }
 
 /// The name of a disk that a command has detached is given to another disk, which has its own VM.
