@@ -44,13 +44,6 @@ impl OwnFiles {
             .unwrap_or_else(PoisonError::into_inner) = disks;
     }
 
-    /// A disk is no longer configured.
-    pub fn forget_configured(&self, disk: &str) {
-        let all = self.configured.lock();
-        let mut all = all.unwrap_or_else(PoisonError::into_inner);
-        all.retain(|(name, _)| name != disk);
-    }
-
     /// The name of another configured disk than `disk` whose file this is, in the directory of `path`. Files elsewhere are
     /// not looked at, since their storage may not answer.
     pub fn other_configured(&self, path: &Path, file: Identity, disk: &str) -> Option<String> {

@@ -243,6 +243,13 @@ impl Server {
         self.state().absent.insert(disk.spec.name.clone(), disk);
     }
 
+    /// A disk that was served cannot be served any more: it is listed with the reason, and tried again.
+    pub(super) fn becomes_absent(&self, spec: DiskSpec, e: &ServerError) {
+        let name = spec.name.clone();
+        self.add_absent(spec, &e.to_string(), false);
+        self.report_absent(&name);
+    }
+
     /// A disk is no longer to be served. Returns whether it was absent. The caller has claimed it.
     pub(super) fn forget_absent(&self, name: &str) -> bool {
         let was_absent = {
@@ -290,6 +297,11 @@ impl Server {
         let each = state.absent.values();
         each.map(|absent| (absent.spec.clone(), absent.reason.clone()))
             .collect()
+    }
+
+    /// Whether a disk is served, or is to be served.
+    pub(super) fn is_there(&self, name: &str) -> bool {
+        self.node_of(name).is_some() || self.is_absent(name)
     }
 
     /// Whether a disk is to be served, and is not.

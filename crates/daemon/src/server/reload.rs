@@ -134,7 +134,11 @@ impl Reloader {
         })?;
         // Commands may have changed disks before. What they change from now on is not what the reload is about.
         let change = Change::between(&old, &new, server, restarts);
-        let prepared = change.prepare(server)?;
+        // From now on, a disk may build on what was the configured file of another: of itself, if it has another name now.
+        let disks = |config: &Config| Configured::new(&self.disks, config).disks;
+        server.protect_configured(&disks(&new));
+        let prepared = change.prepare(server);
+        let prepared = prepared.inspect_err(|_| server.protect_configured(&disks(&old)))?;
         let ended = change.what_ends(server);
         let failed = change.carry_out(server, claim, prepared);
         let after_restart = change.what_needs_a_restart(&old, &new);
@@ -286,9 +290,7 @@ impl<'a> Change<'a> {
         // A disk that a command has detached needs no removal.
         let gone = |disk: &&DiskSpec| {
             let mut disks = new.disks.iter();
-            let is_there = server.node_of(&disk.name).is_some();
-            let is_there = is_there || server.absent_spec(&disk.name).is_some();
-            !disks.any(|other| other.name == disk.name) && is_there
+            !disks.any(|other| other.name == disk.name) && server.is_there(&disk.name)
         };
         change.removed.extend(old.disks.iter().filter(gone));
         let waits = |export: &&NbdExportSpec| {

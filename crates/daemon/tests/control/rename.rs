@@ -4,8 +4,10 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use testkit::driver::{Device, DeviceConfig};
+use testkit::driver::{Device, DeviceConfig, HANG};
 use testkit::qemu_img as qemu;
 
 use super::server::{Controlled, rewrite};
@@ -256,4 +258,136 @@ fn disk_with_a_snapshot_gets_another_name() {
     served.ringdisk.json(&["reload"]);
     served.assert_on("b", "above.qcow2");
     rewrite(&mut served.connect("a").queues[0]);
+}
+
+/// Configures disks at any sockets.
+fn configure_at(dir: &Path, disks: &[[&str; 3]]) {
+    let at = dir.display();
+    let text = disks.iter().map(|[name, file, socket]| {
+        format!(
+            "[[disk]]\nname = \"{name}\"\nfile = \"{at}/{file}\"\nsocket = \"{at}/{socket}.sock\"\n"
+        )
+    });
+    fs::write(dir.join("config.toml"), text.collect::<String>()).unwrap();
+}
+
+/// Two disks, each on an overlay that a command has put over its file, and to which nothing was written yet.
+fn with_overlays(test: &str) -> Option<RenameTest> {
+    if !qemu::is_there(test) {
+        return None;
+    }
+    let served = RenameTest::start(&[("a", "a.raw"), ("b", "b.raw")]);
+    for disk in ["a", "b"] {
+        let overlay = format!("create -q -f qcow2 -b {disk}.raw -F raw {disk}.qcow2");
+        qemu::img(served.ringdisk.dir.path(), &overlay);
+        let overlay = format!("{disk}.qcow2");
+        served.ringdisk.json(&["replace", disk, &overlay]);
+    }
+    Some(served)
+}
+
+/// Two disks exchange their sockets: each stays on its file.
+#[test]
+fn disks_with_snapshots_exchange_sockets() {
+    for start in [false, true] {
+        let test = "disks_with_snapshots_exchange_sockets";
+        let Some(mut served) = with_overlays(test) else {
+            return;
+        };
+        let dir = served.ringdisk.dir.path().to_owned();
+        configure_at(&dir, &[["a", "a.raw", "b"], ["b", "b.raw", "a"]]);
+        if start {
+            served = served.restart();
+        } else {
+            served.ringdisk.json(&["reload"]);
+        }
+        for (disk, socket) in [("a", "b"), ("b", "a")] {
+            served.assert_on(disk, &format!("{disk}.qcow2"));
+            rewrite(&mut served.connect(socket).queues[0]);
+        }
+    }
+}
+
+/// The overlays are written into the configuration, but nobody reloads it; then the names go to other disks.
+#[test]
+fn names_of_disks_with_snapshots_go_to_others() {
+    for (how, disks) in [
+        (
+            "reload",
+            [
+                ["a", "n.raw", "n"],
+                ["c", "a.qcow2", "a"],
+                ["b", "b.qcow2", "b"],
+            ],
+        ),
+        (
+            "reload",
+            [
+                ["a", "b.qcow2", "b"],
+                ["b", "a.qcow2", "a"],
+                ["n", "n.raw", "n"],
+            ],
+        ),
+        (
+            "start",
+            [
+                ["a", "b.qcow2", "b"],
+                ["b", "a.qcow2", "a"],
+                ["n", "n.raw", "n"],
+            ],
+        ),
+    ] {
+        let test = "names_of_disks_with_snapshots_go_to_others";
+        let Some(mut served) = with_overlays(test) else {
+            return;
+        };
+        served.ringdisk.file("n.raw", 16 * MIB);
+        let dir = served.ringdisk.dir.path().to_owned();
+        configure_at(&dir, &disks);
+        match how {
+            "start" => served = served.restart(),
+            _ => _ = served.ringdisk.json(&["reload"]),
+        }
+        for [disk, file, socket] in disks {
+            served.assert_on(disk, file);
+            rewrite(&mut served.connect(socket).queues[0]);
+        }
+    }
+}
+
+/// A disk that a reload can serve neither as configured now nor as before is listed, and served once that is repaired.
+#[test]
+fn disk_that_cannot_be_restored_is_absent() {
+    let Some(served) = with_overlays("disk_that_cannot_be_restored_is_absent") else {
+        return;
+    };
+    let dir = served.ringdisk.dir.path().to_owned();
+    let mut disks = [["a", "a.qcow2", "a"], ["b", "b.qcow2", "b"]];
+    configure_at(&dir, &disks);
+    served.ringdisk.json(&["reload"]);
+    // It lacks what disk a has written since.
+    let fresh = "create -q -f qcow2 -b a.raw -F raw fresh.qcow2";
+    qemu::img(&dir, fresh);
+    served.ringdisk.json(&["replace", "b", "fresh.qcow2"]);
+    disks = [["b", "a.qcow2", "a"], ["a", "fresh.qcow2", "n"]];
+    configure_at(&dir, &disks);
+    let failed = served.ringdisk.ringdisk(&["reload"]);
+    failed.assert_fails(1, &["a", "fresh.qcow2"]);
+    served.assert_on("b", "a.qcow2");
+    let absent = served.ringdisk.disk("a");
+    let problem = absent["problem"].as_str().unwrap_or_default();
+    assert!(problem.contains("fresh.qcow2"), "{absent}");
+    served.ringdisk.file("n.raw", 16 * MIB);
+    disks[1][1] = "n.raw";
+    configure_at(&dir, &disks);
+    served.ringdisk.json(&["reload"]);
+    let start = Instant::now();
+    // It is tried again after the reply.
+    while !served.ringdisk.disk("a")["problem"].is_null() && start.elapsed() < HANG {
+        thread::sleep(Duration::from_millis(20));
+    }
+    for [disk, file, socket] in disks {
+        served.assert_on(disk, file);
+        rewrite(&mut served.connect(socket).queues[0]);
+    }
 }

@@ -78,7 +78,7 @@ impl<'a> Change<'a> {
                 }
             };
             let DiskChange { before, then, .. } = changed;
-            let remains = server.spec_of(&then.name).map(|_| *before);
+            let remains = server.is_there(&then.name).then_some(*before);
             failed.disk("changing disk", before, result, remains);
         }
         for (&disk, prepared) in self.added.iter().zip(ready.added) {
@@ -94,9 +94,11 @@ impl<'a> Change<'a> {
         }
         drop(reserved);
         for export in exports {
-            let name = export.name.clone();
-            let result = server.add_nbd_export(&claim, export);
-            failed.note("exporting", &name, result);
+            if !server.export_when_there(&export) {
+                let name = export.name.clone();
+                let result = server.add_nbd_export(&claim, export);
+                failed.note("exporting", &name, result);
+            }
         }
         self.apply_exports(server, &claim, &mut failed);
         for &disk in &self.throttled {
@@ -160,10 +162,6 @@ impl<'a> Change<'a> {
     ) {
         let result = server.detach(claim, &disk.name, Removal::Hard);
         let remains = server.node_of(&disk.name).map(|_| disk);
-        if remains.is_none() {
-            // Another one may build on its configured file from now on: itself, if it has another name now.
-            server.context.own_files.forget_configured(&disk.name);
-        }
         failed.disk("removing disk", disk, result, remains);
     }
 
@@ -348,16 +346,21 @@ impl<'a> RemovedDisk<'a> {
         if server.spec_of(name).is_some() {
             return;
         }
-        if let Err(e) = server.attach(claim, self.now) {
-            error!("disk {name}: cannot be restored: {e}");
-            return;
-        }
-        warn!("disk {name}: is served again, because the disk that was to replace it is not");
         failed.disks.push((name, Some(self.configured)));
+        match server.attach(claim, self.now.clone()) {
+            Ok(_) => {
+                warn!(
+                    "disk {name}: is served again, because the disk that was to replace it is not"
+                );
+            }
+            Err(e) => server.becomes_absent(self.now, &e),
+        }
         for export in self.exports {
-            let name = export.name.clone();
-            let result = server.add_nbd_export(claim, export);
-            failed.note("exporting", &name, result);
+            if !server.export_when_there(&export) {
+                let name = export.name.clone();
+                let result = server.add_nbd_export(claim, export);
+                failed.note("exporting", &name, result);
+            }
         }
     }
 }
@@ -386,8 +389,10 @@ fn start(
     let Err(e) = server.serve(claim, prepared) else {
         return Ok(());
     };
-    if let Err(e) = server.attach(claim, changed.now.clone()) {
-        error!("disk {}: cannot be restored: {e}", changed.now.name);
+    if let Err(before) = server.attach(claim, changed.now.clone()) {
+        error!("disk {}: cannot be restored: {before}", changed.now.name);
+        // As after a start with the new settings.
+        server.becomes_absent(changed.then.clone(), &e);
     }
     Err(e)
 }
