@@ -147,10 +147,11 @@ pub enum NodeError {
     )]
     Elsewhere(String, String),
     #[error(
-        "{0}: lacks writes that its running guest relies on: ringdisk was killed while it served this image, and its journal is \
-         not here (or this is an older state of the image). If that was on another host, detach the disk here, let ringdisk \
-         there serve the image once with lock=always, which replays the journal, and end it; then attach the disk again, and the \
-         guest goes on. If the journal is lost, reset the VM: it is as after a power failure"
+        "{0}: may lack writes that its running guest relies on: ringdisk was killed while it served this image, and its journal is \
+         not here, or does not belong to this state of the image (another program has written to it since, or a copy was put \
+         back). If the kill was on another host, detach the disk here, let ringdisk there serve the image once with lock=always, \
+         which replays the journal, and end it; then attach the disk again, and the guest goes on. If the journal is lost, reset \
+         the VM: it is as after a power failure"
     )]
     WithoutJournal(String),
     #[error("{1} (the journal is {path})", path = .0.display())]

@@ -73,6 +73,17 @@ pub struct NewQueue {
     pub abort: SessionAbort,
 }
 
+/// Where the driver of a ring was served before, as far as is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Driver {
+    /// Nowhere: it starts.
+    Starts,
+    /// By another device, perhaps on another host.
+    GoesOn,
+    /// On this host: the record of its requests in flight is memory of this host.
+    GoesOnHere,
+}
+
 /// The device that a session drives: a virtio-blk device with its queues.
 pub trait Device {
     /// Feature bits of the virtio device.
@@ -101,11 +112,11 @@ pub trait Device {
     fn may_stop(&mut self) -> bool {
         true
     }
-    /// Starts serving a ring that is not being served. `goes_on`: its driver was served before, here or by another device.
+    /// Starts serving a ring that is not being served.
     ///
     /// # Errors
     /// The device lacks the resources to serve it.
-    fn start(&mut self, ring: u16, queue: NewQueue, goes_on: bool) -> io::Result<()>;
+    fn start(&mut self, ring: u16, queue: NewQueue, driver: Driver) -> io::Result<()>;
     /// Asks for a ring to be stopped and does not wait: the ring fetches no more requests, and those in
     /// flight go on. The next call for this ring is [`finish_stop`](Self::finish_stop).
     fn begin_stop(&mut self, ring: u16);

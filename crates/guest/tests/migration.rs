@@ -41,7 +41,7 @@ impl Device for &Hung {
     fn set_features(&mut self, _: u64) {}
     fn set_frontend(&mut self, _: Option<FrontendChannel>) {}
     fn ring_failed(&self, _: u16, _: &RingError) {}
-    fn start(&mut self, _: u16, _: NewQueue, _: bool) -> io::Result<()> {
+    fn start(&mut self, _: u16, _: NewQueue, _: guest::Driver) -> io::Result<()> {
         panic!("nothing is to be served")
     }
     fn begin_stop(&mut self, _: u16) {

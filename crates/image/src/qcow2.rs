@@ -119,7 +119,9 @@ pub struct Qcow2 {
     has_begun_writing: AtomicBool,
     /// Changes are missing that were acknowledged: they are in a journal that is not here.
     lacks_journal: AtomicBool,
-    /// A guest that goes on was refused because of that.
+    /// Changes are missing that are in a journal here, which the image does not mean any more.
+    has_outdated_journal: AtomicBool,
+    /// A guest that goes on was refused because of either.
     has_refused: AtomicBool,
     /// Why writing has stopped.
     damage: OnceLock<Damage>,

@@ -204,19 +204,19 @@ pub(super) fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
 }
 
 impl Node {
-    /// Checks that its image has the journal that a guest relies on which goes on. Does not wait.
+    /// Checks that its image has what a guest relies on which goes on, and was served here if `was_here`. Does not wait.
     ///
     /// # Errors
-    /// The journal is elsewhere.
-    pub fn check_journal(&self) -> Result<(), NodeError> {
-        match self.with_image(Qcow2::refuses_guest) {
+    /// That is in a journal which is elsewhere, or is not used.
+    pub fn check_journal(&self, was_here: bool) -> Result<(), NodeError> {
+        match self.with_image(|image| image.refuses_guest(was_here)) {
             Some(true) => Err(NodeError::WithoutJournal(self.filename.clone())),
             _ => Ok(()),
         }
     }
 
-    /// A guest starts on the disk: what a journal contains that is elsewhere is lost. Durable before that guest can write
-    /// anything, so that it can go on after a kill.
+    /// A guest is served that does not rely on what a journal contains which is elsewhere, or is not used: that is lost. Durable
+    /// before that guest can write anything, so that it can go on after a kill.
     pub fn forget_journal(&self) {
         let forget = |image: &Qcow2| {
             if !image.lacks_journal() {

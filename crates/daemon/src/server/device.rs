@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use block::SECTOR_BYTES;
 use datapath::{Disk, IoThread, QueueId, StoppingQueue};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing};
+use guest::{Device, Driver, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing};
 use tracing::{error, info, warn};
 
 use crate::config::spec::Lock;
@@ -346,13 +346,14 @@ impl<'a> BlockDevice<'a> {
         Ok(())
     }
 
-    fn start_queue(&mut self, ring: u16, queue: NewQueue, goes_on: bool) -> io::Result<()> {
+    fn start_queue(&mut self, ring: u16, queue: NewQueue, driver: Driver) -> io::Result<()> {
         self.acquire()?;
         let node = self.served.node().clone();
-        match goes_on {
-            true => node.check_journal().map_err(io::Error::other)?,
-            false => node.forget_journal(),
+        if driver != Driver::Starts {
+            let was_here = driver == Driver::GoesOnHere;
+            node.check_journal(was_here).map_err(io::Error::other)?;
         }
+        node.forget_journal();
         let first = self.running.iter().all(Option::is_none);
         let thread = self.thread(ring);
         let arrived = thread.arrive(&queue.virtqueue);
@@ -446,10 +447,10 @@ impl Device for BlockDevice<'_> {
         self.served.disk.ring_untracked(ring, size);
     }
 
-    fn start(&mut self, ring: u16, queue: NewQueue, goes_on: bool) -> io::Result<()> {
+    fn start(&mut self, ring: u16, queue: NewQueue, driver: Driver) -> io::Result<()> {
         // First, so that the end of a backup does not release the disk meanwhile.
         self.served.clients.guest_queue_started();
-        let started = self.start_queue(ring, queue, goes_on);
+        let started = self.start_queue(ring, queue, driver);
         started.inspect_err(|_| self.served.clients.guest_queue_stopped())
     }
 

@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use block::DiskFacts;
 use datapath::{Disk, IoThread, QueueId, StoppingQueue};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase, StoppedRing};
+use guest::{Device, Driver, FrontendChannel, NewQueue, RingBase, StoppedRing};
 use tempfile::TempDir;
 use testkit::frontend::eventfd;
 
@@ -125,7 +125,7 @@ impl Device for Queues {
 
     fn set_frontend(&mut self, _channel: Option<FrontendChannel>) {}
 
-    fn start(&mut self, ring: u16, queue: NewQueue, _goes_on: bool) -> io::Result<()> {
+    fn start(&mut self, ring: u16, queue: NewQueue, _driver: Driver) -> io::Result<()> {
         let id = self.thread(ring).start(self.disk.clone(), queue)?;
         self.running[usize::from(ring)] = Some(id);
         Ok(())

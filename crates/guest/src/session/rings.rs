@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::fs::{CWD, OFlags};
 use tracing::debug;
 
-use super::{F_LOG_ALL, NewQueue, Reply, Session, SessionError};
+use super::{Driver, F_LOG_ALL, NewQueue, Reply, Session, SessionError};
 use crate::blk;
 use crate::inflight::{Inflight, InflightQueue};
 use crate::memory::GuestMemory;
@@ -149,7 +149,7 @@ impl Session<'_> {
 
     pub(super) fn start_if_ready(&mut self, ring: u16) -> Result<(), SessionError> {
         let packed = self.packed();
-        let goes_on = self.driver_goes_on();
+        let driver = self.driver();
         let region = self.inflight.as_ref().map(|i| i.queue(ring, packed));
         let state = &self.rings[usize::from(ring)];
         let (false, true, Some(_), Some(addr)) =
@@ -209,7 +209,7 @@ impl Session<'_> {
             Some(region) => region.forget(),
             None => {}
         }
-        if let Err(e) = self.device.start(ring, queue, goes_on) {
+        if let Err(e) = self.device.start(ring, queue, driver) {
             if let Some(region) = region.filter(|_| packed) {
                 region.park(base);
             }
@@ -223,10 +223,10 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Whether the driver goes on where a device has served it before: a ring is not at its first position, or has a record
-    /// of its requests in flight. A reset removes both. If the front-end enables a ring before it has set up the others, and
-    /// no request has ever used that ring, this is not known yet.
-    fn driver_goes_on(&self) -> bool {
+    /// Where the driver was served before: a ring is not at its first position, or has a record of its requests in flight. A
+    /// reset removes both. If the front-end enables a ring before it has set up the others, and no request has ever used that
+    /// ring, this is not known yet.
+    fn driver(&self) -> Driver {
         let packed = self.packed();
         let moved = |ring: &Ring| {
             ring.base
@@ -236,8 +236,12 @@ impl Session<'_> {
             let region = self.inflight.as_ref()?.queue(ring, packed)?;
             Some(region.has_record())
         };
-        self.rings.iter().any(moved)
-            || (0..self.device.queues()).any(|ring| is_recorded(ring) == Some(true))
+        let mut all = 0..self.device.queues();
+        match all.any(|ring| is_recorded(ring) == Some(true)) {
+            true => Driver::GoesOnHere,
+            false if self.rings.iter().any(moved) => Driver::GoesOn,
+            false => Driver::Starts,
+        }
     }
 
     pub(super) fn stop(&mut self, ring: u16) {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use block::{DiskFacts, Segment};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, FrontendChannel, NewQueue, RingBase, StoppedRing};
+use guest::{Device, Driver, FrontendChannel, NewQueue, RingBase, StoppedRing};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -306,7 +306,7 @@ impl Device for FakeDevice {
         self.has_frontend = channel.is_some();
     }
 
-    fn start(&mut self, ring: u16, queue: NewQueue, _goes_on: bool) -> io::Result<()> {
+    fn start(&mut self, ring: u16, queue: NewQueue, _driver: Driver) -> io::Result<()> {
         assert!(self.stopping.is_empty(), "{:?} still stop", self.stopping);
         assert!(ring < QUEUES && self.running.insert(ring));
         let mut virtqueue = queue.virtqueue;

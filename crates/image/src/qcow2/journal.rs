@@ -64,7 +64,9 @@
 //! # When the journal is elsewhere
 //!
 //! A VM that moves to another host after a kill leaves the journal behind, and its image lacks writes that it relies on. So
-//! an image whose bits are about a journal that is not here [lacks it](Qcow2::lacks_journal), and no guest may go on with it.
+//! an image whose bits are about a journal that is not here [lacks it](Qcow2::lacks_journal), and no guest may go on with it. The
+//! same is true of a journal that is here and has changes, but does not match: another program has written to the image after a
+//! kill and removed the bits, or a copy was put back. No guest may go on that was served on this host before.
 //! That stays so ([`LACKING`]) if somebody else writes to the image, which then has a journal of its own. A guest that starts on it
 //! is as after a crash of the host: [`Qcow2::forget_journal`] removes the bits first, durably, so that this guest can be
 //! connected again after another kill, also if it has written nothing.
@@ -323,6 +325,14 @@ impl Journal {
         }
     }
 
+    /// Removes the journal of another image, or of another state of this one.
+    fn clear_foreign(&mut self) -> io::Result<()> {
+        match std::mem::take(&mut self.foreign) {
+            true => self.file.storage.set_size(0),
+            false => Ok(()),
+        }
+    }
+
     pub fn tell(&self, event: JournalEvent) {
         (self.file.on_event)(event);
     }
@@ -430,8 +440,10 @@ impl ImageState {
             header if header.snapshots > 0 => Some(JournalEvent::NotWithSnapshots),
             _ => None,
         };
-        if let (Some(journal), Some(why_not)) = (&self.journal, why_not) {
+        if let (Some(journal), Some(why_not)) = (&mut self.journal, why_not) {
             journal.tell(why_not);
+            // As when it begins. It is not used.
+            let _ = journal.clear_foreign();
             self.flush_changes = true;
             self.journal = None;
         }

@@ -267,6 +267,7 @@ impl Qcow2 {
             raw_external: header.raw_external(),
             has_begun_writing: AtomicBool::new(false),
             lacks_journal: AtomicBool::new(false),
+            has_outdated_journal: AtomicBool::new(false),
             has_refused: AtomicBool::new(false),
             damage: OnceLock::new(),
             on_damage: OnceLock::new(),

@@ -64,15 +64,18 @@ impl Qcow2 {
         // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
         let elsewhere = match &contents {
             Found::Missing => true,
-            Found::Outdated => !snapshots,
+            Found::Outdated { .. } => !snapshots,
             Found::Nothing | Found::Changes { .. } => false,
         };
-        let foreign = matches!(contents, Found::Outdated);
+        let foreign = matches!(contents, Found::Outdated { .. });
         let is_there = matches!(contents, Found::Nothing | Found::Changes { .. });
         self.lock().lineage.found_journal(is_there);
         match contents {
             Found::Nothing => {}
-            Found::Outdated => (file.on_event)(JournalEvent::Outdated),
+            Found::Outdated { is_of_file } => {
+                self.note_outdated_journal(is_of_file, journal_bits);
+                (file.on_event)(JournalEvent::Outdated);
+            }
             Found::Missing => (file.on_event)(JournalEvent::Missing { snapshots }),
             Found::Changes { changes, .. } if changes.is_empty() => {}
             Found::Changes { changes, all } => {

@@ -1,9 +1,11 @@
-//! What an image says about a journal that this process does not write: one that is elsewhere, or has ended.
+//! What an image lacks because of a journal that this process does not write: one that is elsewhere, has ended, or is outdated.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
-use super::{COMPLETE, GENERATION, Journal, LACKING, autoclear, journal_bits, random};
+use block::FileOffset;
+
+use super::{COMPLETE, GENERATION, Journal, JournalBits, LACKING, autoclear, journal_bits, random};
 use crate::qcow2::{ImageError, ImageState, Qcow2};
 
 impl Qcow2 {
@@ -16,20 +18,31 @@ impl Qcow2 {
             && !self.has_begun_writing.load(SeqCst)
     }
 
-    /// Whether the image lacks changes that were acknowledged: it says that it has a journal, which is not here. The host has
-    /// crashed since, or the image is a copy of one that was in use, or the journal is on another host. Does not wait.
+    /// Whether the image lacks changes that were acknowledged. It says that it has a journal, which is not here: the host has
+    /// crashed since, or the image is a copy of one that was in use, or the journal is on another host. Or the journal of its file
+    /// is here, and the image does not mean it any more: another program has written to it since, or a copy was put back. Does not
+    /// wait.
     pub fn lacks_journal(&self) -> bool {
-        self.lacks_journal.load(SeqCst)
+        self.lacks_journal.load(SeqCst) || self.has_outdated_journal.load(SeqCst)
     }
 
-    /// Refuses a guest that goes on, if the image lacks its journal: returns whether it does. Nothing is written to the image then
-    /// which would make that journal worthless. Does not wait.
-    pub fn refuses_guest(&self) -> bool {
-        let lacks_journal = self.lacks_journal();
-        if lacks_journal {
+    /// Refuses a guest that goes on, if the image [lacks its journal](Self::lacks_journal): returns whether it does. Nothing is
+    /// written to the image then which would make that journal worthless. `was_here`: this guest was served on this host. One that
+    /// comes from another does not rely on a journal that was left here before. Does not wait.
+    pub fn refuses_guest(&self, was_here: bool) -> bool {
+        let is_outdated = was_here && self.has_outdated_journal.load(SeqCst);
+        let is_refused = is_outdated || self.lacks_journal.load(SeqCst);
+        if is_refused {
             self.has_refused.store(true, SeqCst);
         }
-        lacks_journal
+        is_refused
+    }
+
+    /// There is a journal here which the image with these bits does not mean. `is_of_file`: it has changes that the image lacks.
+    pub(in crate::qcow2) fn note_outdated_journal(&self, is_of_file: bool, image: JournalBits) {
+        let is_complete = image.bits() & COMPLETE != 0;
+        self.has_outdated_journal
+            .store(is_of_file && !is_complete, SeqCst);
     }
 
     /// Notes whether an image that has just been opened for writing lacks its journal.
@@ -57,19 +70,30 @@ impl Qcow2 {
         self.file.flush()
     }
 
-    /// Removes what the image says about a journal that it [lacks](Self::lacks_journal), durably: what that contains is lost.
-    /// The image does not lack it any more.
+    /// Removes what the image says about a journal that it [lacks](Self::lacks_journal), durably, and what is left of that journal
+    /// here: its changes are lost. The image does not lack them any more.
     ///
     /// # Errors
-    /// The image still says so, or may say so after a crash.
+    /// The image still says so, or may say so after a crash; or the journal is still there.
     pub fn forget_journal(&self) -> Result<(), ImageError> {
         let _flushing = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.lacks_journal() || self.check_writable().is_err() {
             return Ok(());
         }
-        self.lacks_journal.store(false, SeqCst);
         self.has_refused.store(false, SeqCst);
         let mut state = self.lock();
+        if self.has_outdated_journal.swap(false, SeqCst)
+            && let Some(journal) = &mut state.journal
+        {
+            journal.clear_foreign().map_err(|source| ImageError::Io {
+                doing: "emptying the journal",
+                at: FileOffset(0),
+                source,
+            })?;
+        }
+        if !self.lacks_journal.swap(false, SeqCst) {
+            return Ok(());
+        }
         let before = state.header.clone();
         let own = state.journal.as_mut().map_or(0, |journal| {
             journal.lacking = false;
@@ -89,7 +113,7 @@ impl Qcow2 {
         if state.journal.as_ref().is_some_and(is_ours) {
             if journal_bits(&state.header).has_any() {
                 // What is missing stays missing, with no journal at all.
-                let bits = match self.lacks_journal() {
+                let bits = match self.lacks_journal.load(SeqCst) {
                     true => autoclear(random() & GENERATION) | LACKING,
                     false => 0,
                 };

@@ -51,7 +51,7 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
             let problem = "its first bytes, which describe its content, are damaged";
             return Err(io::Error::other(problem));
         }
-        Err(NoSlot::Damaged) => return Ok(Found::Outdated),
+        Err(NoSlot::Damaged) => return Ok(Found::Outdated { is_of_file: false }),
         Err(NoSlot::Empty) if marked => return Ok(Found::Missing),
         Err(NoSlot::Empty) => return Ok(Found::Nothing),
     };
@@ -67,7 +67,9 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
         // The image does not mean this old journal, whose changes have all been applied.
         (JournalMatch::None, true) if marked => Ok(Found::Missing),
         (JournalMatch::None, true) => Ok(Found::Nothing),
-        (JournalMatch::None, false) => Ok(Found::Outdated),
+        (JournalMatch::None, false) => Ok(Found::Outdated {
+            is_of_file: contents.slot.identity == file.identity && !contents.changes.is_empty(),
+        }),
     }
 }
 
@@ -124,7 +126,10 @@ pub(in crate::qcow2) enum Found {
     /// There is no journal, although the image says that it has one.
     Missing,
     /// There is a journal, but not one of this image in its current state.
-    Outdated,
+    Outdated {
+        /// It was written for the file, and has changes that no flush has written: the image lacks them.
+        is_of_file: bool,
+    },
     Changes {
         changes: Vec<Change>,
         /// Nothing in the file is newer than these changes.
