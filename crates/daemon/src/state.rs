@@ -45,9 +45,8 @@ pub struct Overrides {
     pub left: LeftFiles,
 }
 
-/// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed
-/// and added again, and with its socket, whatever the name of the export there: that is where the guest connects. If another
-/// export has got the name, its socket stands for it.
+/// What a guest depends on and no configuration says. It stays with an export of this name, however often that is removed and added
+/// again, and with its socket, where the guest connects, whatever the export there is called: that is its key if another has the name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Remembered {
