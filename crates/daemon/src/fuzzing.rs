@@ -31,10 +31,19 @@ pub fn domain(text: &str) {
     libvirt::check(text);
 }
 
-/// A state file, or the list of the files that disks have left.
+/// A state file, the list of the files that disks have left, or what guests depend on.
 pub fn state(bytes: &[u8]) {
     Overrides::check(bytes);
     left::check(bytes);
+    let mut read = Overrides::default();
+    let guests = serde_json::from_slice(bytes);
+    if guests.is_ok_and(|guests| read.set_guests(guests).is_ok()) {
+        let text = serde_json::to_vec(&read.guests()).expect("a record");
+        let again = serde_json::from_slice(&text).expect("what was written");
+        let mut all = Overrides::default();
+        all.set_guests(again).expect("numbers of queues");
+        assert_eq!(all.remembered, read.remembered);
+    }
 }
 
 /// The record of a disk's bitmaps in a state directory.
