@@ -80,7 +80,7 @@ pub enum Driver {
     Starts,
     /// By another device, perhaps on another host.
     GoesOn,
-    /// On this host: the record of its requests in flight is memory of this host.
+    /// On this host: the record of its requests in flight is memory of this host. Or nobody knows, as there is no such record.
     GoesOnHere,
 }
 

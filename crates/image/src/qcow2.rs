@@ -141,6 +141,8 @@ struct ImageState {
     refcounts: Refcounts,
     metadata: Metadata,
     journal: Option<Journal>,
+    /// A journal of this file that the image does not mean any more, with changes that are missing.
+    outdated_journal: Option<Arc<dyn crate::storage::Storage>>,
     lineage: Lineage,
     bitmaps: StoredBitmaps,
     /// There was no space to fill the holes of tables, so a flush may need space.

@@ -34,6 +34,7 @@ fn in_memory_with_journal(memory: &Memory, directory: &Path) -> Disk {
     let journal = JournalFile {
         storage: Arc::new(Memory::new(Vec::new())),
         identity: [7; 32],
+        is_of_earlier_file: false,
         on_event: Box::new(|_| ()),
     };
     let (storage, files) = (Arc::new(memory.clone()), &mut HostFiles);

@@ -204,6 +204,11 @@ pub(super) fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
 }
 
 impl Node {
+    /// Whether a flush has something to write to its image. Does not wait.
+    pub fn has_unflushed_changes(&self) -> bool {
+        self.with_image(Qcow2::has_changes) == Some(true)
+    }
+
     /// Checks that its image has what a guest relies on which goes on, and was served here if `was_here`. Does not wait.
     ///
     /// # Errors

@@ -1,12 +1,13 @@
 //! Journals of images: they contain the changes of acknowledged writes that are not flushed yet, in case ringdisk is
 //! killed.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use engine::DiskFile;
 use image::{JournalEvent, JournalFile, JournalOwner, PlainFile, journal_owner, may_have_journal};
@@ -163,7 +164,7 @@ impl Journals {
                 }
                 Elsewhere::Unreadable(..) | Elsewhere::Hidden(..) | Elsewhere::Nothing => {}
             }
-            let e = match self.try_open(disk, &identity, &path) {
+            let e = match self.try_open(disk, &identity, &path, created(file)) {
                 Ok(journal) => return Ok(Ok((journal, path))),
                 Err(e) => e,
             };
@@ -274,7 +275,14 @@ impl Journals {
         self.others.iter().cloned()
     }
 
-    fn try_open(&self, disk: &str, identity: &Identity, path: &Path) -> io::Result<JournalFile> {
+    /// `created`: when the image was, if that is known.
+    fn try_open(
+        &self,
+        disk: &str,
+        identity: &Identity,
+        path: &Path,
+        created: Option<SystemTime>,
+    ) -> io::Result<JournalFile> {
         if let Some(problem) = &self.problem {
             return Err(io::Error::other(problem.as_str()));
         }
@@ -331,12 +339,21 @@ impl Journals {
                  before it completes, which is slow"
             ),
         };
+        let written = storage.metadata()?.modified().ok();
         Ok(JournalFile {
             storage: Arc::new(PlainFile(storage)),
             identity: identity.bytes,
+            is_of_earlier_file: created.zip(written).is_some_and(|(it, last)| it > last),
             on_event: Box::new(log),
         })
     }
+}
+
+/// When an image's file was created. A file system may use the number of a deleted one again. Of device nodes, it says nothing.
+fn created(file: &DiskFile) -> Option<SystemTime> {
+    let name = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    let there = std::fs::metadata(name).ok().filter(Metadata::is_file);
+    there.and_then(|there| there.created().ok())
 }
 
 /// Whether there is something at a path. An error means that nobody knows.

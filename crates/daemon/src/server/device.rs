@@ -3,7 +3,8 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use block::SECTOR_BYTES;
@@ -46,6 +47,9 @@ pub struct ServedDisk {
 }
 
 const NEVER_READ: u64 = u64::MAX;
+
+/// How long a pause of a guest waits for what it makes durable. It goes on after that.
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What an upgrade carries of a served disk, in addition to its configuration and the session of its front-end.
 #[derive(Clone, Copy)]
@@ -372,6 +376,29 @@ impl<'a> BlockDevice<'a> {
         Ok(())
     }
 
+    /// Writes what a journal has of an image whose guest pauses, as QEMU does for its own disks: nothing tells whether it was
+    /// served here when it goes on, and so whether it relies on that. Storage that does not answer is not waited for.
+    fn make_durable(&self) {
+        let disk = self.served.disk.clone();
+        let (done, ended) = mpsc::channel();
+        let sync = move || {
+            if let Err(e) = disk.sync() {
+                error!(
+                    "disk {}: its guest pauses, and not all is durable: {e}",
+                    disk.name
+                );
+            }
+            let _ = done.send(());
+        };
+        if thread::Builder::new()
+            .name("sync".into())
+            .spawn(sync)
+            .is_ok()
+        {
+            let _ = ended.recv_timeout(PAUSE_TIMEOUT);
+        }
+    }
+
     fn thread(&self, ring: u16) -> &'a NamedThread {
         &self.served.threads[usize::from(ring)]
     }
@@ -492,6 +519,10 @@ impl Device for BlockDevice<'_> {
         let draining = std::mem::take(&mut self.draining);
         let node = self.served.node();
         if !migrating && node.spec.lock == Lock::Always {
+            if self.storage_answered() && node.has_unflushed_changes() {
+                drop(node);
+                self.make_durable();
+            }
             return Ok(());
         }
         let (name, began) = (&self.served.disk.name, Instant::now());

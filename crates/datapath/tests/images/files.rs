@@ -249,6 +249,7 @@ impl Files {
                     trouble,
                 }),
                 identity: [7; 32],
+                is_of_earlier_file: false,
                 on_event: Box::new(drop),
             }),
             flush_changes: self.journal.is_some(),

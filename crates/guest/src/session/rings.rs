@@ -151,6 +151,7 @@ impl Session<'_> {
         let packed = self.packed();
         let driver = self.driver();
         let region = self.inflight.as_ref().map(|i| i.queue(ring, packed));
+        let is_new = matches!(&region, Some(Some(region)) if !region.has_record());
         let state = &self.rings[usize::from(ring)];
         let (false, true, Some(_), Some(addr)) =
             (state.running, state.enabled, &state.kick, state.addr)
@@ -212,6 +213,11 @@ impl Session<'_> {
         if let Err(e) = self.device.start(ring, queue, driver) {
             if let Some(region) = region.filter(|_| packed) {
                 region.park(base);
+            } else if is_new
+                && let Some(region) = self.inflight.as_ref().and_then(|it| it.queue(ring, packed))
+            {
+                // It has not been served: the driver still starts.
+                region.forget();
             }
             return Err(e.into());
         }
@@ -239,7 +245,11 @@ impl Session<'_> {
         let mut all = 0..self.device.queues();
         match all.any(|ring| is_recorded(ring) == Some(true)) {
             true => Driver::GoesOnHere,
-            false if self.rings.iter().any(moved) => Driver::GoesOn,
+            false if self.rings.iter().any(moved) => match &self.inflight {
+                Some(_) => Driver::GoesOn,
+                // Nothing tells where it was.
+                None => Driver::GoesOnHere,
+            },
             false => Driver::Starts,
         }
     }

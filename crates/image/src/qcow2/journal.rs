@@ -147,6 +147,8 @@ pub struct JournalFile {
     pub storage: Arc<dyn Storage>,
     /// Identifies the image's file and the boot of the host.
     pub identity: [u8; 32],
+    /// What it contains was written before the image's file was created: for an earlier one with the same identity.
+    pub is_of_earlier_file: bool,
     /// Called for each event of the journal. It must not use the image.
     pub on_event: Box<dyn Fn(JournalEvent) + Send + Sync>,
 }
@@ -277,7 +279,7 @@ impl Journal {
             return self.restart();
         };
         self.follows_another = true;
-        (self.session, self.sequence) = (random(), slot.sequence);
+        (self.session, self.sequence) = (self.new_session(), slot.sequence);
         (self.start, self.end, self.punched) = (RECORDS_AT, RECORDS_AT, RECORDS_AT);
         self.write_slot()
     }
@@ -293,9 +295,15 @@ impl Journal {
         }
     }
 
+    /// A random number that names the generation which the image gets if a flush overtakes this journal: a kill then leaves both,
+    /// and the next process sees that they belong together.
+    fn new_session(&self) -> u64 {
+        random() & !GENERATION | self.next_generation
+    }
+
     /// Begins at the start of the file again. Records that are still there are no longer valid.
     fn restart(&mut self) -> io::Result<()> {
-        self.session = random();
+        self.session = self.new_session();
         (self.start, self.end, self.punched) = (RECORDS_AT, RECORDS_AT, RECORDS_AT);
         // None of an earlier session stays.
         self.write_slot()?;
@@ -322,14 +330,6 @@ impl Journal {
         self.active = false;
         if !self.foreign {
             let _ = self.file.storage.set_size(0);
-        }
-    }
-
-    /// Removes the journal of another image, or of another state of this one.
-    fn clear_foreign(&mut self) -> io::Result<()> {
-        match std::mem::take(&mut self.foreign) {
-            true => self.file.storage.set_size(0),
-            false => Ok(()),
         }
     }
 
@@ -414,7 +414,10 @@ impl Journal {
             }
         }
         if let Err(e) = result {
-            // The next process finds changes that the image has already, or a journal that does not match.
+            // The next process finds changes that the image has already, or a journal that does not match, or none.
+            if rotated.generation.is_some() {
+                let _ = self.file.storage.set_size(0);
+            }
             self.failed(e);
         }
     }
@@ -440,10 +443,8 @@ impl ImageState {
             header if header.snapshots > 0 => Some(JournalEvent::NotWithSnapshots),
             _ => None,
         };
-        if let (Some(journal), Some(why_not)) = (&mut self.journal, why_not) {
+        if let (Some(journal), Some(why_not)) = (&self.journal, why_not) {
             journal.tell(why_not);
-            // As when it begins. It is not used.
-            let _ = journal.clear_foreign();
             self.flush_changes = true;
             self.journal = None;
         }
@@ -639,6 +640,7 @@ impl Qcow2 {
         if !state.journal.as_ref().is_some_and(is_old) {
             return Ok(());
         }
+        self.note_outdated_journal(&mut state)?;
         state.begin_journal();
         let bits = state.journal.as_ref().map_or(0, Journal::autoclear);
         state.header.set_journal(bits);

@@ -279,6 +279,7 @@ impl Qcow2 {
                 refcounts,
                 metadata,
                 journal: None,
+                outdated_journal: None,
                 lineage: Lineage::default(),
                 bitmaps: StoredBitmaps::default(),
                 has_holes: false,

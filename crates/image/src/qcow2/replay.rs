@@ -18,6 +18,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+use std::sync::atomic::Ordering::SeqCst;
 
 use super::entry::{COPIED, Entry, table_at};
 use super::error::ImageError;
@@ -72,8 +73,11 @@ impl Qcow2 {
         self.lock().lineage.found_journal(is_there);
         match contents {
             Found::Nothing => {}
-            Found::Outdated { is_of_file } => {
-                self.note_outdated_journal(is_of_file, journal_bits);
+            Found::Outdated { is_lacking } => {
+                if is_lacking {
+                    self.lock().outdated_journal = Some(file.storage.clone());
+                    self.has_outdated_journal.store(true, SeqCst);
+                }
                 (file.on_event)(JournalEvent::Outdated);
             }
             Found::Missing => (file.on_event)(JournalEvent::Missing { snapshots }),

@@ -163,6 +163,7 @@ pub fn journal(data: &[u8]) -> u64 {
     let place = JournalFile {
         storage: Arc::new(Bytes(Mutex::new(bytes))),
         identity: IDENTITY,
+        is_of_earlier_file: false,
         on_event: Box::new(move |event| {
             if let JournalEvent::Replayed(n) = event {
                 told.fetch_add(n, Relaxed);

@@ -143,6 +143,7 @@ impl Host {
         let journal = JournalFile {
             storage: Arc::new(mortal(&self.journal, true)),
             identity: [7; 32],
+            is_of_earlier_file: false,
             on_event: Box::new(move |event| {
                 if let JournalEvent::Replayed(n) = event {
                     replayed.fetch_add(n, SeqCst);

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use block::FileOffset;
 
-use super::{COMPLETE, GENERATION, Journal, JournalBits, LACKING, autoclear, journal_bits, random};
+use super::{COMPLETE, GENERATION, Journal, LACKING, autoclear, journal_bits, random};
 use crate::qcow2::{ImageError, ImageState, Qcow2};
 
 impl Qcow2 {
@@ -38,11 +38,33 @@ impl Qcow2 {
         is_refused
     }
 
-    /// There is a journal here which the image with these bits does not mean. `is_of_file`: it has changes that the image lacks.
-    pub(in crate::qcow2) fn note_outdated_journal(&self, is_of_file: bool, image: JournalBits) {
-        let is_complete = image.bits() & COMPLETE != 0;
-        self.has_outdated_journal
-            .store(is_of_file && !is_complete, SeqCst);
+    /// Something is about to be written, and a journal is still here that the image does not mean any more: then the image itself
+    /// says that it lacks something, as that journal makes room for the next. An image that can have no journal cannot say it, and
+    /// keeps that one.
+    ///
+    /// # Errors
+    /// The image may say so or not.
+    pub(in crate::qcow2) fn note_outdated_journal(
+        &self,
+        state: &mut ImageState,
+    ) -> Result<(), ImageError> {
+        let can_say = state.header.version >= 3 && state.header.snapshots == 0;
+        if !can_say || state.journal.is_none() || state.outdated_journal.is_none() {
+            return Ok(());
+        }
+        let before = state.header.clone();
+        let bits = autoclear(random() & GENERATION) | LACKING;
+        state.header.set_journal(bits);
+        self.write_header(state)
+            .inspect_err(|_| state.header = before)?;
+        self.file.flush()?;
+        state.outdated_journal = None;
+        self.has_outdated_journal.store(false, SeqCst);
+        self.lacks_journal.store(true, SeqCst);
+        if let Some(journal) = &mut state.journal {
+            journal.lacking = true;
+        }
+        Ok(())
     }
 
     /// Notes whether an image that has just been opened for writing lacks its journal.
@@ -82,10 +104,9 @@ impl Qcow2 {
         }
         self.has_refused.store(false, SeqCst);
         let mut state = self.lock();
-        if self.has_outdated_journal.swap(false, SeqCst)
-            && let Some(journal) = &mut state.journal
-        {
-            journal.clear_foreign().map_err(|source| ImageError::Io {
+        if let Some(journal) = state.outdated_journal.take() {
+            self.has_outdated_journal.store(false, SeqCst);
+            journal.set_size(0).map_err(|source| ImageError::Io {
                 doing: "emptying the journal",
                 at: FileOffset(0),
                 source,

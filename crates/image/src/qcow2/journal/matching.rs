@@ -3,7 +3,7 @@
 use std::io;
 
 use super::records::{Change, READ_MAX, RECORDS_AT, Slot};
-use super::{GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation};
+use super::{COMPLETE, GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation};
 use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
 use crate::storage::{Storage, read_padded};
 
@@ -51,7 +51,7 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
             let problem = "its first bytes, which describe its content, are damaged";
             return Err(io::Error::other(problem));
         }
-        Err(NoSlot::Damaged) => return Ok(Found::Outdated { is_of_file: false }),
+        Err(NoSlot::Damaged) => return Ok(Found::Outdated { is_lacking: false }),
         Err(NoSlot::Empty) if marked => return Ok(Found::Missing),
         Err(NoSlot::Empty) => return Ok(Found::Nothing),
     };
@@ -68,7 +68,10 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
         (JournalMatch::None, true) if marked => Ok(Found::Missing),
         (JournalMatch::None, true) => Ok(Found::Nothing),
         (JournalMatch::None, false) => Ok(Found::Outdated {
-            is_of_file: contents.slot.identity == file.identity && !contents.changes.is_empty(),
+            is_lacking: contents.slot.identity == file.identity
+                && !file.is_of_earlier_file
+                && !contents.is_made_unnecessary(image)
+                && contents.changes.iter().any(Change::changes_anything),
         }),
     }
 }
@@ -127,8 +130,8 @@ pub(in crate::qcow2) enum Found {
     Missing,
     /// There is a journal, but not one of this image in its current state.
     Outdated {
-        /// It was written for the file, and has changes that no flush has written: the image lacks them.
-        is_of_file: bool,
+        /// It was written for this file, and has changes that no flush has written: the image lacks them.
+        is_lacking: bool,
     },
     Changes {
         changes: Vec<Change>,
@@ -209,6 +212,13 @@ impl Contents {
             generation,
             empty: bytes == 0,
         })
+    }
+
+    /// Whether a flush has written everything into the image with these bits, and the process died before it could say so here:
+    /// see [`Journal::new_session`](super::Journal::new_session).
+    fn is_made_unnecessary(&self, image: JournalBits) -> bool {
+        let next = self.slot.session & GENERATION;
+        image.bits & COMPLETE != 0 && generation(image.bits) == next
     }
 
     fn match_image(&self, identity: &[u8; 32], image: JournalBits) -> JournalMatch {

@@ -66,6 +66,15 @@ pub enum Change {
     Block { number: BlockIndex, at: HostOffset },
 }
 
+impl Change {
+    /// Whether something differs with it. The first cluster, of the header, is always counted once: see
+    /// [`Qcow2::outdate_copies`](crate::Qcow2).
+    pub fn changes_anything(&self) -> bool {
+        let header = Run::one(HostCluster::new(0));
+        !matches!(self, Self::Refcount { run, .. } if *run == header)
+    }
+}
+
 /// Changes that are not in the journal yet; collected only while `on`.
 #[derive(Default)]
 pub struct Changes {

@@ -57,6 +57,7 @@ fn records_are_freed_after_the_slot_is_written() {
     let file = JournalFile {
         storage: storage.clone(),
         identity: [7; 32],
+        is_of_earlier_file: false,
         on_event: Box::new(|_| ()),
     };
     let mut journal = Journal::new(file, true, false);
