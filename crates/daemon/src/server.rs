@@ -22,6 +22,7 @@ mod attach;
 mod claims;
 mod deadline;
 mod deleted;
+mod guests;
 mod hangs;
 mod numa;
 mod persist;
@@ -37,6 +38,7 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -58,9 +60,9 @@ use crate::server::error::ExportError;
 use crate::server::export::{Export, ExportContext, ExportSocket};
 use crate::server::iothreads::IoThreads;
 use crate::socket::{Socket, reach};
+use crate::state::DiskOverride;
 use crate::state::left::LeftFiles;
 use crate::state::store::{Configured, StateStore};
-use crate::state::{DiskOverride, Remembered};
 
 use absent::AbsentDisk;
 use backup::OpenBackups;
@@ -130,8 +132,10 @@ struct ServerState {
     under_way: Vec<deadline::Work>,
     /// Detached disks whose storage had not answered, with their files.
     still_open: Vec<(String, Vec<Identity>)>,
-    /// What guests depend on, by export, served or not.
-    remembered: BTreeMap<String, Remembered>,
+    /// What guests depend on, served or not.
+    guests: guests::Guests,
+    /// The configured disks and their sockets, as soon as a reload begins.
+    wanted: Vec<(String, PathBuf)>,
     /// When the guests' choices were last persisted.
     choices_persisted: Option<Instant>,
     /// A thread will persist them again.
@@ -389,7 +393,6 @@ impl Server {
         if node.spec.read_only && !spec.read_only {
             return Err(ServerError::ReadOnly(name.into()));
         }
-        state.follow_sockets(&[(spec.id.clone(), spec.socket.clone())]);
         let queues = state.queues(spec, self.context.inherited.queues(name));
         let threads = self.threads.assign(queues, &spec.iothreads)?;
         let disk = node.disk(&DiskParameters {
@@ -415,7 +418,7 @@ impl Server {
         {
             keep_size(&disk, size);
         }
-        let remembered = state.remembered.get(&spec.id).and_then(|it| it.write_cache);
+        let remembered = state.guests.write_cache(&spec.socket);
         let chosen = inherited.as_ref().map(|export| export.write_cache);
         let capacity_read = inherited.as_ref().and_then(|e| e.capacity_read);
         let socket = match (inherited, socket) {
@@ -474,13 +477,14 @@ impl Server {
         // No other can be added now.
         self.end_nbd_exports_of(id);
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
-        let device = export.as_ref().map(|export| export.device.clone());
+        let device = |export: &Export| (export.device.clone(), export.socket.clone());
+        let device = export.as_ref().map(device);
         let result = with_deadline(id, deadline, move || export.map_or(Ok(()), stop));
         {
             let mut state = self.state();
             state.stopping.retain(|(other, _)| other != id);
-            if let Some(device) = device {
-                state.remember_choice(id, device.chosen_write_cache());
+            if let Some((device, socket)) = device {
+                state.guests.choose(&socket, device.chosen_write_cache());
             }
         }
         info!("disk {id}: no longer served");

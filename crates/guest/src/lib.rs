@@ -31,7 +31,7 @@ pub use message::{MAX_MEM_SLOTS, MessageError};
 pub use notifier::{Blocked, Notifier};
 pub use ring::{RING_SIZE_MAX, RingBase, RingError, RingLayout};
 pub use saved::{InvalidSession, SavedSession};
-pub use session::{Device, Driver, NewQueue, SessionEnd, StoppedRing, serve, serve_from};
+pub use session::{Device, Driver, NewQueue, Pause, SessionEnd, StoppedRing, serve, serve_from};
 pub use sigbus::SessionAbort;
 pub use socket::{FrontendChannel, peer_pid};
 pub use virtqueue::{Chain, DirtyMarks, Ticket, Virtqueue};

@@ -84,6 +84,17 @@ pub enum Driver {
     GoesOnHere,
 }
 
+/// Why no ring of a device is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pause {
+    /// The front-end has stopped the device, and is still connected: the guest may go on, be reset, or be saved.
+    Stopped,
+    /// The guest goes on on another machine.
+    Moving,
+    /// The front-end is gone.
+    Disconnected,
+}
+
 /// The device that a session drives: a virtio-blk device with its queues.
 pub trait Device {
     /// Feature bits of the virtio device.
@@ -123,12 +134,11 @@ pub trait Device {
     /// Waits for a ring that was asked to stop. Returns when the ring has nothing in flight, or when the device
     /// has waited for its storage for long enough.
     fn finish_stop(&mut self, ring: u16) -> StoppedRing;
-    /// Called when no ring is being served and none will be until the front-end asks for it. If the guest is
-    /// `moving` to another machine, it continues there next. May be called more than once.
+    /// Called when no ring is being served and none will be until the front-end asks for it. May be called more than once.
     ///
     /// # Errors
     /// The guest's writes could not be handed over; the front-end must not assume that they were.
-    fn quiesce(&mut self, migrating: bool) -> io::Result<()>;
+    fn quiesce(&mut self, why: Pause) -> io::Result<()>;
     /// Whether storage has answered every operation or may never answer it: no unfinished request of a
     /// stopped ring can change the disk any more.
     fn storage_answered(&self) -> bool;
@@ -249,7 +259,7 @@ pub fn serve_from(
         return (end, Some(session.save()));
     }
     // The front-end is gone; the device has already reported the error.
-    let _ = session.quiesce();
+    let _ = session.quiesce(Pause::Disconnected);
     (end, None)
 }
 
@@ -529,7 +539,7 @@ impl Session<'_> {
     /// another region, or RESET_DEVICE as well.
     fn reset(&mut self) -> Result<(), SessionError> {
         self.stop_all();
-        self.quiesce()?;
+        self.quiesce(Pause::Stopped)?;
         for ring in &mut self.rings {
             *ring = Ring {
                 // The call and error descriptors stay: QEMU sends them once, when it connects.
@@ -578,7 +588,7 @@ impl Session<'_> {
     }
 
     /// Tells the device if no ring is being served any more.
-    fn quiesce(&mut self) -> Result<(), SessionError> {
+    fn quiesce(&mut self, why: Pause) -> Result<(), SessionError> {
         let migrating = self.migrating();
         if migrating && self.rings.iter().any(|r| r.unfinished && !r.requeued) {
             return Err(SessionError::Refused(
@@ -588,7 +598,8 @@ impl Session<'_> {
         if self.rings.iter().any(|r| r.running) {
             Ok(())
         } else {
-            Ok(self.device.quiesce(migrating)?)
+            let why = if migrating { Pause::Moving } else { why };
+            Ok(self.device.quiesce(why)?)
         }
     }
 }

@@ -50,7 +50,8 @@ impl Device for &Hung {
     fn finish_stop(&mut self, _: u16) -> StoppedRing {
         panic!("nothing is served")
     }
-    fn quiesce(&mut self, migrating: bool) -> io::Result<()> {
+    fn quiesce(&mut self, why: guest::Pause) -> io::Result<()> {
+        let migrating = why == guest::Pause::Moving;
         assert!(!migrating || self.storage_answered(), "left too early");
         self.left.fetch_or(migrating, Ordering::SeqCst);
         Ok(())

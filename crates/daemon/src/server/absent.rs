@@ -39,6 +39,8 @@ const BUSY: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_secs(5);
 const RETRIED_MAX: usize = 64;
 
+const BEING_OPENED: &str = "it is being opened";
+
 /// A disk that is to be served, and is not.
 pub struct AbsentDisk {
     pub spec: DiskSpec,
@@ -89,6 +91,9 @@ enum Attempt {
     /// Nobody. A file that is being restored must not be served before it is complete.
     Unasked,
 }
+
+/// Arrives when a disk is served, or cannot be.
+type Opened = Receiver<Result<ConnectionInfo, ServerError>>;
 
 /// Whether a disk was absent for the same reason before.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -151,7 +156,7 @@ impl Server {
             self.report_absent(&name);
             return Ok(None);
         }
-        self.add_absent(spec, "it is being opened", false);
+        self.add_absent(spec, BEING_OPENED, false);
         let Some(opened) = self.open_absent(&name, Attempt::Asked) else {
             return Ok(None);
         };
@@ -184,7 +189,7 @@ impl Server {
     fn await_opened(
         &self,
         name: &str,
-        opened: &Receiver<Result<ConnectionInfo, ServerError>>,
+        opened: &Opened,
         is_required: bool,
         patience: &StartPatience,
     ) -> Result<Option<ConnectionInfo>, ServerError> {
@@ -279,6 +284,7 @@ impl Server {
                 absent.socket = None;
             }
             absent.spec = spec;
+            BEING_OPENED.clone_into(&mut absent.reason);
             // A thread that opens the previous one finds that it is not wanted. Until then, it alone uses what was opened
             // ahead: the locks of that would be common to both.
             absent.is_opening &= absent.ahead.is_some();
@@ -361,7 +367,7 @@ impl Server {
         let me = self.me.clone();
         let retry = move || {
             while let Some(server) = me.upgrade() {
-                if server.handover.is_stopping() || !server.retry_once(Attempt::Unasked) {
+                if server.handover.is_stopping() || server.retry_once(Attempt::Unasked).is_none() {
                     return;
                 }
                 drop(server);
@@ -375,18 +381,21 @@ impl Server {
         }
     }
 
-    /// Tries all absent disks, which the operator may have repaired.
+    /// Tries all absent disks, which the operator may have repaired, and waits a moment for them, longer than for a lock.
     pub(super) fn retry_as_asked(&self) {
-        self.retry_once(Attempt::Asked);
+        let deadline = Instant::now() + PATIENCE;
+        for opened in self.retry_once(Attempt::Asked).into_iter().flatten() {
+            let _ = opened.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        }
     }
 
-    /// Tries those that were not tried for the longest time. Returns false if none is absent.
-    fn retry_once(&self, attempt: Attempt) -> bool {
+    /// Tries those that were not tried for the longest time. Returns `None` if none is absent.
+    fn retry_once(&self, attempt: Attempt) -> Option<Vec<Opened>> {
         let names: Vec<_> = {
             let mut state = self.state();
             if state.absent.is_empty() {
                 state.is_retrying = false;
-                return false;
+                return None;
             }
             let absent = state.absent.values().filter(|absent| !absent.is_opening);
             let absent = absent.filter(|a| attempt == Attempt::Asked || !a.is_locked);
@@ -394,19 +403,14 @@ impl Server {
             absent.sort();
             absent.into_iter().take(RETRIED_MAX).collect()
         };
-        for (_, name) in names {
-            drop(self.open_absent(&name, attempt));
-        }
-        true
+        let opened = names.iter();
+        let opened = opened.filter_map(|(_, name)| self.open_absent(name, attempt));
+        Some(opened.collect())
     }
 
     /// Begins to open an absent disk, in a thread that stays while its storage does not answer. The result arrives when
     /// the disk is served, or cannot be.
-    fn open_absent(
-        &self,
-        name: &str,
-        attempt: Attempt,
-    ) -> Option<Receiver<Result<ConnectionInfo, ServerError>>> {
+    fn open_absent(&self, name: &str, attempt: Attempt) -> Option<Opened> {
         let me = self.me.upgrade()?;
         let (spec, ahead) = {
             let mut state = self.state();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use block::SECTOR_BYTES;
 use datapath::{Disk, IoThread, QueueId, StoppingQueue};
 use guest::blk::{self, CONFIG_BYTES, ConfigSpace};
-use guest::{Device, Driver, FrontendChannel, NewQueue, RingBase, RingError, StoppedRing};
+use guest::{Device, Driver, FrontendChannel, NewQueue, Pause, RingBase, RingError, StoppedRing};
 use tracing::{error, info, warn};
 
 use crate::config::spec::Lock;
@@ -515,11 +515,13 @@ impl Device for BlockDevice<'_> {
         })
     }
 
-    fn quiesce(&mut self, migrating: bool) -> io::Result<()> {
+    fn quiesce(&mut self, why: Pause) -> io::Result<()> {
+        let migrating = why == Pause::Moving;
         let draining = std::mem::take(&mut self.draining);
         let node = self.served.node();
         if !migrating && node.spec.lock == Lock::Always {
-            if self.storage_answered() && node.has_unflushed_changes() {
+            let is_stopped = why == Pause::Stopped;
+            if is_stopped && self.storage_answered() && node.has_unflushed_changes() {
                 drop(node);
                 self.make_durable();
             }

@@ -1,8 +1,7 @@
 //! Persists changes that were made at run time: see [`store`](crate::state::store).
 
-use std::collections::BTreeMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,22 +9,16 @@ use std::time::{Duration, Instant};
 use datapath::ThrottleGroup;
 use tracing::error;
 
-use super::{DISKS_MAX, NodeEntry, Server, ServerError, ServerState};
-use crate::config::export::ExportSpec;
+use super::guests::Guests;
+use super::{NodeEntry, Server, ServerError, ServerState};
 use crate::config::sockets;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::server::export::Export;
 use crate::state::store::{Configured, Inventory, StateStore, write_left};
-use crate::state::{DiskOverride, NodeOverride, Overrides, Remembered, Start};
+use crate::state::{DiskOverride, NodeOverride, Overrides, Start};
 
 /// Time between two writes of what guests have chosen.
 const CHOICES: Duration = Duration::from_secs(1);
-
-/// The most queues that a disk has by default.
-const QUEUES_DEFAULT_MAX: usize = 16;
-
-/// Limit of exports and sockets of which something is remembered: as many as can be served, and as many again that were removed.
-const REMEMBERED_MAX: usize = 2 * DISKS_MAX;
 
 impl Server {
     /// Persists all changes, those until now and those to come. Called once.
@@ -124,7 +117,7 @@ impl Server {
     /// # Errors
     /// It could not be persisted, or what was changed before.
     pub fn set_configured(&self, configured: Configured) -> io::Result<()> {
-        self.protect_configured(&configured.disks);
+        self.aim_at(&configured.disks);
         {
             let mut state = self.state();
             state.configured = configured;
@@ -140,14 +133,17 @@ impl Server {
         self.save()
     }
 
-    /// Keeps the images of other disks from building on the configured files of these, which may not be served.
-    pub(super) fn protect_configured(&self, disks: &[DiskSpec]) {
+    /// These are the configured disks from now on: images of others do not build on their files, which may not be served, and what
+    /// guests depend on at their sockets is theirs.
+    pub(super) fn aim_at(&self, disks: &[DiskSpec]) {
         let file = |disk: &DiskSpec| match &disk.file {
             FileSpec::Path(path) => Some((disk.name.clone(), path.clone())),
             FileSpec::Rbd(_) | FileSpec::Null(_) => None,
         };
         let files = disks.iter().filter_map(file).collect();
         self.context.own_files.set_configured(files);
+        let at = |disk: &DiskSpec| (disk.name.clone(), sockets::path(disk));
+        self.state().wanted = disks.iter().map(at).collect();
     }
 
     /// What the operator has configured, as far as it applies.
@@ -166,50 +162,26 @@ impl Server {
         state.detached.extend(detached);
     }
 
-    /// Remembers what guests depend on, for exports that are configured or will be added, of which these disks are served.
-    /// Others are gone for good.
+    /// Remembers what guests depend on, of which these disks are about to be served.
     pub(super) fn remember(&self, configured: &Configured, overrides: &Overrides, served: &Start) {
-        let Overrides {
-            detached,
-            nodes,
-            exports,
-            ..
-        } = overrides;
         let disks = served.disks.iter().chain(&served.attached);
-        let nodes = nodes.iter().map(|node| &node.disk);
-        let disks = disks.chain(nodes).chain(detached).chain(&configured.disks);
-        let each = |disk: &DiskSpec| (disk.name.clone(), sockets::path(disk));
-        let exports = (exports.iter()).map(|it| (it.spec.id.clone(), it.spec.socket.clone()));
-        let mut all: BTreeMap<String, PathBuf> = BTreeMap::new();
-        for (id, socket) in disks.map(each).chain(exports) {
-            // What a command has changed, if that is still in effect, comes first.
-            all.entry(id).or_insert(socket);
-        }
-        let all: Vec<_> = all.into_iter().collect();
-        let mut state = self.state();
-        state.remembered = overrides.remembered.clone();
-        state.follow_sockets(&all);
-        let is_there = |id: &String| all.iter().any(|(there, _)| there == id);
-        (state.remembered).retain(|id, it| is_there(id) || it.is_of_socket(id));
-        state.bound_remembered();
-    }
-
-    /// What guests depend on follows the sockets of these disks, which are about to be served.
-    pub(super) fn follow_sockets<'a>(&self, disks: impl Iterator<Item = &'a DiskSpec>) {
-        let all: Vec<_> = disks
-            .map(|disk| (disk.name.clone(), sockets::path(disk)))
-            .collect();
-        self.state().follow_sockets(&all);
+        let nodes = overrides.nodes.iter().map(|node| &node.disk);
+        let at = |disk: &DiskSpec| (disk.name.clone(), sockets::path(disk));
+        let exports = overrides.exports.iter().map(|it| &it.spec);
+        let exports = exports.map(|spec| (spec.id.clone(), spec.socket.clone()));
+        let others = overrides.detached.iter().chain(&configured.disks);
+        let all = disks.chain(nodes).map(at);
+        let all: Vec<_> = all.chain(exports).chain(others.map(at)).collect();
+        self.state().guests = Guests::new(&overrides.remembered, &all);
     }
 
     /// A configuration of a served disk, with the number of queues that it has by default if `other` configures just that
     /// number.
     pub fn with_queues(&self, before: &DiskSpec, other: &DiskSpec) -> DiskSpec {
         let mut before = before.clone();
-        let state = self.state();
-        let remembered = state.remembered.get(&before.name);
-        if before.queues.is_none() && remembered.is_some_and(|it| it.queues == other.queues) {
-            before.queues = other.queues;
+        let default = self.state().guests.queues(&sockets::path(&before));
+        if before.queues.is_none() && default == other.queues {
+            before.queues = default;
         }
         before
     }
@@ -217,7 +189,7 @@ impl Server {
     /// Everything that is served.
     pub fn inventory(&self) -> Inventory {
         let state = self.state();
-        let remembered = state.remembered();
+        let remembered = state.records_of_guests();
         // An upgrade and a restart carry this, and nothing else of the state, so a field that is added is decided here.
         let ServerState {
             nodes,
@@ -237,7 +209,9 @@ impl Server {
             // Files of this process.
             still_open: _,
             // With the choices of the guests, above.
-            remembered: _,
+            guests: _,
+            // As configured.
+            wanted: _,
             choices_persisted: _,
             persist_scheduled: _,
         } = &*state;
@@ -274,96 +248,5 @@ impl Server {
             remembered,
             left: left.clone(),
         }
-    }
-}
-
-impl ServerState {
-    /// What guests depend on, with the present choices of those that are connected.
-    fn remembered(&self) -> BTreeMap<String, Remembered> {
-        let mut all = self.remembered.clone();
-        for export in self.exports.values() {
-            let remembered = all.entry(export.id.clone()).or_default();
-            remembered.write_cache = export.device.chosen_write_cache();
-            remembered.socket = Some(export.socket.clone());
-        }
-        all.retain(|_, it| !it.is_empty());
-        all
-    }
-
-    /// What is remembered of the guest that connects at a socket belongs to the export that is added there, whatever its name is
-    /// now. An export with no such guest takes what was remembered under its name, if no other of these exports is where that
-    /// was. That stays remembered of its socket as well: its guest may come back under another name.
-    pub(super) fn follow_sockets(&mut self, added: &[(String, PathBuf)]) {
-        let exports = &self.exports;
-        let added = added.iter().filter(|(id, _)| !exports.contains_key(id));
-        let added: Vec<_> = added.collect();
-        let all = std::mem::take(&mut self.remembered);
-        let (mut next, mut left): (BTreeMap<_, _>, BTreeMap<_, _>) = all
-            .into_iter()
-            .partition(|(id, _)| exports.contains_key(id));
-        for (id, socket) in &added {
-            let is_at = |it: &Remembered| it.socket.as_ref() == Some(socket);
-            let own = left.get(id).is_some_and(is_at).then(|| id.clone());
-            let found = || left.iter().find(|(_, it)| is_at(it));
-            let its = own.or_else(|| found().map(|(other, _)| other.clone()));
-            if let Some(its) = its.and_then(|its| left.remove(&its)) {
-                next.insert(id.clone(), its);
-            }
-        }
-        for (id, socket) in &added {
-            if !next.contains_key(id)
-                && let Some(its) = left.remove(id)
-            {
-                if let Some(before) = its.socket.as_ref().filter(|before| *before != socket) {
-                    next.insert(before.display().to_string(), its.clone());
-                }
-                next.insert(id.clone(), its);
-            }
-            next.entry(id.clone()).or_default().socket = Some(socket.clone());
-        }
-        for (id, its) in left {
-            next.entry(id).or_insert(its);
-        }
-        self.remembered = next;
-        self.bound_remembered();
-    }
-
-    /// The number of queues of an export: the configured one, otherwise the one that it had before, otherwise one for each
-    /// CPU, which is remembered from now on.
-    pub(super) fn queues(&mut self, spec: &ExportSpec, inherited: Option<u16>) -> u16 {
-        let remembered = self.remembered.entry(spec.id.clone()).or_default();
-        if let Some(queues) = spec.queues {
-            remembered.queues = None;
-            return queues;
-        }
-        let default = || thread::available_parallelism().map_or(1, usize::from);
-        let default = || default().min(QUEUES_DEFAULT_MAX) as u16;
-        let queues = inherited.or(remembered.queues).unwrap_or_else(default);
-        remembered.queues = Some(queues);
-        queues
-    }
-
-    /// Remembers the choice of a guest whose export has been removed.
-    pub(super) fn remember_choice(&mut self, id: &str, write_cache: Option<bool>) {
-        self.bound_remembered();
-        let remembered = self.remembered.entry(id.to_owned()).or_default();
-        remembered.write_cache = write_cache;
-    }
-
-    /// Forgets what was remembered of exports that are neither there nor configured, if it is too much.
-    fn bound_remembered(&mut self) {
-        if self.remembered.len() <= REMEMBERED_MAX {
-            return;
-        }
-        let Self {
-            exports,
-            configured,
-            remembered,
-            ..
-        } = self;
-        remembered.retain(|id, _| {
-            let is_configured = configured.disks.iter().any(|disk| disk.name == *id);
-            is_configured || exports.contains_key(id)
-        });
     }
 }

@@ -134,11 +134,11 @@ impl Reloader {
         })?;
         // Commands may have changed disks before. What they change from now on is not what the reload is about.
         let change = Change::between(&old, &new, server, restarts);
-        // From now on, a disk may build on what was the configured file of another: of itself, if it has another name now.
+        // A disk may build on what was the configured file of another: of itself, if it has another name now.
         let disks = |config: &Config| Configured::new(&self.disks, config).disks;
-        server.protect_configured(&disks(&new));
+        server.aim_at(&disks(&new));
         let prepared = change.prepare(server);
-        let prepared = prepared.inspect_err(|_| server.protect_configured(&disks(&old)))?;
+        let prepared = prepared.inspect_err(|_| server.aim_at(&disks(&old)))?;
         let ended = change.what_ends(server);
         let failed = change.carry_out(server, claim, prepared);
         let after_restart = change.what_needs_a_restart(&old, &new);

@@ -147,7 +147,7 @@ impl Device for Queues {
         })
     }
 
-    fn quiesce(&mut self, _migrating: bool) -> io::Result<()> {
+    fn quiesce(&mut self, _: guest::Pause) -> io::Result<()> {
         Ok(())
     }
 

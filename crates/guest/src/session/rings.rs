@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::fs::{CWD, OFlags};
 use tracing::debug;
 
-use super::{Driver, F_LOG_ALL, NewQueue, Reply, Session, SessionError};
+use super::{Driver, F_LOG_ALL, NewQueue, Pause, Reply, Session, SessionError};
 use crate::blk;
 use crate::inflight::{Inflight, InflightQueue};
 use crate::memory::GuestMemory;
@@ -96,7 +96,7 @@ impl Session<'_> {
             return Ok(Reply::Deferred(Deferred::VringBase { ring }));
         }
         // Before the answer, because the front-end may then let the guest continue elsewhere.
-        self.quiesce()?;
+        self.quiesce(Pause::Stopped)?;
         let state = &self.rings[ring as usize];
         let base = state.base.or(state.base_at_reset).unwrap_or(first);
         Ok(if state.drained {

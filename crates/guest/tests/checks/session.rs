@@ -333,7 +333,7 @@ impl Device for FakeDevice {
         }
     }
 
-    fn quiesce(&mut self, _moving: bool) -> io::Result<()> {
+    fn quiesce(&mut self, _: guest::Pause) -> io::Result<()> {
         assert!(self.running.is_empty(), "{:?} still run", self.running);
         assert!(self.stopping.is_empty(), "{:?} still stop", self.stopping);
         Ok(())

@@ -67,8 +67,6 @@ impl<'a> Change<'a> {
         for moved in moves {
             self.move_disk(server, &claim, moved, &mut failed);
         }
-        let started = self.changed.iter().map(|changed| &changed.then);
-        server.follow_sockets(started.chain(self.added.iter().copied()));
         for (changed, stopped, prepared) in stopped {
             let result = match stopped {
                 Ok(()) => start(server, &claim, changed, prepared),
