@@ -34,6 +34,7 @@ use toml::de::DeTable;
 pub use file_keys::{POLL_CPU, POLL_MAX_US_MAX, THREADS_MAX, address};
 pub use files::read_directories;
 pub use sandbox_mode::SandboxMode;
+use tracing::error;
 
 use self::conflicts::CheckedDisks;
 use self::cpus::Cpus;
@@ -176,7 +177,17 @@ impl Config {
     /// # Errors
     /// A file has a mistake; the error gives the file, the line, the key and the allowed values of the first one.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let (beside, files) = files::read(path)?;
+        Self::read_as(path, true)
+    }
+
+    fn read_as(path: &Path, is_start: bool) -> Result<Self, ConfigError> {
+        let (beside, files) = files::read(path, is_start)?;
+        for (empty, _) in files[1..].iter().filter(|(_, text)| text.trim().is_empty()) {
+            error!(
+                "{}; all others are served",
+                ConfigError::Empty(empty.clone())
+            );
+        }
         let directory = beside.is_some().then(|| directory_of(path));
         let has_files = beside.is_some_and(|beside| beside.has_files());
         let texts: Vec<_> = files.iter().map(|(_, text)| text.as_str()).collect();
@@ -201,7 +212,7 @@ impl Config {
     /// # Errors
     /// As of [`read`](Self::read); or the directory, which this configuration has, is gone.
     pub fn read_again(&self, path: &Path) -> Result<Self, ConfigError> {
-        let new = Self::read(path)?;
+        let new = Self::read_as(path, false)?;
         new.check_directory(path, self.has_files)?;
         Ok(new)
     }

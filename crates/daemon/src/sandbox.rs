@@ -25,7 +25,7 @@ use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_no_new_privs,
 };
 use thiserror::Error;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use files::{AllowedPaths, Files};
 
@@ -41,6 +41,8 @@ pub struct SandboxOptions {
     pub mode: Mode,
     /// Further directories for disks and sockets.
     pub allow: Vec<PathBuf>,
+    /// Disks that commands have attached or changed before the start, by the state file.
+    pub attached: Vec<DiskSpec>,
     /// Further directories for files that are read.
     pub readable: Vec<PathBuf>,
     /// The user that this process becomes.
@@ -224,6 +226,32 @@ impl Sandbox {
     }
 }
 
+/// Checks that a directory exists. Not that its files can be listed: nobody needs that.
+///
+/// # Errors
+/// It does not exist, or this user may not look at it, or it is a file.
+fn check_directory(directory: &Path) -> io::Result<()> {
+    match std::fs::metadata(directory)?.is_dir() {
+        true => Ok(()),
+        false => Err(io::ErrorKind::NotADirectory.into()),
+    }
+}
+
+/// Those of the configured directories that exist. The others keep no disk elsewhere from being served.
+pub fn usable(directories: &[PathBuf]) -> Vec<PathBuf> {
+    let is_usable = |directory: &&PathBuf| {
+        let checked = check_directory(directory);
+        let checked = checked.inspect_err(|e| {
+            error!(
+                "allow-dir: {}: {e}; disks there are not served: name a directory that exists and that ringdisk's user may look at",
+                directory.display()
+            );
+        });
+        checked.is_ok()
+    };
+    directories.iter().filter(is_usable).cloned().collect()
+}
+
 /// The paths to which this process needs access.
 fn paths(
     options: &SandboxOptions,
@@ -234,7 +262,7 @@ fn paths(
     kept: &[PathBuf],
 ) -> Result<AllowedPaths, SandboxError> {
     let mut paths = AllowedPaths::default();
-    for disk in disks {
+    for disk in disks.iter().chain(&options.attached) {
         match &disk.file {
             FileSpec::Path(path) => paths.disk(path),
             FileSpec::Rbd(_) => paths.cluster = true,
@@ -251,8 +279,7 @@ fn paths(
         paths.backing(directory, disks.iter().any(|disk| is_here(&disk.file)));
     }
     for directory in &options.allow {
-        let found = std::fs::read_dir(directory);
-        found.map_err(|e| SandboxError::Directory(directory.clone(), e))?;
+        check_directory(directory).map_err(|e| SandboxError::Directory(directory.clone(), e))?;
         paths.storage(directory);
         paths.sockets(directory);
     }
@@ -261,7 +288,8 @@ fn paths(
     let read_again = config_file.map(config::read_directories);
     read_again.iter().flatten().for_each(|d| paths.readable(d));
     // No disk is configured: commands may attach disks at any path.
-    paths.anywhere = disks.is_empty() && options.allow.is_empty();
+    let is_open = disks.is_empty() && options.allow.is_empty();
+    paths.anywhere = is_open || options.allow.iter().any(|it| it == Path::new("/"));
     paths.cluster |= paths.anywhere;
     Ok(paths)
 }

@@ -304,6 +304,12 @@ impl DiskFile {
         }
     }
 
+    /// Whether another process reads the file and keeps everybody from writing to it, as its images do that build on it. A file
+    /// system without locks does not tell.
+    pub fn is_only_read(&self) -> bool {
+        lock::is_only_read(self.file.as_fd()).unwrap_or(false)
+    }
+
     /// Whether reads and writes go through the page cache.
     pub fn is_cached(&self) -> bool {
         self.cached
@@ -472,7 +478,11 @@ fn denied(write: bool) -> String {
              Otherwise let root {access} it"
         )
     } else {
-        format!("let this user {access} it, or run ringdisk as a user who can")
+        let user = rustix::process::geteuid().as_raw();
+        format!(
+            "ringdisk runs as user {user}: let that user {access} it (chown {user}) and pass its directories, or run ringdisk as a \
+             user who can"
+        )
     }
 }
 

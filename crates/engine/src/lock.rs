@@ -52,6 +52,15 @@ pub(crate) fn is_free(file: BorrowedFd<'_>, writable: bool) -> io::Result<bool> 
     Ok(true)
 }
 
+/// Whether another open file description keeps everybody from writing to the file, and none writes to it: it is a part of an
+/// image in use, or is being copied.
+///
+/// # Errors
+/// The file system does not support such locks.
+pub(crate) fn is_only_read(file: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(held_by_other(file, NOT_SHARED + WRITE)? && !held_by_other(file, USED + WRITE)?)
+}
+
 /// Takes a read lock as [`acquire`] does, but does not test for conflicts: the owner of the existing write
 /// lock, whichever descriptor holds it, knows of this lock and has kept all other processes away.
 ///

@@ -80,7 +80,9 @@ pub enum RingError {
     #[error("ring base {0:?} is not in the ring")]
     Base(RingBase),
     /// A part of the ring is not in guest memory.
-    #[error("the {0} at front-end address {1:#x} is not in guest memory or not aligned")]
+    #[error(
+        "the {0} at front-end address {1:#x} is not in guest memory or not aligned; is the guest's memory shared (share=on)?"
+    )]
     Address(&'static str, u64),
     /// More entries were made available than the ring can hold.
     #[error("available index {index} is {ahead} entries ahead in a ring of {size}")]

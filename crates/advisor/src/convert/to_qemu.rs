@@ -62,6 +62,12 @@ pub fn to_qemu(inputs: Vec<Input>) -> Result<Converted, String> {
         if !edits.is_empty() {
             // Not read again: it may be empty now.
             input.sources = apply(&input.sources, &edits).ok_or("two changes overlap")?;
+            for source in &mut input.sources {
+                if source.text.trim().is_empty() {
+                    // ringdisk takes an empty file for one that is being written.
+                    source.text = "# QEMU has the disks again.\n".into();
+                }
+            }
             input.vms.clear();
         }
     }

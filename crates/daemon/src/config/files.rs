@@ -31,14 +31,18 @@ const NAME: &str = "ringdisk.toml";
 pub(super) type TextFile = (PathBuf, String);
 
 /// Reads the file of a configuration, and those beside it in the order of their names: all as they were at one time. Tools as
-/// git remove a file before they write it again: the directory has to be at [rest](Beside::is_at_rest).
+/// git remove a file before they write it again: the directory has to be at [rest](Beside::is_at_rest). `is_start`: a file beside it
+/// may be empty, since that keeps no other disk from being served.
 ///
 /// # Errors
 /// One of them cannot be read; or they change again and again.
-pub(super) fn read(path: &Path) -> Result<(Option<Beside>, Vec<TextFile>), ConfigError> {
+pub(super) fn read(
+    path: &Path,
+    is_start: bool,
+) -> Result<(Option<Beside>, Vec<TextFile>), ConfigError> {
     for _ in 0..TRIES {
         let beside = Beside::of(path)?;
-        let files = read_all(path, beside.as_ref());
+        let files = read_all(path, beside.as_ref(), is_start);
         let is_same = Beside::of(path)? == beside && beside.as_ref().is_none_or(Beside::is_at_rest);
         match files {
             Ok(Some(files)) if is_same => return Ok((beside, files)),
@@ -50,7 +54,11 @@ pub(super) fn read(path: &Path) -> Result<(Option<Beside>, Vec<TextFile>), Confi
 }
 
 /// `None` if one of the files beside it has gone meanwhile.
-fn read_all(path: &Path, beside: Option<&Beside>) -> Result<Option<Vec<TextFile>>, ConfigError> {
+fn read_all(
+    path: &Path,
+    beside: Option<&Beside>,
+    is_start: bool,
+) -> Result<Option<Vec<TextFile>>, ConfigError> {
     let mut left = BYTES_MAX;
     let file = fs::File::open(path).map_err(|e| ConfigError::Read(path.into(), e))?;
     let mut files = vec![(path.to_owned(), read_text(path, file, &mut left)?)];
@@ -59,7 +67,7 @@ fn read_all(path: &Path, beside: Option<&Beside>) -> Result<Option<Vec<TextFile>
             return Ok(None);
         };
         let text = read_text(&path, file?, &mut left)?;
-        if text.trim().is_empty() {
+        if text.trim().is_empty() && !is_start {
             return Err(ConfigError::Empty(path));
         }
         files.push((path, text));

@@ -207,8 +207,14 @@ fn the_files_beside_it_are_read_too() {
         &format!("#{}", " ".repeat(BYTES_MAX as usize - 10)),
     );
     assert!(error().contains("30.toml: is larger than"), "{}", error());
+    // A start serves the others, and a reload changes nothing.
     write("30.toml", "\n");
-    assert!(error().contains("30.toml: is empty"), "{}", error());
+    assert_eq!(Config::read(&path).unwrap(), config);
+    let error_of_reload = config.read_again(&path).unwrap_err().to_string();
+    let says = "30.toml: is empty";
+    assert!(error_of_reload.contains(says), "{error_of_reload}");
+    write("30.toml", "# nothing\n");
+    assert_eq!(config.read_again(&path).unwrap(), config);
     fs::remove_file(beside.join("30.toml")).unwrap();
     fs::create_dir(beside.join("30.toml")).unwrap();
     assert!(error().contains("30.toml: is not a file"), "{}", error());

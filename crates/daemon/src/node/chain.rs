@@ -13,7 +13,7 @@ use image::{Chain, ChainOptions, LayerFormat, Qcow2, TopFile, UnusableBitmap};
 use tracing::{error, warn};
 
 use super::{Node, NodeError};
-use crate::config::spec::DiskSpec;
+use crate::config::spec::{DiskSpec, Lock};
 use crate::node::context::{OpenContext, Opener};
 use crate::node::progress::Progress;
 use crate::node::recorded_bitmaps::RecordedBitmaps;
@@ -204,6 +204,12 @@ pub(super) fn chain_facts(chain: &Chain, files: &[Arc<DiskFile>]) -> DiskFacts {
 }
 
 impl Node {
+    /// Whether another process reads its file, which is locked only while a guest runs, and keeps everybody from writing to it.
+    pub fn is_read_elsewhere(&self) -> bool {
+        let is_unlocked = self.spec.lock == Lock::Running && !self.spec.read_only;
+        is_unlocked && self.file().is_some_and(|file| file.is_only_read())
+    }
+
     /// Whether a flush has something to write to its image. Does not wait.
     pub fn has_unflushed_changes(&self) -> bool {
         self.with_image(Qcow2::has_changes) == Some(true)

@@ -226,7 +226,7 @@ impl fmt::Display for Files {
         if self.paths.anywhere {
             write!(
                 f,
-                "disks may be at any path, because no disk is configured at the start; --allow-dir restricts them"
+                "disks may be at any path, because nothing is configured, or allow-dir says so; --allow-dir DIR restricts them"
             )?;
         } else if self.paths.storage.is_empty() {
             write!(f, "no files or devices of disks")?;

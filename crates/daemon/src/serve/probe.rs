@@ -5,12 +5,15 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::config::spec::{DiskSpec, FileSpec};
+use crate::state::store;
 
 /// The subcommand of the child.
 pub const SUBCOMMAND: &str = "probe-paths";
@@ -30,6 +33,18 @@ pub fn hanging(paths: Vec<PathBuf>) -> Vec<PathBuf> {
         }
         Err(_) => Vec::new(),
     }
+}
+
+/// The disks of the state in this directory whose storage answers.
+pub fn attached(state: &Path) -> Vec<DiskSpec> {
+    let path = |disk: &DiskSpec| match &disk.file {
+        FileSpec::Path(path) => Some(path.clone()),
+        FileSpec::Rbd(_) | FileSpec::Null(_) => None,
+    };
+    let mut disks = store::disks_at(state);
+    let hanging = hanging(disks.iter().filter_map(path).collect());
+    disks.retain(|disk| path(disk).is_none_or(|path| !hanging.contains(&path)));
+    disks
 }
 
 fn answering(paths: &[PathBuf]) -> io::Result<Vec<bool>> {

@@ -31,7 +31,7 @@ use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
 use crate::resource_limits::warn_of_limits;
 use crate::rights::Rights;
-use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
+use crate::sandbox::{self, Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
@@ -341,15 +341,10 @@ impl Settings {
         journals: &Journals,
     ) -> Result<Arc<Sandbox>, ServeError> {
         let persistent = persistent_directories(self, journals)?;
-        for directory in &config.allow {
-            if let (Err(e), Some(file)) = (std::fs::read_dir(directory), &args.config) {
-                let problem = format!("{}: {e}; name an existing directory", directory.display());
-                return Err(Config::mistake(file, "allow-dir", problem).into());
-            }
-        }
         let options = SandboxOptions {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
-            allow: [&args.allow_dir[..], &config.allow].concat(),
+            allow: [&args.allow_dir[..], &sandbox::usable(&config.allow)].concat(),
+            attached: self.state.as_deref().map_or_else(Vec::new, probe::attached),
             readable: (self.tls.iter().map(|tls| tls.dir.clone()))
                 .chain(journals.of_others())
                 .collect(),

@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use engine::Identity;
 use tracing::{info, warn};
@@ -16,6 +18,9 @@ use crate::node::context::OpenContext;
 use crate::node::{Node, NodeError};
 use crate::server::connection_info::ConnectionInfo;
 use crate::socket::Socket;
+
+/// How long a disk waits for somebody who only reads its file.
+const READERS: Duration = Duration::from_secs(1);
 
 impl Server {
     /// Opens a disk and serves it under its name.
@@ -37,7 +42,7 @@ impl Server {
         Ok(served)
     }
 
-    /// The same, for a manager of VMs: not from a file that the disk has left.
+    /// The same, for a manager of VMs: not from a file that the disk has left, here or on another host, from which its VM comes.
     ///
     /// # Errors
     /// It is not served, and closed again.
@@ -46,9 +51,30 @@ impl Server {
         claim: &Claim<'_>,
         spec: DiskSpec,
     ) -> Result<ConnectionInfo, ServerError> {
+        self.attach_as(claim, spec, |server, spec| {
+            let node = server.open_current(spec)?;
+            let deadline = Instant::now() + READERS;
+            while node.is_read_elsewhere() {
+                if Instant::now() >= deadline {
+                    let file = node.filename.clone();
+                    close(node.into(), "which is not served");
+                    return Err(ServerError::ReadElsewhere(file));
+                }
+                thread::sleep(Duration::from_millis(50));
+            }
+            Ok(node)
+        })
+    }
+
+    fn attach_as(
+        &self,
+        claim: &Claim<'_>,
+        spec: DiskSpec,
+        open: impl FnOnce(&Self, DiskSpec) -> Result<Node, ServerError> + Send + 'static,
+    ) -> Result<ConnectionInfo, ServerError> {
         let name = spec.name.clone();
         let export = ExportSpec::from(&spec);
-        let node = self.open_in_time(spec, Self::open_current)?;
+        let node = self.open_in_time(spec, open)?;
         let served = self.serve_opened(claim, node, &export, || Ok(None))?;
         self.came_back(claim, &name);
         Ok(served)
@@ -83,7 +109,7 @@ impl Server {
         let attached = if self.context.inherited.has_disk(&name) {
             self.attach(&claim, spec)
         } else {
-            self.attach_current(&claim, spec)
+            self.attach_as(&claim, spec, Self::open_current)
         };
         attached.map_err(|e| e.of_disk(&name))
     }

@@ -41,6 +41,12 @@ pub enum ServerError {
     )]
     FileInUse(PathBuf, String),
     #[error(
+        "{0}: another process keeps it as it is: an image that is in use builds on it, or it is being copied. If the disk was moved \
+         to an overlay ('ringdisk replace', a snapshot) where its VM comes from, name that file here (for libvirt, in the metadata: \
+         'virsh metadata VM urn:ringdisk:libvirt:1 --live --config --key ringdisk --edit' there), and move the VM then"
+    )]
+    ReadElsewhere(String),
+    #[error(
         "{0}: in use by this process: disk '{1}' used it and was detached, but its storage has not answered since; try \
          again when it answers"
     )]

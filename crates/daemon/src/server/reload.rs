@@ -437,8 +437,13 @@ impl<'a> Change<'a> {
         let changed = TOP_KEYS.iter().filter(|top| (top.differs)(old, new));
         let changed = changed.map(|top| top.key.name);
         let changed = changed.chain(changed_thread.then_some("an [[iothread]]"));
-        let sentence =
-            |key| format!("{key} has changed, which takes effect when ringdisk is restarted");
+        let sentence = |key: &str| {
+            let when = match key.starts_with("nbd") {
+                true => "restarted",
+                false => "restarted, or with 'ringdisk upgrade'",
+            };
+            format!("{key} has changed, which takes effect when ringdisk is {when}")
+        };
         changed.map(sentence).collect()
     }
 

@@ -530,6 +530,15 @@ fn left_text(all: &LeftFiles) -> io::Result<String> {
     }
 }
 
+/// The disks of the state file in a directory: nothing else is read, and a file that cannot be read has none.
+pub fn disks_at(directory: &Path) -> Vec<DiskSpec> {
+    let parse = |bytes: Option<Vec<u8>>| bytes.as_deref().map(Overrides::parse).transpose();
+    let state = read_file(&directory.join(NAME)).and_then(parse);
+    let Overrides { disks, nodes, .. } = state.ok().flatten().unwrap_or_default();
+    let nodes = nodes.into_iter().map(|node| node.disk);
+    disks.into_iter().map(|it| it.disk).chain(nodes).collect()
+}
+
 /// Reads all files.
 fn read(directory: &Path) -> Result<Overrides, StateError> {
     let [path, queues_path, guests_path, left_path] =

@@ -235,6 +235,52 @@ fn detached_disk_keeps_its_queues_and_its_write_cache_under_another_name() {
     }
 }
 
+/// A disk and one that is absent exchange their names, or a command attaches a detached disk under another name.
+#[test]
+fn guests_of_absent_and_attached_disks_keep_what_they_depend_on() {
+    let Some(one) = one_cpu() else { return };
+    for how in ["absent", "attached"] {
+        let mut ringdisk = start();
+        let before = queues(&ringdisk, "a").unwrap();
+        let mut guest = device(&ringdisk, "a", before);
+        guest.frontend.set_config(WCE, &[0]).unwrap();
+        drop(guest);
+        for (thread, _) in ringdisk.threads() {
+            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
+        }
+        let name = if how == "absent" {
+            let (file, away) = (ringdisk.path("b.raw"), ringdisk.path("away.raw"));
+            fs::rename(&file, &away).unwrap();
+            ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap();
+            assert_eq!(ringdisk.disk("b")["storage"], "absent");
+            fs::rename(&away, &file).unwrap();
+            rename(&ringdisk, ["b", "a"]);
+            let replied = ringdisk.ringdisk(&["reload"]);
+            // It has been corrected, and the reply says how it is now.
+            let is_told =
+                replied.out.contains("no such file") || replied.err.contains("no such file");
+            assert!(replied.code == Some(0) && !is_told, "{replied:?}");
+            assert_eq!(ringdisk.disk("a")["storage"], "works");
+            "b"
+        } else {
+            ringdisk.json(&["detach", "a"]);
+            let (file, socket) = (ringdisk.path("a.raw"), ringdisk.path("a.sock"));
+            let disk = format!("{},name=x,socket={}", file.display(), socket.display());
+            ringdisk.json(&["attach", &disk]);
+            "x"
+        };
+        for restarts in [false, true] {
+            if restarts {
+                ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap();
+            }
+            assert_eq!(queues(&ringdisk, name), Some(before), "{how} {restarts}");
+            let mut guest = device(&ringdisk, "a", before);
+            verify(&mut guest);
+            assert_eq!(guest.frontend.config(WCE, 1).unwrap(), [0], "{how}");
+        }
+    }
+}
+
 /// The name of a disk that a command has detached is given to another disk, which has its own VM.
 #[test]
 fn name_of_a_detached_disk_can_be_given_to_another() {

@@ -3,10 +3,12 @@
 
 use std::fs;
 
+use serde_json::json;
 use testkit::driver::{Device, DeviceConfig};
 use testkit::qemu_img as qemu;
 
-use super::server::Controlled;
+use super::server::{Controlled, QemuClient};
+use crate::support::content;
 
 const MIB: u64 = 1 << 20;
 
@@ -170,4 +172,86 @@ fn data_file_of_a_served_image_is_not_exchanged() {
         &["disk 'image'", "first.raw", "cannot use", "second.raw"],
     );
     assert_eq!(ringdisk.disk("image")["storage"], "works");
+}
+
+/// A VM moves here, and its metadata names the file on which its disk builds where it comes from: it would go on with old data.
+#[test]
+fn no_vm_comes_to_a_file_on_which_its_disk_builds() {
+    let test = "no_vm_comes_to_a_file_on_which_its_disk_builds";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let from = Controlled::start(&[]);
+    let at = from.dir.path();
+    from.file("base.raw", MIB);
+    qemu::img(at, "create -q -f qcow2 -b base.raw -F raw top.qcow2");
+    from.json(&["attach", "base.raw,name=vm,socket=vm.sock,lock=running"]);
+    let guest = Device::connect(from.path("vm.sock"), &DeviceConfig::default()).unwrap();
+    from.json(&["replace", "vm", "top.qcow2"]);
+    let to = Controlled::start(&[format!("--allow-dir={}", at.display())]);
+    let Some(mut client) = QemuClient::connect(test, &to.control) else {
+        return;
+    };
+    let disk = |file: &str| {
+        let (file, socket) = (from.path(file), to.path("vm.sock"));
+        let (file, socket) = (file.display(), socket.display());
+        let disk = format!("{file},name=vm,socket={socket},lock=running");
+        json!({ "disk": disk, "unless-left": true })
+    };
+    let says = ["base.raw", "an image that is in use builds on it"];
+    client.assert_refused("x-ringdisk-attach", disk("base.raw"), "GenericError", &says);
+    client.call("x-ringdisk-attach", disk("top.qcow2"));
+    client.call("x-ringdisk-detach", json!({ "id": "vm" }));
+    // What a VM writes to itself is no such file.
+    drop(guest);
+    from.json(&["detach", "vm", "--force"]);
+    from.json(&["attach", "base.raw,name=vm,socket=vm.sock,lock=running"]);
+    let _guest = Device::connect(from.path("vm.sock"), &DeviceConfig::default()).unwrap();
+    client.call("x-ringdisk-attach", disk("base.raw"));
+}
+
+/// What commands have attached is served by the next start, wherever the disks of the configuration are by then. A directory in
+/// the configuration that is not there keeps nothing from that.
+#[test]
+fn attached_disks_are_served_after_a_restart_beside_configured_ones() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    for name in ["a", "b"] {
+        fs::create_dir(path(name)).unwrap();
+        fs::write(path(name) + "/disk.raw", content(0, MIB as usize)).unwrap();
+    }
+    fs::write(path("r.toml"), "# nothing yet\n").unwrap();
+    let arguments = ["config=", "state="].map(|key| {
+        let file = if key == "state=" { "state" } else { "r.toml" };
+        format!("--{key}{}", path(file))
+    });
+    let (configured, attached) = (path("a"), path("b"));
+    let mut ringdisk = Controlled::start_in(dir, &arguments);
+    let log = ringdisk.server.wait_for_log(&["sandbox:", "files"]);
+    if log.contains("not restricted") {
+        return println!(
+            "skipped: attached_disks_are_served_after_a_restart_beside_configured_ones: {log}"
+        );
+    }
+    let disk = format!("{attached}/disk.raw,name=b,socket={attached}/b.sock");
+    ringdisk.json(&["attach", &disk]);
+    let text = format!(
+        "allow-dir = [\"/there/is/none\"]\n[[disk]]\nname = \"a\"\nfile = \"{configured}/disk.raw\"\n\
+         socket = \"{configured}/a.sock\"\n"
+    );
+    fs::write(ringdisk.path("r.toml"), text).unwrap();
+    ringdisk.json(&["reload"]);
+    ringdisk = ringdisk.kill_and_restart();
+    let says = ["ERROR", "allow-dir: /there/is/none"];
+    ringdisk.server.wait_for_log(&says);
+    for name in ["a", "b"] {
+        assert_eq!(ringdisk.disk(name)["storage"], "works", "{name}");
+        let socket = ringdisk.path(&format!("{name}/{name}.sock"));
+        let mut guest = Device::connect(socket, &DeviceConfig::default()).unwrap();
+        assert_eq!(guest.queues[0].read(8, 4096).unwrap(), content(8, 4096));
+    }
+    // Nowhere else.
+    ringdisk.file("c.raw", MIB);
+    let refused = ringdisk.ringdisk(&["attach", "c.raw,socket=c.sock"]);
+    refused.assert_fails(1, &["--allow-dir"]);
 }
