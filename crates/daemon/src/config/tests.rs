@@ -59,11 +59,15 @@ fn complete_file_is_parsed() {
     assert_eq!(parse(""), Config::default());
 }
 
-/// The file that the package installs configures nothing, and its commented examples are valid.
+/// The file that the package installs configures no disk, allows them anywhere, and its commented examples are valid.
 #[test]
-fn installed_file_configures_nothing_until_uncommented() {
+fn installed_file_configures_no_disk_until_uncommented() {
     let example = include_str!("../../../../packaging/ringdisk.toml");
-    assert_eq!(parse(example), Config::default());
+    let anywhere = Config {
+        allow: vec!["/".into()],
+        ..Config::default()
+    };
+    assert_eq!(parse(example), anywhere);
     let uncommented: String = example
         .lines()
         .filter_map(|line| match line.strip_prefix('#') {
