@@ -103,7 +103,7 @@ use block::FileOffset;
 pub use lineage::Generations;
 pub(super) use lineage::Lineage;
 pub use matching::JournalOwner;
-pub(super) use matching::{Found, fits, journal_bits, owner, read};
+pub(super) use matching::{Found, empty, fits, journal_bits, owner, read};
 use matching::{JournalBits, matching_slot};
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};

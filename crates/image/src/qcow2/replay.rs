@@ -23,7 +23,9 @@ use std::sync::atomic::Ordering::SeqCst;
 use super::entry::{COPIED, Entry, table_at};
 use super::error::ImageError;
 use super::file::Piece;
-use super::journal::{Change, Found, Journal, JournalEvent, JournalFile, journal_bits, read};
+use super::journal::{
+    Change, Found, Journal, JournalEvent, JournalFile, empty, journal_bits, read,
+};
 use super::progress::{Progress, ReportProgress};
 use super::types::{BlockIndex, GuestCluster, HOST_BITS, HostOffset, L1Index, Run};
 use super::{ImageState, Qcow2, Qcow2Error};
@@ -57,11 +59,11 @@ impl Qcow2 {
         file: JournalFile,
         tell: ReportProgress<'_>,
     ) -> Result<(), Qcow2Error> {
-        let (journal_bits, snapshots) = {
+        let (bits, snapshots) = {
             let header = &self.lock().header;
             (journal_bits(header), header.snapshots > 0)
         };
-        let contents = read(&file, journal_bits).map_err(Qcow2Error::Journal)?;
+        let contents = read(&file, bits).map_err(Qcow2Error::Journal)?;
         // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
         let elsewhere = match &contents {
             Found::Missing => true,
@@ -89,6 +91,9 @@ impl Qcow2 {
                         ReplayError::Stopped => Qcow2Error::Stopped,
                     })?;
                 self.mark_complete().map_err(Qcow2Error::Image)?;
+                // Otherwise it is replayed again, or counts as missing if the image is closed by a process that is killed then.
+                let bits = journal_bits(&self.lock().header);
+                let _ = empty(&file, bits);
                 (file.on_event)(JournalEvent::Replayed(changes.len() as u64));
             }
         }

@@ -156,3 +156,28 @@ fn replay_can_be_stopped() {
     let disk = host.open_as(directory, SMALL_CACHE).unwrap();
     look(&host, &disk, TABLES, 20);
 }
+
+/// A kill at any moment of the end that follows a replay leaves an image that lacks nothing: the journal has no changes any more.
+#[test]
+fn kill_at_the_end_after_a_replay_leaves_nothing_missing() {
+    if !qemu::is_there("kill_at_the_end_after_a_replay_leaves_nothing_missing") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    for changes in 1.. {
+        let host = killed(directory);
+        let disk = host.open(directory).unwrap();
+        assert!(host.told("Replayed"));
+        host.life.live(changes);
+        let is_closed = disk.chain.close().is_ok() && changes > 8;
+        drop(disk);
+        host.life.live(i64::MAX);
+        let disk = host.open(directory).unwrap();
+        assert!(!disk.chain.image().unwrap().lacks_journal(), "{changes}");
+        assert_eq!(Host::sector(&disk, 64 << 10), pattern(9, 512));
+        if is_closed {
+            break;
+        }
+    }
+}

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use block::FileOffset;
+
 use super::records::{Change, READ_MAX, RECORDS_AT, Slot};
 use super::{COMPLETE, GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation};
 use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
@@ -103,6 +105,22 @@ pub(super) fn matching_slot(file: &JournalFile, image: JournalBits) -> Option<Sl
     let contents = found.ok()?.ok()?;
     let is_complete = contents.match_image(&file.identity, image) == JournalMatch::Complete;
     is_complete.then_some(contents.slot)
+}
+
+/// Notes in a journal whose changes are durable in its image that it has none any more, and still belongs to the image.
+///
+/// # Errors
+/// It may have them as before, which changes nothing when they are replayed.
+pub(in crate::qcow2) fn empty(file: &JournalFile, image: JournalBits) -> io::Result<()> {
+    let end = FileOffset(file.storage.size()?);
+    let Ok(contents) = Contents::read(&*file.storage, &file.identity, image)? else {
+        return Ok(());
+    };
+    let Slot {
+        sequence, session, ..
+    } = contents.slot;
+    let next = sequence.saturating_add(1);
+    Slot::new(next, session, contents.generation, end, file.identity).write(&*file.storage)
 }
 
 /// Whether a journal that was found somewhere belongs to the image with this header.
