@@ -59,6 +59,11 @@ impl InheritedParts {
 
     fn carry_from(&self, disk: &DiskSpec, before: &DiskSpec) -> DiskSpec {
         let mut disk_now = carried(disk, before);
+        if sockets::are_of_two_vms(before, disk) {
+            // The name was given to another disk: this one does not go to the VM of that.
+            disk_now.socket = before.socket.clone();
+            disk_now.socket_access = before.socket_access;
+        }
         disk_now.data_file = self.with_file_of(disk, before).data_file;
         if !self.knows_default_queues && disk.queues.is_none() {
             // The old process has written its default, which stays: see `queues`.

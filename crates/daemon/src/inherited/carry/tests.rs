@@ -317,3 +317,15 @@ fn data_file_that_an_older_version_has_open_may_be_named_now() {
         assert_eq!(inherited.on_its_file(named), expected);
     }
 }
+
+/// The name of a served disk goes to another one, which is not served: no VM gets the disk of another.
+#[test]
+fn a_disk_whose_name_was_given_away_stays_at_its_socket() {
+    let before = disk("/vms/a.raw,name=a,socket=/run/1.sock,queues=2");
+    let now = disk("/vms/b.raw,name=a,socket=/run/2.sock,queues=2");
+    let carried = carry(
+        parts(slice::from_ref(&before)),
+        &config(slice::from_ref(&now)),
+    );
+    assert_eq!(carried.disks, [before]);
+}
