@@ -51,7 +51,7 @@ use tracing::{error, info, warn};
 
 use crate::config::conflicts::ConflictError;
 use crate::config::export::ExportSpec;
-use crate::config::spec::{DiskSpec, FileSpec, Labels};
+use crate::config::spec::{DiskSpec, FileSpec, Labels, Lock};
 use crate::node::context::OpenContext;
 use crate::node::{DiskParameters, FileUse, Node};
 use crate::sandbox::Sandbox;
@@ -542,6 +542,13 @@ impl Server {
         let entry = state.nodes.get(name)?;
         let served = state.exports.get(name)?;
         Arc::ptr_eq(&served.node, &entry.node).then(|| entry.spec())
+    }
+
+    /// Whether a disk is free for other hosts: locked only while its VM runs, which is not connected here.
+    fn is_for_others(&self, name: &str) -> bool {
+        let state = self.state();
+        let export = state.exports.get(name);
+        export.is_some_and(|it| it.node.spec.lock == Lock::Running && !it.connected())
     }
 
     fn state(&self) -> MutexGuard<'_, ServerState> {

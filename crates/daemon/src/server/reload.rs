@@ -279,7 +279,11 @@ impl<'a> Change<'a> {
                 Some(before) => match effect_of_reload(&server.with_queues(before, disk), disk) {
                     None => {}
                     Some(ReloadEffect::Throttle) => change.throttled.push(disk),
-                    Some(ReloadEffect::Move) if is_path(before) && is_path(disk) => {
+                    Some(ReloadEffect::Move)
+                        if is_path(before)
+                            && is_path(disk)
+                            && !server.is_for_others(&disk.name) =>
+                    {
                         change.moved.push(disk);
                     }
                     _ if restarts == Restarts::Later => change.postponed.push((before, disk)),

@@ -391,3 +391,30 @@ fn disk_that_cannot_be_restored_is_absent() {
         rewrite(&mut served.connect(socket).queues[0]);
     }
 }
+
+/// A VM runs on another host, where its disk was moved: the configuration here names the new file before the VM comes.
+#[test]
+fn disk_for_other_hosts_gets_its_new_file() {
+    let Some(served) = with_overlays("disk_for_other_hosts_gets_its_new_file") else {
+        return;
+    };
+    let at = served.ringdisk.dir.path().display().to_string();
+    let configure = |file: &str| {
+        let text = format!(
+            "[[disk]]\nname = \"a\"\nfile = \"{at}/{file}\"\nsocket = \"{at}/a.sock\"\nlock = \"running\"\n"
+        );
+        fs::write(served.path("config.toml"), text).unwrap();
+    };
+    served.ringdisk.file("n.raw", 16 * MIB);
+    configure("n.raw");
+    served.ringdisk.json(&["reload"]);
+    served.assert_on("a", "n.raw");
+    qemu::img(
+        served.ringdisk.dir.path(),
+        "create -q -f qcow2 -b n.raw -F raw n.qcow2",
+    );
+    configure("n.qcow2");
+    served.ringdisk.json(&["reload"]);
+    served.assert_on("a", "n.qcow2");
+    rewrite(&mut served.connect("a").queues[0]);
+}
