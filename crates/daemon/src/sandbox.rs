@@ -39,8 +39,10 @@ use crate::rights::Rights;
 #[derive(Clone, Debug, Default)]
 pub struct SandboxOptions {
     pub mode: Mode,
-    /// Further directories for disks and sockets.
+    /// Further directories for disks and sockets, which must exist.
     pub allow: Vec<PathBuf>,
+    /// The same of the configuration. One that does not exist keeps no disk elsewhere from being served.
+    pub configured: Vec<PathBuf>,
     /// Disks that commands have attached or changed before the start, by the state file.
     pub attached: Vec<DiskSpec>,
     /// Further directories for files that are read.
@@ -237,8 +239,8 @@ fn check_directory(directory: &Path) -> io::Result<()> {
     }
 }
 
-/// Those of the configured directories that exist. The others keep no disk elsewhere from being served.
-pub fn usable(directories: &[PathBuf]) -> Vec<PathBuf> {
+/// Those of the configured directories that exist.
+fn usable(directories: &[PathBuf]) -> Vec<PathBuf> {
     let is_usable = |directory: &&PathBuf| {
         let checked = check_directory(directory);
         let checked = checked.inspect_err(|e| {
@@ -280,6 +282,8 @@ fn paths(
     }
     for directory in &options.allow {
         check_directory(directory).map_err(|e| SandboxError::Directory(directory.clone(), e))?;
+    }
+    for directory in options.allow.iter().chain(&usable(&options.configured)) {
         paths.storage(directory);
         paths.sockets(directory);
     }
@@ -288,8 +292,9 @@ fn paths(
     let read_again = config_file.map(config::read_directories);
     read_again.iter().flatten().for_each(|d| paths.readable(d));
     // No disk is configured: commands may attach disks at any path.
-    let is_open = disks.is_empty() && options.allow.is_empty();
-    paths.anywhere = is_open || options.allow.iter().any(|it| it == Path::new("/"));
+    let mut allowed = options.allow.iter().chain(&options.configured);
+    let is_restricted = !disks.is_empty() || allowed.clone().next().is_some();
+    paths.anywhere = !is_restricted || allowed.any(|it| it == Path::new("/"));
     paths.cluster |= paths.anywhere;
     Ok(paths)
 }

@@ -152,3 +152,18 @@ fn modes_are_parsed() {
     assert_eq!("auto".parse(), Ok(Mode::Auto));
     assert!("yes".parse::<Mode>().unwrap_err().contains("auto, on, off"));
 }
+
+/// A directory that the operator has named and that is not there does not open all others.
+#[test]
+fn a_missing_directory_allows_no_others() {
+    let paths = |configured: &[&str]| {
+        let options = SandboxOptions {
+            configured: configured.iter().map(Into::into).collect(),
+            ..SandboxOptions::default()
+        };
+        super::paths(&options, None, &[], &[], &[], &[]).unwrap()
+    };
+    assert!(paths(&[]).anywhere);
+    assert!(paths(&["/"]).anywhere);
+    assert!(!paths(&["/there/is/none"]).anywhere);
+}

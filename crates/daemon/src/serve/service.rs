@@ -31,7 +31,7 @@ use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
 use crate::resource_limits::warn_of_limits;
 use crate::rights::Rights;
-use crate::sandbox::{self, Sandbox, SandboxError, SandboxOptions};
+use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
 use crate::sd_notify;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
@@ -343,7 +343,8 @@ impl Settings {
         let persistent = persistent_directories(self, journals)?;
         let options = SandboxOptions {
             mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
-            allow: [&args.allow_dir[..], &sandbox::usable(&config.allow)].concat(),
+            allow: args.allow_dir.clone(),
+            configured: config.allow.clone(),
             attached: self.state.as_deref().map_or_else(Vec::new, probe::attached),
             readable: (self.tls.iter().map(|tls| tls.dir.clone()))
                 .chain(journals.of_others())
