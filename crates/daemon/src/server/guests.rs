@@ -1,6 +1,6 @@
 //! What guests depend on and no configuration says: the number of queues that a device has, and the guest's choice of a write
-//! cache. A guest connects at a socket, so that is where all of it belongs, whatever the export there is called, and whoever has
-//! that name next. Only where an export comes to a socket at which nothing is known, its name tells what it had elsewhere.
+//! cache. A guest connects at a socket, so that is where all of it belongs: an export there may get another name, and another export
+//! that name. Only where an export comes to a socket at which nothing is known, its name tells what it had elsewhere.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -147,7 +147,7 @@ fn full_journal_undoes_nothing() {
 }
 
 /// A kill in the midst of the flush of what the journal had no room for: the file is newer than the journal by any
-/// part of that. What the journal has of clusters that were free then takes none from whoever has it now. The image lacks nothing,
+/// part of that. What the journal has of clusters that were free then takes none from those that use it now. The image lacks nothing,
 /// also if the journal could not be emptied after its last write.
 #[test]
 fn kill_during_overtaking_flush_loses_nothing() {
