@@ -279,12 +279,12 @@ impl<'a> Change<'a> {
                 Some(before) => match effect_of_reload(&server.with_queues(before, disk), disk) {
                     None => {}
                     Some(ReloadEffect::Throttle) => change.throttled.push(disk),
-                    Some(ReloadEffect::Move)
-                        if is_path(before)
-                            && is_path(disk)
-                            && !server.is_for_others(&disk.name) =>
-                    {
-                        change.moved.push(disk);
+                    Some(ReloadEffect::Move) if is_path(before) && is_path(disk) => {
+                        match server.is_for_others(&disk.name) {
+                            // Nobody is disconnected.
+                            true => change.changed.push(DiskChange::new(before, disk, server)),
+                            false => change.moved.push(disk),
+                        }
                     }
                     _ if restarts == Restarts::Later => change.postponed.push((before, disk)),
                     _ => change.changed.push(DiskChange::new(before, disk, server)),

@@ -392,6 +392,16 @@ fn disk_that_cannot_be_restored_is_absent() {
     }
 }
 
+/// The process that an upgrade has started. Ends it.
+struct Upgraded(i32);
+
+impl Drop for Upgraded {
+    fn drop(&mut self) {
+        let pid = rustix::process::Pid::from_raw(self.0).unwrap();
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
 /// A VM runs on another host, where its disk was moved: the configuration here names the new file before the VM comes.
 #[test]
 fn disk_for_other_hosts_gets_its_new_file() {
@@ -416,5 +426,18 @@ fn disk_for_other_hosts_gets_its_new_file() {
     configure("n.qcow2");
     served.ringdisk.json(&["reload"]);
     served.assert_on("a", "n.qcow2");
+    let above = "create -q -f qcow2 -b n.qcow2 -F qcow2 above.qcow2";
+    qemu::img(served.ringdisk.dir.path(), above);
+    configure("above.qcow2");
+    let upgraded = served.ringdisk.json(&["upgrade"]);
+    let _ended = Upgraded(upgraded["pid"].as_u64().unwrap() as i32);
+    let start = Instant::now();
+    // The reload comes right after the reply.
+    while served.ringdisk.disk("a")["file"] != served.path("above.qcow2").to_str().unwrap()
+        && start.elapsed() < HANG
+    {
+        thread::sleep(Duration::from_millis(20));
+    }
+    served.assert_on("a", "above.qcow2");
     rewrite(&mut served.connect("a").queues[0]);
 }
