@@ -119,7 +119,8 @@ pub struct Qcow2 {
     has_begun_writing: AtomicBool,
     /// Changes are missing that were acknowledged: they are in a journal that is not here.
     lacks_journal: AtomicBool,
-    /// Changes are missing that are in a journal here, which the image does not mean any more.
+    /// Changes are missing that guests relied on which were served on this host: the journal here has them, and the image does not
+    /// mean it any more, or it says that they are lost.
     has_outdated_journal: AtomicBool,
     /// A guest that goes on was refused because of either.
     has_refused: AtomicBool,
@@ -141,7 +142,7 @@ struct ImageState {
     refcounts: Refcounts,
     metadata: Metadata,
     journal: Option<Journal>,
-    /// A journal of this file that the image does not mean any more, with changes that are missing.
+    /// A journal of this file that the image does not mean any more, which has changes that are missing, or says that they are.
     outdated_journal: Option<Arc<dyn crate::storage::Storage>>,
     lineage: Lineage,
     bitmaps: StoredBitmaps,

@@ -112,6 +112,16 @@ fn with_region(packed: bool) -> DeviceConfig {
     }
 }
 
+/// A command of ringdisk writes to the image.
+fn assert_resized(image: &Image) -> io::Result<()> {
+    let mut resize = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    resize.args(["resize", "image", "65M", "--control"]);
+    let resized = resize.arg(image.control()).output()?;
+    let said = String::from_utf8_lossy(&resized.stderr);
+    assert!(resized.status.success(), "{said}");
+    Ok(())
+}
+
 fn assert_first(device: &mut Device, expected: &[u8]) {
     assert!(device.queues[0].read(0, expected.len()).unwrap() == expected);
 }
@@ -135,7 +145,7 @@ fn no_guest_goes_on_after_others_have_changed_its_image() -> io::Result<()> {
     let test = "no_guest_goes_on_after_others_have_changed_its_image";
     let (written, nothing) = (content(1, 1 << 16), vec![0; 1 << 16]);
     for how in CHANGES {
-        for next in ["starts", "comes", "has no region", "command"] {
+        for next in ["starts", "comes", "has no region", "command", "twice"] {
             let Some(mut image) = Image::new(test, "") else {
                 return Ok(());
             };
@@ -158,14 +168,14 @@ fn no_guest_goes_on_after_others_have_changed_its_image() -> io::Result<()> {
                 "copy" => fs::write(&file, copy)?,
                 _ => image.qemu_img_after_kill(how),
             }
-            if next == "command" {
+            let has_command = ["command", "twice"].contains(&next);
+            if has_command {
                 let mut server = image.serve("");
-                let mut resize = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
-                resize.args(["resize", "image", "65M", "--control"]);
-                let resized = resize.arg(image.control()).output()?;
-                let said = String::from_utf8_lossy(&resized.stderr);
-                assert!(resized.status.success(), "{how}: {said}");
+                assert_resized(&image)?;
                 assert!(server.terminate()?.success());
+            }
+            if next == "twice" {
+                image.qemu_img("amend -o compat=v3 image.qcow2");
             }
             for _ in 0..2 {
                 assert_refused(&image, &mut device, &config)?;
@@ -184,6 +194,71 @@ fn no_guest_goes_on_after_others_have_changed_its_image() -> io::Result<()> {
             device.reconnect(server.socket(), &config)?;
             assert_first(&mut device, &nothing);
         }
+    }
+    Ok(())
+}
+
+/// The journal is where it is not looked for, and then another program removes what the image says of it.
+#[test]
+fn no_guest_goes_on_after_its_journal_was_missed_and_others_have_changed_the_image()
+-> io::Result<()> {
+    let test = "no_guest_goes_on_after_its_journal_was_missed_and_others_have_changed_the_image";
+    let config = with_region(false);
+    for has_command in [false, true] {
+        let Some(image) = Image::new(test, "") else {
+            return Ok(());
+        };
+        let server = image.serve("");
+        let mut device = Device::connect(server.socket(), &config)?;
+        assert_eq!(device.queues[0].run(Op::Flush, 0, 0), 0);
+        assert_eq!(device.queues[0].write(0, &content(1, 1 << 16)), 0);
+        kill(server);
+        let runtime = image.directory().join("runtime");
+        fs::rename(runtime, image.directory().join("elsewhere"))?;
+        let server = image.serve("");
+        server.wait_for_log(&["WARN", "says that it has a journal"]);
+        if has_command {
+            assert_resized(&image)?;
+        }
+        kill(server);
+        image.qemu_img_after_kill("amend -o compat=v3");
+        assert_refused(&image, &mut device, &config)?;
+        // One that starts misses nothing, nor when it goes on.
+        let server = image.serve("");
+        let mut device = Device::connect(server.socket(), &config)?;
+        assert_first(&mut device, &[0; 1 << 16]);
+        kill(server);
+        image.qemu_img_after_kill("amend -o compat=v3");
+        let server = image.serve("");
+        device.reconnect(server.socket(), &config)?;
+        assert_first(&mut device, &[0; 1 << 16]);
+    }
+    Ok(())
+}
+
+/// A VM that was lost here in a kill was started again elsewhere, and comes back: it misses nothing, whatever was written to its
+/// image here before it comes.
+#[test]
+fn guest_comes_back_to_the_host_where_it_was_lost() -> io::Result<()> {
+    let test = "guest_comes_back_to_the_host_where_it_was_lost";
+    for has_command in [false, true] {
+        let Some(mut image) = Image::new(test, "") else {
+            return Ok(());
+        };
+        image.has_state = true;
+        image.qemu_img("bitmap --add image.qcow2 copied");
+        let paused = Paused::of(&image)?;
+        let server = image.serve("");
+        let mut lost = Device::connect(server.socket(), &with_region(true))?;
+        assert_eq!(lost.queues[0].write(0, &content(1, 1 << 16)), 0);
+        kill(server);
+        image.qemu_img_after_kill("amend -o compat=v3");
+        let server = image.serve("");
+        if has_command {
+            assert_resized(&image)?;
+        }
+        let mut back = paused.go_on(&server, &with_region(false))?;
+        assert_first(&mut back, &[0; 1 << 16]);
     }
     Ok(())
 }

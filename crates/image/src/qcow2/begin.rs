@@ -30,7 +30,6 @@ impl Qcow2 {
             return Ok(());
         }
         self.try_to_fill_holes(&mut state)?;
-        self.note_outdated_journal(&mut state)?;
         state.begin_journal();
         self.outdate_bitmaps(&mut state, false)?;
         if let Some(journal) = &mut state.journal {

@@ -67,8 +67,9 @@
 //! an image whose bits are about a journal that is not here [lacks it](Qcow2::lacks_journal), and no guest may go on with it. The
 //! same is true of a journal that is here and has changes, but does not match: another program has written to the image after a
 //! kill and removed the bits, or a copy was put back. No guest may go on that was served on this host before.
-//! That stays so ([`LACKING`]) if somebody else writes to the image, which then has a journal of its own. A guest that starts on it
-//! is as after a crash of the host: [`Qcow2::forget_journal`] removes the bits first, durably, so that this guest can be
+//! That stays so if somebody else writes to the image, which then has a journal of its own: the image says so ([`LACKING`]) until
+//! another program removes that, and the journal of this host ([`Slot::says_lost`]) whatever others do. A guest that starts on
+//! it is as after a crash of the host: [`Qcow2::forget_journal`] removes both first, durably, so that this guest can be
 //! connected again after another kill, also if it has written nothing.
 //!
 //! # When the journal is older than the image
@@ -103,8 +104,8 @@ use block::FileOffset;
 pub use lineage::Generations;
 pub(super) use lineage::Lineage;
 pub use matching::JournalOwner;
-pub(super) use matching::{Found, empty, fits, journal_bits, owner, read};
-use matching::{JournalBits, matching_slot};
+pub(super) use matching::{Found, IsLost, empty, fits, journal_bits, owner, read};
+use matching::{JournalBits, matching_slot, say_lost};
 pub(super) use records::{Change, Changes};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
@@ -209,6 +210,8 @@ pub(super) struct Journal {
     complete: bool,
     /// As [`LACKING`].
     lacking: bool,
+    /// As [`Slot::says_lost`]; what it follows may not say so.
+    is_lost: IsLost,
     failure_reported: bool,
     /// One of the slots is that of an earlier process.
     follows_another: bool,
@@ -225,7 +228,7 @@ pub(super) struct Rotated {
 impl Journal {
     /// An empty journal. The journal bits of the image are about an earlier one, which has `ended` or is elsewhere.
     /// The content of the file may be `foreign`.
-    pub fn new(file: JournalFile, ended: bool, foreign: bool) -> Self {
+    pub fn new(file: JournalFile, ended: bool, foreign: bool, is_lost: IsLost) -> Self {
         Self {
             file,
             active: false,
@@ -245,6 +248,7 @@ impl Journal {
             overtaken: false,
             complete: false,
             lacking: false,
+            is_lost,
             failure_reported: false,
             follows_another: false,
             record: Vec::new(),
@@ -275,6 +279,13 @@ impl Journal {
     fn restart_after(&mut self, image: JournalBits) -> io::Result<()> {
         let slot = matching_slot(&self.file, image).filter(|slot| slot.sequence < u64::MAX / 2);
         let Some(slot) = slot else {
+            if self.is_lost {
+                // That must be known at all times.
+                let newest = Slot::read(&*self.file.storage)?.into_iter().next();
+                self.sequence = newest.map_or(0, |slot| slot.sequence);
+                self.restart()?;
+                return self.file.storage.set_size(RECORDS_AT.0);
+            }
             self.file.storage.set_size(0)?;
             return self.restart();
         };
@@ -325,10 +336,10 @@ impl Journal {
     }
 
     /// Ends the journal when the image is closed and no longer has journal bits. Content left in the file belongs
-    /// to no image.
+    /// to no image, but may still say that something was lost.
     fn end(&mut self) {
         self.active = false;
-        if !self.foreign {
+        if !self.foreign && !self.is_lost {
             let _ = self.file.storage.set_size(0);
         }
     }
@@ -415,7 +426,7 @@ impl Journal {
         }
         if let Err(e) = result {
             // The next process finds changes that the image has already, or a journal that does not match, or none.
-            if rotated.generation.is_some() {
+            if rotated.generation.is_some() && !self.is_lost {
                 let _ = self.file.storage.set_size(0);
             }
             self.failed(e);
@@ -431,6 +442,7 @@ impl Journal {
             self.start,
             self.file.identity,
         )
+        .saying_lost(self.is_lost)
         .write(&*self.file.storage)
     }
 }
@@ -451,6 +463,7 @@ impl ImageState {
         let image = journal_bits(&self.header);
         if let Some(journal) = self.journal.as_mut().filter(|journal| !journal.active) {
             journal.begin(image);
+            self.outdated_journal = None;
         }
         let on = self.journal.is_some() || self.flush_changes;
         (self.changes.on, self.refcounts.changes.on) = (on, on);
@@ -640,7 +653,6 @@ impl Qcow2 {
         if !state.journal.as_ref().is_some_and(is_old) {
             return Ok(());
         }
-        self.note_outdated_journal(&mut state)?;
         state.begin_journal();
         let bits = state.journal.as_ref().map_or(0, Journal::autoclear);
         state.header.set_journal(bits);

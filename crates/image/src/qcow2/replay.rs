@@ -63,25 +63,23 @@ impl Qcow2 {
             let header = &self.lock().header;
             (journal_bits(header), header.snapshots > 0)
         };
-        let contents = read(&file, bits).map_err(Qcow2Error::Journal)?;
+        let (contents, is_lost) = read(&file, bits).map_err(Qcow2Error::Journal)?;
         // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
         let elsewhere = match &contents {
             Found::Missing => true,
-            Found::Outdated { .. } => !snapshots,
+            Found::Outdated => !snapshots,
             Found::Nothing | Found::Changes { .. } => false,
         };
-        let foreign = matches!(contents, Found::Outdated { .. });
+        let foreign = matches!(contents, Found::Outdated);
         let is_there = matches!(contents, Found::Nothing | Found::Changes { .. });
         self.lock().lineage.found_journal(is_there);
+        self.has_outdated_journal.store(is_lost, SeqCst);
+        if is_lost && !matches!(contents, Found::Changes { .. }) {
+            self.lock().outdated_journal = Some(file.storage.clone());
+        }
         match contents {
             Found::Nothing => {}
-            Found::Outdated { is_lacking } => {
-                if is_lacking {
-                    self.lock().outdated_journal = Some(file.storage.clone());
-                    self.has_outdated_journal.store(true, SeqCst);
-                }
-                (file.on_event)(JournalEvent::Outdated);
-            }
+            Found::Outdated => (file.on_event)(JournalEvent::Outdated),
             Found::Missing => (file.on_event)(JournalEvent::Missing { snapshots }),
             Found::Changes { changes, .. } if changes.is_empty() => {}
             Found::Changes { changes, all } => {
@@ -97,7 +95,7 @@ impl Qcow2 {
                 (file.on_event)(JournalEvent::Replayed(changes.len() as u64));
             }
         }
-        self.lock().journal = Some(Journal::new(file, !elsewhere, foreign));
+        self.lock().journal = Some(Journal::new(file, !elsewhere, foreign, is_lost));
         Ok(())
     }
 

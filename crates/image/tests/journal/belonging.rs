@@ -411,3 +411,80 @@ fn missing_journal_is_reported() {
     assert!(host.told("Outdated") && !host.told("Replayed") && !host.told("Missing"));
     assert_eq!(Host::sector(&disk, 64 << 10), [0; 512]);
 }
+
+/// What another program leaves of the bits.
+fn clear_bits(image: &Memory) {
+    image.write_at(FileOffset(88), &[0; 8]).unwrap();
+    let dirty = image.bytes()[79];
+    image.write_at(FileOffset(79), &[dirty & !1]).unwrap();
+}
+
+fn lacks_journal(host: &Host, directory: &Path) -> bool {
+    let disk = host.open(directory).unwrap();
+    disk.chain.image().unwrap().lacks_journal()
+}
+
+/// Whatever is written after a loss, and at whatever moment the process that writes it is killed: it stays known until a guest
+/// starts, also if other programs remove what the image says.
+#[test]
+fn what_was_lost_stays_known_until_a_guest_starts() {
+    if !qemu::is_there("what_was_lost_stays_known_until_a_guest_starts") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    for is_elsewhere in [false, true] {
+        let lost = || {
+            let host = killed(directory);
+            if is_elsewhere {
+                host.journal.set_size(0).unwrap();
+                assert!(lacks_journal(&host, directory));
+            }
+            clear_bits(&host.image);
+            host
+        };
+        let (mut killed_in, mut is_closed) = (0, false);
+        while !is_closed {
+            killed_in += 1;
+            let host = lost();
+            host.life.live(killed_in);
+            is_closed = host.open(directory).is_ok_and(|disk| {
+                let written = disk.write(64 << 10, &pattern(2, 4096)).is_ok()
+                    && disk.flush().is_ok()
+                    && disk.write(96 << 10, &pattern(3, 4096)).is_ok();
+                disk.chain.close().is_ok() && written
+            });
+            host.life.live(i64::MAX);
+            for clear in [false, true] {
+                if clear {
+                    clear_bits(&host.image);
+                }
+                assert!(lacks_journal(&host, directory), "{killed_in}, {clear}");
+            }
+        }
+        assert!(killed_in > 15, "{killed_in}, {is_elsewhere}");
+        for writes in [false, true] {
+            for killed_in in 1.. {
+                let host = lost();
+                let disk = host.open(directory).unwrap();
+                if writes {
+                    disk.write(64 << 10, &pattern(2, 4096)).unwrap();
+                }
+                host.life.live(killed_in);
+                let has_started = disk.chain.image().unwrap().forget_journal().is_ok();
+                drop(disk);
+                let is_alive = host.life.change().is_ok();
+                host.life.live(i64::MAX);
+                if has_started {
+                    assert!(!lacks_journal(&host, directory), "{killed_in}, {writes}");
+                    clear_bits(&host.image);
+                    assert!(!lacks_journal(&host, directory), "{killed_in}, {writes}");
+                }
+                if is_alive {
+                    assert!(has_started);
+                    break;
+                }
+            }
+        }
+    }
+}

@@ -1,12 +1,30 @@
 //! What an image lacks because of a journal that this process does not write: one that is elsewhere, has ended, or is outdated.
 
+use std::io;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
 use block::FileOffset;
 
-use super::{COMPLETE, GENERATION, Journal, LACKING, autoclear, journal_bits, random};
+use super::{COMPLETE, GENERATION, Journal, LACKING, autoclear, journal_bits, random, say_lost};
 use crate::qcow2::{ImageError, ImageState, Qcow2};
+
+impl ImageState {
+    /// A guest starts: nothing is missing any more that was written before.
+    fn forget_lost(&mut self) -> io::Result<()> {
+        let image = journal_bits(&self.header);
+        if let Some(journal) = &mut self.journal {
+            journal.is_lost = false;
+        }
+        match (self.outdated_journal.take(), &mut self.journal) {
+            (Some(outdated), _) => outdated.set_size(0),
+            (None, Some(journal)) if journal.follows_another => Ok(()),
+            (None, Some(journal)) if journal.active => journal.write_slot(),
+            (None, Some(journal)) => say_lost(&journal.file, image, false),
+            (None, None) => Ok(()),
+        }
+    }
+}
 
 impl Qcow2 {
     /// Whether the image says that it has a journal, but no process was to replay it: the image is open for reading
@@ -38,35 +56,6 @@ impl Qcow2 {
         is_refused
     }
 
-    /// Something is about to be written, and a journal is still here that the image does not mean any more: then the image itself
-    /// says that it lacks something, as that journal makes room for the next. An image that can have no journal cannot say it, and
-    /// keeps that one.
-    ///
-    /// # Errors
-    /// The image may say so or not.
-    pub(in crate::qcow2) fn note_outdated_journal(
-        &self,
-        state: &mut ImageState,
-    ) -> Result<(), ImageError> {
-        let can_say = state.header.version >= 3 && state.header.snapshots == 0;
-        if !can_say || state.journal.is_none() || state.outdated_journal.is_none() {
-            return Ok(());
-        }
-        let before = state.header.clone();
-        let bits = autoclear(random() & GENERATION) | LACKING;
-        state.header.set_journal(bits);
-        self.write_header(state)
-            .inspect_err(|_| state.header = before)?;
-        self.file.flush()?;
-        state.outdated_journal = None;
-        self.has_outdated_journal.store(false, SeqCst);
-        self.lacks_journal.store(true, SeqCst);
-        if let Some(journal) = &mut state.journal {
-            journal.lacking = true;
-        }
-        Ok(())
-    }
-
     /// Notes whether an image that has just been opened for writing lacks its journal.
     pub(in crate::qcow2) fn look_for_journal(&self) {
         let mut state = self.lock();
@@ -75,8 +64,16 @@ impl Qcow2 {
         let is_missing = !is_here && bits != 0 && bits & COMPLETE == 0;
         let lacking = is_missing || bits & LACKING != 0;
         self.lacks_journal.store(lacking, SeqCst);
-        if let Some(journal) = &mut state.journal {
-            journal.lacking = lacking;
+        let image = journal_bits(&state.header);
+        let Some(journal) = &mut state.journal else {
+            return;
+        };
+        journal.lacking = lacking;
+        if is_missing && !journal.foreign {
+            journal.is_lost = true;
+            self.has_outdated_journal.store(true, SeqCst);
+            // Without it, nothing knows that any more if another program removes what the image says.
+            let _ = say_lost(&journal.file, image, true);
         }
     }
 
@@ -104,9 +101,8 @@ impl Qcow2 {
         }
         self.has_refused.store(false, SeqCst);
         let mut state = self.lock();
-        if let Some(journal) = state.outdated_journal.take() {
-            self.has_outdated_journal.store(false, SeqCst);
-            journal.set_size(0).map_err(|source| ImageError::Io {
+        if self.has_outdated_journal.swap(false, SeqCst) {
+            state.forget_lost().map_err(|source| ImageError::Io {
                 doing: "emptying the journal",
                 at: FileOffset(0),
                 source,

@@ -5,7 +5,7 @@ use std::io;
 use block::FileOffset;
 
 use super::records::{Change, READ_MAX, RECORDS_AT, Slot};
-use super::{COMPLETE, GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation};
+use super::{COMPLETE, GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation, random};
 use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
 use crate::storage::{Storage, read_padded};
 
@@ -45,7 +45,10 @@ pub(in crate::qcow2) fn journal_bits(header: &Header) -> JournalBits {
 ///
 /// # Errors
 /// The journal cannot be read, has lost acknowledged changes, or is longer than any journal can be.
-pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Result<Found> {
+pub(in crate::qcow2) fn read(
+    file: &JournalFile,
+    image: JournalBits,
+) -> io::Result<(Found, IsLost)> {
     let marked = image.bits & MARK != 0;
     let contents = match Contents::read(&*file.storage, &file.identity, image)? {
         Ok(contents) => contents,
@@ -53,29 +56,32 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
             let problem = "its first bytes, which describe its content, are damaged";
             return Err(io::Error::other(problem));
         }
-        Err(NoSlot::Damaged) => return Ok(Found::Outdated { is_lacking: false }),
-        Err(NoSlot::Empty) if marked => return Ok(Found::Missing),
-        Err(NoSlot::Empty) => return Ok(Found::Nothing),
+        Err(NoSlot::Damaged) => return Ok((Found::Outdated, false)),
+        Err(NoSlot::Empty) if marked => return Ok((Found::Missing, false)),
+        Err(NoSlot::Empty) => return Ok((Found::Nothing, false)),
     };
-    match (contents.match_image(&file.identity, image), contents.empty) {
-        (JournalMatch::Complete, true) => Ok(Found::Nothing),
-        (JournalMatch::Complete, false) => Ok(Found::Changes {
+    let is_of_file = contents.slot.identity == file.identity && !file.is_of_earlier_file;
+    let says_lost = is_of_file && contents.slot.says_lost();
+    let found = match (contents.match_image(&file.identity, image), contents.empty) {
+        (JournalMatch::Complete, _) => Found::Changes {
             changes: contents.changes,
             all: image.bits & OVERTAKEN == 0,
-        }),
-        (JournalMatch::Truncated, _) => Err(io::Error::other(
-            "its end is missing or damaged, so acknowledged changes are lost",
-        )),
+        },
+        (JournalMatch::Truncated, _) => {
+            let problem = "its end is missing or damaged, so acknowledged changes are lost";
+            return Err(io::Error::other(problem));
+        }
         // The image does not mean this old journal, whose changes have all been applied.
-        (JournalMatch::None, true) if marked => Ok(Found::Missing),
-        (JournalMatch::None, true) => Ok(Found::Nothing),
-        (JournalMatch::None, false) => Ok(Found::Outdated {
-            is_lacking: contents.slot.identity == file.identity
-                && !file.is_of_earlier_file
+        (JournalMatch::None, true) if marked => Found::Missing,
+        (JournalMatch::None, true) => Found::Nothing,
+        (JournalMatch::None, false) => {
+            let is_lost = is_of_file
                 && !contents.is_made_unnecessary(image)
-                && contents.changes.iter().any(Change::changes_anything),
-        }),
-    }
+                && contents.changes.iter().any(Change::changes_anything);
+            return Ok((Found::Outdated, says_lost || is_lost));
+        }
+    };
+    Ok((found, says_lost))
 }
 
 /// Whether there is a journal here for an image whose header says this, even one that keeps the image from being
@@ -116,11 +122,21 @@ pub(in crate::qcow2) fn empty(file: &JournalFile, image: JournalBits) -> io::Res
     let Ok(contents) = Contents::read(&*file.storage, &file.identity, image)? else {
         return Ok(());
     };
-    let Slot {
-        sequence, session, ..
-    } = contents.slot;
-    let next = sequence.saturating_add(1);
-    Slot::new(next, session, contents.generation, end, file.identity).write(&*file.storage)
+    let mut slot = contents.slot.next();
+    (slot.generation, slot.start) = (contents.generation, end);
+    slot.write(&*file.storage)
+}
+
+/// Notes whether [acknowledged changes were lost](Slot::says_lost), in the journal that belongs to the image, or in any other.
+///
+/// # Errors
+/// It may say so or not.
+pub(super) fn say_lost(file: &JournalFile, image: JournalBits, is_lost: bool) -> io::Result<()> {
+    let slot = match Contents::read(&*file.storage, &file.identity, image)? {
+        Ok(contents) => contents.slot.next(),
+        Err(_) => Slot::new(1, random(), 0, RECORDS_AT, file.identity),
+    };
+    slot.saying_lost(is_lost).write(&*file.storage)
 }
 
 /// Whether a journal that was found somewhere belongs to the image with this header.
@@ -142,15 +158,16 @@ pub(in crate::qcow2) fn owner(
     }
 }
 
+/// Whether a journal that was written for this file says that the image lacks acknowledged changes, or has them and is outdated.
+pub(in crate::qcow2) type IsLost = bool;
+
 pub(in crate::qcow2) enum Found {
     Nothing,
     /// There is no journal, although the image says that it has one.
     Missing,
     /// There is a journal, but not one of this image in its current state.
-    Outdated {
-        /// It was written for this file, and has changes that no flush has written: the image lacks them.
-        is_lacking: bool,
-    },
+    Outdated,
+    /// The journal of the image, perhaps without changes.
     Changes {
         changes: Vec<Change>,
         /// Nothing in the file is newer than these changes.

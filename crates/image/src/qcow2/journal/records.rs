@@ -18,8 +18,9 @@
 //! writes the other slot, and then records over those of the process before it. So a kill in between leaves the journal that
 //! belongs to the image.
 //!
-//! Versions 1 and 2 of the format are read but not written. Version 1 has no generation in its records. Only with
-//! version 3 is the image marked "dirty" as well.
+//! Versions 1 and 2 of the format are read but not written. Version 1 has no generation in its records. Only from
+//! version 3 on is the image marked "dirty" as well. A slot of version 4 is one of version 3 that also says that
+//! [writes were lost](Slot::says_lost).
 
 use std::cmp::Reverse;
 use std::io;
@@ -41,6 +42,7 @@ const SLOT_BYTES: usize = 76;
 /// The last byte is the version, as a digit.
 const MAGIC: u64 = u64::from_be_bytes(*b"ringdkJ0");
 const VERSION: u64 = 3;
+const VERSION_LOST: u64 = 4;
 
 /// The length and checksum at the start of a record, in bytes.
 const HEAD: usize = 8;
@@ -153,6 +155,26 @@ impl Slot {
         }
     }
 
+    /// The one that takes its place: it is written over the other of the two.
+    pub fn next(self) -> Self {
+        Self {
+            sequence: self.sequence.saturating_add(1),
+            version: self.version.max(VERSION),
+            ..self
+        }
+    }
+
+    /// The slot, with or without what [`says_lost`](Self::says_lost) tells.
+    pub fn saying_lost(self, is_lost: bool) -> Self {
+        let version = if is_lost { VERSION_LOST } else { VERSION };
+        Self { version, ..self }
+    }
+
+    /// Acknowledged changes were lost, whatever the image says: a guest that goes on, and was served on this host, relies on them.
+    pub fn says_lost(&self) -> bool {
+        self.version == VERSION_LOST
+    }
+
     /// Writes the slot over the older one of the two.
     pub fn write(&self, journal: &dyn Storage) -> io::Result<()> {
         let mut slot = Vec::with_capacity(SLOT_BYTES);
@@ -184,7 +206,7 @@ impl Slot {
         let (fields, sum) = bytes.get(..SLOT_BYTES)?.split_at(SLOT_BYTES - 4);
         let word = |i: usize| le64(fields, 8 * i);
         let version = word(0).wrapping_sub(MAGIC);
-        let sound = (1..=VERSION).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
+        let sound = (1..=VERSION_LOST).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
         let slot = Self {
             sequence: word(1),
             session: word(2),
