@@ -106,7 +106,6 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     // If the configuration has changed since, a reload applies that once guests are served.
     let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights)?;
     let configured = Configured::new(&command_line, &config);
-    let nbd_exports = config.exports.clone();
     // The log has why not, if it cannot be persisted.
     let _ = server.set_configured(configured.clone());
     let (store, persisted) = store.unzip();
@@ -128,7 +127,6 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         inherited,
         upgrade_socket,
         take_over: args.take_over,
-        nbd_exports,
     };
     let published = started.and_then(|ready| {
         let (metrics, control) = service.publish(&settings, predecessor, store)?;
@@ -441,7 +439,6 @@ struct Service {
     inherited: Arc<Inherited>,
     upgrade_socket: Option<UpgradeSocket>,
     take_over: bool,
-    nbd_exports: Vec<NbdExportSpec>,
 }
 
 impl Service {
@@ -509,7 +506,7 @@ impl Service {
                 (bound, nbd.tls, nbd.exports)
             }
             (None, Some(address)) => {
-                let (tls, exports) = (settings.tls.clone(), self.nbd_exports.clone());
+                let (tls, exports) = (settings.tls.clone(), self.server.configured_exports());
                 let rights = &self.server.context.rights;
                 (
                     rights.as_operator(|| BoundNbd::bind(address))?,

@@ -34,6 +34,7 @@ use super::tls::TlsCredentials;
 use super::{Claim, Removal, Server, ServerError, ServerState};
 use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
 use crate::inherited::NbdService;
+use crate::state::store::Configured;
 use export::{Exports, Moment, NbdExport, locked};
 use listener::{BoundNbd, Listener};
 
@@ -352,6 +353,15 @@ impl Server {
         Ok(())
     }
 
+    /// The NBD exports of the configuration, but for those of disks whose name another has that was attached.
+    pub fn configured_exports(&self) -> Vec<NbdExportSpec> {
+        let Configured { nbd, disks, .. } = self.configured();
+        let its_disk = |it: &NbdExportSpec| disks.iter().find(|disk| disk.name == it.node);
+        let mut exports = nbd.exports;
+        exports.retain(|it| its_disk(it).is_none_or(|disk| !self.is_anothers(disk)));
+        exports
+    }
+
     /// Adds the NBD exports that the configuration has for a disk which a command serves again.
     pub fn add_configured_exports(&self, claim: &Claim<'_>, disk: &str) {
         if self.nbd.address().is_none() {
@@ -359,7 +369,7 @@ impl Server {
         }
         let there = self.nbd.exports();
         let is_there = |id: &String| there.iter().any(|other| other.id == *id);
-        let exports = self.configured().nbd.exports.into_iter();
+        let exports = self.configured_exports().into_iter();
         for export in exports.filter(|it| it.node == disk && !is_there(&it.id)) {
             let name = export.name.clone();
             if let Err(e) = self.add_nbd_export(claim, export) {

@@ -175,6 +175,13 @@ impl Server {
         self.state().guests = Guests::new(&overrides.remembered, &all);
     }
 
+    /// Whether a disk that was attached for another VM has the name of this configured one.
+    pub fn is_anothers(&self, configured: &DiskSpec) -> bool {
+        let name = &configured.name;
+        let now = self.spec_of(name).or_else(|| self.absent_spec(name));
+        now.is_some_and(|now| sockets::are_of_two_vms(&now, configured))
+    }
+
     /// A configuration of a served disk, with the number of queues that it has by default if `other` configures just that
     /// number.
     pub fn with_queues(&self, before: &DiskSpec, other: &DiskSpec) -> DiskSpec {

@@ -83,7 +83,9 @@ impl Server {
                 files.add(&entry.node.spec, entry.node.file_identity());
             }
             for &disk in &end.starts {
-                let problem = if state.nodes.contains_key(&disk.name) && stays(&disk.name) {
+                let is_there =
+                    state.nodes.contains_key(&disk.name) || state.absent.contains_key(&disk.name);
+                let problem = if is_there && stays(&disk.name) {
                     ConflictError::SameName(disk.name.clone()).into()
                 } else if disks > DISKS_MAX {
                     ServerError::TooMany(format!("{DISKS_MAX} disks"))

@@ -258,7 +258,15 @@ impl<'a> Change<'a> {
             waiting_exports: Vec::new(),
         };
         for disk in &new.disks {
-            match old.disks.iter().find(|other| other.name == disk.name) {
+            let before = old.disks.iter().find(|other| other.name == disk.name);
+            if server.is_anothers(before.unwrap_or(disk)) {
+                let is_settled =
+                    before == Some(disk) || server.spec_of(&disk.name).as_ref() == Some(disk);
+                // Refused, as long as the other is there.
+                change.added.extend((!is_settled).then_some(disk));
+                continue;
+            }
+            match before {
                 // A disk that was attached at run time and later configured identically is kept.
                 None if server.spec_of(&disk.name).as_ref() == Some(disk) => {}
                 // A command has attached it.
@@ -294,7 +302,8 @@ impl<'a> Change<'a> {
         // A disk that a command has detached needs no removal.
         let gone = |disk: &&DiskSpec| {
             let mut disks = new.disks.iter();
-            !disks.any(|other| other.name == disk.name) && server.is_there(&disk.name)
+            let is_configured = disks.any(|other| other.name == disk.name);
+            !is_configured && server.is_there(&disk.name) && !server.is_anothers(disk)
         };
         change.removed.extend(old.disks.iter().filter(gone));
         let waits = |export: &&NbdExportSpec| {

@@ -42,6 +42,17 @@ impl Server {
                  since; 'ringdisk detach {name}' detaches it again"
             );
         }
+        for disk in &configured.disks {
+            let mut attached = disks.attached.iter();
+            let is_other = |it: &&DiskSpec| it.name == disk.name;
+            if let Some(other) = attached.find(is_other) {
+                error!(
+                    "disk {}: is not served as it is configured, from {}: the VM of {} keeps it, which was attached with the same \
+                     name; give the configured one another name, and reload",
+                    disk.name, disk.file, other.file
+                );
+            }
+        }
         let mut absent = Overrides::default();
         self.start_threads_and_groups(configured, overrides, &mut absent);
         self.remember_detached(overrides);

@@ -18,6 +18,7 @@ use tracing::{error, warn};
 
 use crate::config::export::ExportSpec;
 use crate::config::nbd::NbdConfig;
+use crate::config::sockets;
 use crate::config::spec::DiskSpec;
 use crate::config::{Config, ThreadSpec, directory_of};
 use crate::state::left::LeftFiles;
@@ -437,6 +438,7 @@ impl Inventory {
             left,
         } = self;
         let mut overrides = absent.clone();
+        let find = |name: &str| configured.disks.iter().find(|disk| disk.name == name);
         let has_node = |name: &String| nodes.iter().any(|node| node.disk.name == *name);
         overrides.disks.retain(|disk| !has_node(&disk.disk.name));
         overrides.nodes.retain(|node| !has_node(&node.disk.name));
@@ -446,15 +448,14 @@ impl Inventory {
             .retain(|export| !exported(&export.spec.id));
         for node in nodes {
             let disk = node.disk.clone();
-            let before = configured
-                .disks
-                .iter()
-                .find(|other| other.name == disk.name);
+            let before = find(&disk.name);
+            // Otherwise it was attached, and has the name of another one.
+            let its = before.filter(|before| !sockets::are_of_two_vms(before, &disk));
             match (self.is_disk(node), before) {
                 (true, Some(before)) if *before == disk => {}
-                (true, before) => overrides.disks.push(DiskOverride {
+                (true, _) => overrides.disks.push(DiskOverride {
+                    configured: its.cloned(),
                     disk,
-                    configured: before.cloned(),
                 }),
                 (false, before) => {
                     overrides.detached.extend(before.cloned());
@@ -464,9 +465,9 @@ impl Inventory {
                 }
             }
         }
-        let find = |name: &str| configured.disks.iter().find(|disk| disk.name == name);
         for disk in absent_disks {
             let before = find(&disk.name);
+            let before = before.filter(|before| !sockets::are_of_two_vms(before, disk));
             if before != Some(disk) {
                 overrides.disks.push(DiskOverride {
                     disk: disk.clone(),

@@ -321,3 +321,51 @@ fn impossible_configuration_disconnects_nobody() {
     served.reload(&[("a", "renamed", "a", ""), b, c]);
     rewrite(&mut served.devices[0].queues[0]);
 }
+
+/// A disk was attached for one VM, and then another is configured with its name for another VM: the first keeps its disk, whether
+/// that can be served or not, and through a restart. The configured one is served when it has a name of its own.
+#[test]
+fn attached_disk_keeps_its_name() {
+    let state = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut served = Configured::start(&[format!("--state={}", state.path().display())]);
+    fs::copy(served.path("c.raw"), served.path("x.raw")).unwrap();
+    let socket = served.path("d.sock").display().to_string();
+    let attach = format!("free.raw,name=d,socket={socket}");
+    served.ringdisk.json(&["attach", &attach]);
+    let [a, b, c] = AS_STARTED;
+    let with_name = [a, b, c, ("d", "x", "e", "")];
+    let words = ["a disk 'd' already"];
+    served.refuses(&with_name, &words);
+
+    let [there, away] = ["free.raw", "away.raw"].map(|name| served.path(name));
+    fs::rename(&there, &away).unwrap();
+    served.write(&AS_STARTED);
+    served.devices.clear();
+    let restart = |served: Configured| Configured {
+        ringdisk: served.ringdisk.kill_and_restart(),
+        devices: Vec::new(),
+    };
+    served = restart(served);
+    served.refuses(&with_name, &words);
+    fs::rename(&away, &there).unwrap();
+    for _ in 0..2 {
+        served = restart(served);
+        served.assert_finds(&[("a", "a"), ("d", "free")]);
+        assert!(!served.path("e.sock").exists());
+        let log = served.ringdisk.server.log();
+        let told = "disk d: is not served as it is configured";
+        assert!(log.contains(told), "{log}");
+    }
+    served.devices = vec![served.connect("d")];
+    let other = [a, b, c, ("d", "x", "e", "queues = 3")];
+    served.refuses(&other, &words);
+    // Another name, or none, is no reason to take it from its VM.
+    served.reload(&AS_STARTED);
+    rewrite(&mut served.devices[0].queues[0]);
+    served.reload(&[a, b, c, ("e", "x", "e", "")]);
+    rewrite(&mut served.devices[0].queues[0]);
+    served.assert_finds(&[("e", "c")]);
+    served.devices.clear();
+    served = restart(served);
+    served.assert_finds(&[("d", "free"), ("e", "c")]);
+}

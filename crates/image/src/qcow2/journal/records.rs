@@ -206,7 +206,8 @@ impl Slot {
         let (fields, sum) = bytes.get(..SLOT_BYTES)?.split_at(SLOT_BYTES - 4);
         let word = |i: usize| le64(fields, 8 * i);
         let version = word(0).wrapping_sub(MAGIC);
-        let sound = (1..=VERSION_LOST).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
+        let sound =
+            (1..=VERSION_LOST).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
         let slot = Self {
             sequence: word(1),
             session: word(2),
