@@ -222,9 +222,9 @@ pub struct Held(Vec<Vec<u8>>);
 
 /// Runs something whose lines are held back, until it is known whether they say anything new.
 pub fn hold<T>(run: impl FnOnce() -> T) -> (T, Held) {
-    HELD.with(|held| *held.borrow_mut() = Some(Vec::new()));
+    let outer = HELD.replace(Some(Vec::new()));
     let result = run();
-    let lines = HELD.with(|held| held.borrow_mut().take());
+    let lines = HELD.replace(outer);
     (result, Held(lines.unwrap_or_default()))
 }
 

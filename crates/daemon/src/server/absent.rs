@@ -533,7 +533,7 @@ impl Server {
         let is_outside = || self.sandbox.check_socket(&socket).is_err();
         let was_root = self.context.rights.has_changed();
         let is_refused = was_root && e.is_socket_refused();
-        let is_socket_denied = self.is_of_configuration(spec) && (is_outside() || is_refused);
+        let is_socket_denied = self.is_known_absent(spec) && (is_outside() || is_refused);
         if let Some(absent) = self.state().absent.get_mut(&spec.name) {
             absent.is_denied = is_denied || is_socket_denied;
             absent.is_locked = is_locked;
@@ -571,7 +571,7 @@ impl Server {
         }
     }
 
-    /// Whether a new process could serve a configured disk, whose failure was reported before: only the sandbox is in the way,
+    /// Whether a new process could serve a disk of the configuration or of the state, whose failure was reported before: only the sandbox is in the way,
     /// which does not keep this process from asking what its user may do; or the disk is root's, and this process has
     /// become another user.
     fn is_denied(&self, spec: &DiskSpec) -> bool {
@@ -586,18 +586,16 @@ impl Server {
             options.open(path)
         };
         let is_refused = || opened().is_err_and(|e| e.kind() == ErrorKind::PermissionDenied);
-        self.is_of_configuration(spec)
+        self.is_known_absent(spec)
             && (was_root || is_there(path, spec.read_only))
             && (self.sandbox.check_file(&spec.file).is_err() || is_refused())
     }
 
-    /// Whether a disk is absent, and the one of the configuration.
-    fn is_of_configuration(&self, spec: &DiskSpec) -> bool {
+    /// Whether a disk is absent, and was so before: the next process finds it in the configuration or in the state.
+    fn is_known_absent(&self, spec: &DiskSpec) -> bool {
         let state = self.state();
         let absent = state.absent.get(&spec.name);
-        let mut configured = state.configured.disks.iter();
-        absent.is_some_and(|absent| absent.is_known)
-            && configured.any(|disk| disk.name == spec.name && disk.file == spec.file)
+        absent.is_some_and(|absent| absent.is_known && absent.spec == *spec)
     }
 
     /// A disk is served, which may have been absent.

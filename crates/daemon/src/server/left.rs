@@ -6,6 +6,7 @@ use super::replace::close;
 use super::{Server, ServerError};
 use crate::config::sockets;
 use crate::config::spec::DiskSpec;
+use crate::log;
 use crate::node::Node;
 use crate::node::snapshot::Closing;
 use crate::state::left::{DiskId, FileMark, LeftFiles, Refused, Served};
@@ -51,7 +52,7 @@ impl Server {
         if !self.state().left.has_left() {
             return Ok(());
         }
-        self.check_marks(&node.spec, &node.marks())
+        self.check_marks(&node.spec, &self.marks(node))
     }
 
     /// The same for the file of a disk that is not open. Asks storage if a file has been left.
@@ -82,6 +83,25 @@ impl Server {
             checked
         };
         self.in_time(&name, Some(&file), check, |_, ()| {})
+    }
+
+    /// The files of an open disk. Those of one that is free for other hosts are opened for that, to be read; if that fails, only the
+    /// first is known.
+    fn marks(&self, node: &Node) -> Vec<(FileMark, bool)> {
+        if !node.is_acquired() {
+            let read_only = DiskSpec {
+                read_only: true,
+                ..node.spec.clone()
+            };
+            let (opened, lines) = log::hold(|| self.open(read_only, &[]));
+            lines.forget();
+            if let Ok(read) = opened {
+                let marks = read.marks();
+                close(read.into(), "which was only looked at");
+                return marks;
+            }
+        }
+        node.marks()
     }
 
     /// Where a disk is that has left the file that it is configured with, if that is a file as well.
@@ -151,8 +171,8 @@ impl Server {
         let id = id(&node.spec);
         let before = self.state().left.served_before(&id);
         let opened = node.clone();
-        let look = move |_: &Self| {
-            let marks = opened.marks().into_iter().map(|(mark, _)| mark);
+        let look = move |server: &Self| {
+            let marks = server.marks(&opened).into_iter().map(|(mark, _)| mark);
             let before = before.into_iter().map(Served::present);
             Ok((marks.collect::<Vec<_>>(), before.collect()))
         };

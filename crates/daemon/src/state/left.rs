@@ -223,13 +223,17 @@ impl LeftFiles {
         let mut has_left = false;
         let before = before.into_iter().filter(|it| !it.file.is(&now));
         for Served { disk: other, file } in before.collect::<Vec<_>>() {
-            let file = match file.among(below.iter()) {
-                Some(file) => file,
-                None if went_from.contains(&other) => file,
+            // Another host may have put several above it: the disk has left them all.
+            let depth = below.iter().position(|it| file.is(it));
+            let left = match depth.zip(file.among(below.iter())) {
+                Some((depth, file)) => [&[file], &below[..depth]].concat(),
+                None if went_from.contains(&other) => vec![file],
                 None => continue,
             };
             has_left = true;
-            self.leave(disk, &other, file, &now.file, is_here);
+            for file in left {
+                self.leave(disk, &other, file, &now.file, is_here);
+            }
         }
         // A VM goes on above a file to which somebody has written: it leaves that as it is now.
         for left in self.left.iter_mut().filter(|left| left.is_of(disk)) {

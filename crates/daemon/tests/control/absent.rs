@@ -223,6 +223,47 @@ fn upgrade_serves_a_disk_that_the_sandbox_did_not_know() {
     kill_process(Pid::from_raw(now as i32).unwrap(), Signal::TERM).unwrap();
 }
 
+/// The directory of an attached disk was not there at the start, so that the sandbox does not know it.
+#[test]
+fn upgrade_serves_an_attached_disk_whose_directory_has_come_back() {
+    let (dir, elsewhere) = (directory(), directory());
+    let [mounted, away] = ["mounted", "away"].map(|name| elsewhere.path().join(name));
+    fs::create_dir(&mounted).unwrap();
+    let file = mounted.join("bad.raw");
+    fs::write(&file, content(0, BYTES)).unwrap();
+    let config = |allowed: &str| {
+        let good = dir.path().join("good.raw");
+        let text = format!("{allowed}{}", disk(dir.path(), "good", &good));
+        fs::write(&good, content(0, BYTES)).unwrap();
+        fs::write(dir.path().join("r.toml"), text).unwrap();
+    };
+    config("allow-dir = [\"/\"]\n");
+    let arguments = ["config", "state"].map(|key| {
+        let name = if key == "state" { "state" } else { "r.toml" };
+        format!("--{key}={}", dir.path().join(name).display())
+    });
+    let process = Controlled::start_in(directory(), &arguments);
+    let socket = dir.path().join("bad.sock");
+    let attach = format!("{},name=bad,socket={}", file.display(), socket.display());
+    process.json(&["attach", &attach]);
+    fs::rename(&mounted, &away).unwrap();
+    config("");
+    let ringdisk = process.kill_and_restart();
+    assert!(problem(&ringdisk).contains("no such file"));
+    fs::rename(&away, &mounted).unwrap();
+    wait_until("the sandbox's refusal", || {
+        let bad = ringdisk.disk("bad");
+        bad["storage"] == "works" || problem(&ringdisk).contains("reload --upgrade")
+    });
+    if ringdisk.disk("bad")["storage"] == "works" {
+        return println!("skipped: this kernel does not restrict files");
+    }
+    let upgraded = ringdisk.json(&["reload", "--upgrade"]);
+    wait_until("the disk", || ringdisk.disk("bad")["storage"] == "works");
+    let now = upgraded["pid"].as_u64().unwrap() as i32;
+    kill_process(Pid::from_raw(now).unwrap(), Signal::TERM).unwrap();
+}
+
 /// Storage that hangs at the start: reported at once, the others are served, and SIGTERM ends the process.
 #[test]
 fn hanging_disk_does_not_stop_the_others() {

@@ -255,3 +255,43 @@ fn attached_disks_are_served_after_a_restart_beside_configured_ones() {
     let refused = ringdisk.ringdisk(&["attach", "c.raw,socket=c.sock"]);
     refused.assert_fails(1, &["--allow-dir"]);
 }
+
+/// A disk is served here, then elsewhere, where it leaves two files, and then here again: it is not served from any of them, nor
+/// from a new image over one, though it is free for other hosts each time and no guest comes.
+#[test]
+fn files_that_a_disk_has_left_elsewhere_are_not_served() {
+    let test = "files_that_a_disk_has_left_elsewhere_are_not_served";
+    if !qemu::is_there(test) {
+        return;
+    }
+    let state = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let ringdisk = Controlled::start(&[format!("--state={}", state.path().display())]);
+    let at = ringdisk.dir.path();
+    qemu::img(at, "create -q -f qcow2 base.qcow2 4M");
+    let Some(mut client) = QemuClient::connect(test, &ringdisk.control) else {
+        return;
+    };
+    let disk = |file: &str| {
+        let (file, socket) = (ringdisk.path(file), ringdisk.path("vm.sock"));
+        let (file, socket) = (file.display(), socket.display());
+        let disk = format!("{file},name=vm,socket={socket},lock=running,format=qcow2");
+        json!({ "disk": disk, "unless-left": true })
+    };
+    client.call("x-ringdisk-attach", disk("base.qcow2"));
+    client.call("x-ringdisk-detach", json!({ "id": "vm" }));
+    qemu::img(at, "create -q -f qcow2 -b base.qcow2 -F qcow2 one.qcow2");
+    qemu::img(at, "create -q -f qcow2 -b one.qcow2 -F qcow2 two.qcow2");
+    for file in ["base", "one"] {
+        let over = format!("create -q -f qcow2 -b {file}.qcow2 -F qcow2 over-{file}.qcow2");
+        qemu::img(at, &over);
+    }
+    for _ in 0..2 {
+        client.call("x-ringdisk-attach", disk("two.qcow2"));
+        client.call("x-ringdisk-detach", json!({ "id": "vm" }));
+        for file in ["base", "one", "over-base", "over-one"] {
+            let says = ["was moved", "two.qcow2"];
+            let file = disk(&format!("{file}.qcow2"));
+            client.assert_refused("x-ringdisk-attach", file, "GenericError", &says);
+        }
+    }
+}
