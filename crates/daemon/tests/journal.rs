@@ -516,6 +516,45 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
     Ok(())
 }
 
+/// Nothing is missing in an image whose changes were flushed, or replayed, before the kill: it may be read, and be a backing file.
+#[test]
+fn image_whose_journal_has_nothing_left_is_read_without_it() -> io::Result<()> {
+    let test = "image_whose_journal_has_nothing_left_is_read_without_it";
+    for is_replayed in [false, true] {
+        let Some(mut image) = Image::new(test, "") else {
+            return Ok(());
+        };
+        let at = image.directory().to_owned();
+        let server = image.serve("");
+        let mut device = connect(&server);
+        assert_eq!(device.queues[0].write(0, &content(1, 1 << 16)), 0);
+        if !is_replayed {
+            assert_eq!(device.queues[0].run(Op::Flush, 0, 0), 0);
+        }
+        kill(server);
+        if is_replayed {
+            let server = image.serve("");
+            server.wait_for_log(&["replayed"]);
+            kill(server);
+        }
+        image.qemu_img_after_kill("info");
+        qemu_img::img(
+            &at,
+            "create -q -f qcow2 -b image.qcow2 -F qcow2 above.qcow2",
+        );
+        for (name, options) in [("image.qcow2", ",readonly=on"), ("above.qcow2", "")] {
+            image.name = name.into();
+            let server = image.serve(options);
+            let config = DeviceConfig::default();
+            let mut device = Device::connect(server.socket(), &config)?;
+            assert!(device.queues[0].read(0, 1 << 16).unwrap() == content(1, 1 << 16));
+            let log = server.log();
+            assert!(!log.contains("WARN"), "{name}: {log}");
+        }
+    }
+    Ok(())
+}
+
 /// The journal of a killed ringdisk is damaged: its image is not opened as if there were no journal, neither for
 /// writing nor for reading.
 #[test]

@@ -146,7 +146,7 @@ impl Journals {
             match self.of_another_user(disk, file, &identity) {
                 Elsewhere::Found(path) => return Ok(Err(JournalError::AnotherUsers(path))),
                 Elsewhere::Unreadable(other, e)
-                    if journal_at(&path, &identity, file) != Some(JournalOwner::ThisImage)
+                    if !journal_at(&path, &identity, file).is_some_and(is_its)
                         && may_have_journal(&readable(file)) =>
                 {
                     return Ok(Err(JournalError::Unreadable(other, e)));
@@ -196,29 +196,28 @@ impl Journals {
         let name = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
         let image = std::fs::read_link(name).unwrap_or_default();
         let identity = Identity::of(file).ok();
-        let found = identity.and_then(|identity| {
+        let found = identity.map_or(Ok(false), |identity| {
             let path = self.directory.join(&identity.file_name);
-            if let Err(hidden) = look(&path) {
-                return Some(JournalError::Hidden(path, hidden));
-            }
+            look(&path).map_err(|hidden| JournalError::Hidden(path.clone(), hidden))?;
             let journal = match journal_at(&path, &identity, file) {
+                Some(JournalOwner::Unnecessary) => return Ok(true),
                 // Errors are reported when the image is opened for writing.
                 Some(JournalOwner::ThisImage | JournalOwner::Unreadable) => path,
                 _ => match self.of_another_user(disk, file, &identity) {
                     Elsewhere::Found(path) => path,
                     Elsewhere::Unreadable(path, e) => {
-                        return Some(JournalError::Unreadable(path, e));
+                        return Err(JournalError::Unreadable(path, e));
                     }
-                    Elsewhere::Hidden(..) | Elsewhere::Nothing => return None,
+                    Elsewhere::Hidden(..) | Elsewhere::Nothing => return Ok(false),
                 },
             };
-            Some(JournalError::NotReplayed {
+            Err(JournalError::NotReplayed {
                 image: image.clone(),
                 journal,
             })
         });
-        if let Some(error) = found {
-            return Err(error);
+        if found? {
+            return Ok(());
         }
         warn!(
             "disk {disk}: {} says that it has a journal, but there is none in {}. This is normal after a crash of the host, and \
@@ -257,7 +256,7 @@ impl Journals {
                     }
                 },
             };
-            if owner == JournalOwner::ThisImage {
+            if is_its(owner) {
                 return Elsewhere::Found(path);
             }
             warn!(
@@ -368,6 +367,10 @@ fn look(path: &Path) -> io::Result<bool> {
 /// Whether an error says that nothing is there.
 fn is_absence(e: &io::Error) -> bool {
     [ErrorKind::NotFound, ErrorKind::NotADirectory].contains(&e.kind())
+}
+
+fn is_its(owner: JournalOwner) -> bool {
+    matches!(owner, JournalOwner::ThisImage | JournalOwner::Unnecessary)
 }
 
 fn readable(file: &Arc<DiskFile>) -> FileStorage {

@@ -99,6 +99,8 @@ pub(in crate::qcow2) fn fits(file: &JournalFile, image: JournalBits) -> bool {
 pub enum JournalOwner {
     /// This image, as both say: only a program that can read the image knows the generation in it.
     ThisImage,
+    /// This image, which has all of its changes.
+    Unnecessary,
     /// Unknown: the journal cannot be read, and this image has a journal.
     Unreadable,
     /// Another image, an earlier state of this one, or none.
@@ -148,6 +150,7 @@ pub(in crate::qcow2) fn owner(
     let journal_bits = journal_bits(header);
     match Contents::read(journal, identity, journal_bits) {
         Ok(Ok(contents)) => match contents.match_image(identity, journal_bits) {
+            JournalMatch::Complete if contents.changes.is_empty() => JournalOwner::Unnecessary,
             JournalMatch::Complete | JournalMatch::Truncated => JournalOwner::ThisImage,
             JournalMatch::None => JournalOwner::Other,
         },
