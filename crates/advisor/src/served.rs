@@ -423,15 +423,19 @@ pub fn patch(path: &str, before: &str, after: &str) -> String {
     diff.unified_diff().header(path, path).to_string()
 }
 
-/// The directory of the snippets of a storage, if that has some (`storage.cfg`).
-pub fn snippets(storages: &str, storage: &str) -> Option<String> {
-    let (mut path, mut content, mut is_inside) = (None, "", false);
+/// The directory of the snippets of a storage (`storage.cfg`).
+///
+/// # Errors
+/// It has none: a sentence with the way out.
+pub fn snippets(storages: &str, storage: &str) -> Result<String, String> {
+    let (mut path, mut content, mut is_inside, mut is_there) = (None, "", false, false);
     for line in storages.lines() {
         if let Some((_, id)) = line
             .split_once(": ")
             .filter(|_| !line.starts_with([' ', '\t', '#']))
         {
             is_inside = id.trim() == storage;
+            is_there |= is_inside;
         } else if let (true, Some((key, value))) =
             (is_inside, line.trim().split_once(char::is_whitespace))
         {
@@ -442,8 +446,23 @@ pub fn snippets(storages: &str, storage: &str) -> Option<String> {
             }
         }
     }
-    let has_snippets = content.split(',').any(|one| one.trim() == "snippets");
-    Some(format!("{}/snippets", path.filter(|_| has_snippets)?))
+    let others = "name a storage of directories that has snippets with --snippets";
+    if !is_there {
+        return Err(format!(
+            "there is no storage {storage} in storage.cfg; {others}"
+        ));
+    }
+    let path = path.ok_or_else(|| format!("storage {storage} has no directory; {others}"))?;
+    if content.split(',').any(|one| one.trim() == "snippets") {
+        return Ok(format!("{path}/snippets"));
+    }
+    // pve-storage's default for directories.
+    let content = Some(content).filter(|it| !it.is_empty());
+    let content = content.unwrap_or("images,rootdir");
+    Err(format!(
+        "storage {storage} has no snippets, where the hookscript belongs; 'pvesm set {storage} --content {content},snippets' \
+         allows them, or {others}"
+    ))
 }
 
 fn parse(text: &str, request: &Request<'_>) -> Result<Input, String> {

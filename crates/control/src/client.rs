@@ -47,12 +47,12 @@ impl HangUpHandle {
 #[derive(Debug, Error)]
 pub enum ClientError {
     /// The socket does not exist.
-    #[error("there is no socket {path}; check that `ringdisk serve` runs with --control {path}. If it does and \
-        the socket was removed, SIGHUP creates it again", path = .0.display())]
+    #[error("there is no socket {path}; check that `ringdisk serve` runs with --control {path} (the service: \
+        'systemctl start ringdisk'). If it does and the socket was removed, SIGHUP creates it again", path = .0.display())]
     NoSocket(PathBuf),
     /// No process listens on the socket.
     #[error(
-        "no process listens on {path}; start `ringdisk serve` with --control {path}",
+        "no process listens on {path}; start the service ('systemctl start ringdisk'), or `ringdisk serve` with --control {path}",
         path = .0.display()
     )]
     NobodyListens(PathBuf),

@@ -176,15 +176,12 @@ fn write(path: &Path, text: &str) -> std::io::Result<()> {
 
 /// Puts the hookscript among the snippets of a storage.
 fn make_snippet(host: &Host, storage: &str, is_dry: bool) -> CommandResult {
-    let directory = host
-        .storages()
-        .and_then(|storages| served::snippets(&storages.text, storage));
-    let directory = directory.ok_or_else(|| {
-        CommandLineError::Refused(format!(
-            "storage {storage} is no directory that has snippets: 'pvesm set {storage} --content snippets,...' (with what it has \
-             already), or another one with --snippets; nothing has been changed"
-        ))
-    })?;
+    let storages = host.storages();
+    let storages = storages
+        .as_ref()
+        .map_or("", |storages| storages.text.as_str());
+    let directory = served::snippets(storages, storage)
+        .map_err(|why| CommandLineError::Refused(format!("{why}; nothing has been changed")))?;
     let path = Path::new(&directory).join("ringdisk");
     let fail = |e| CommandLineError::Target(path.clone(), e);
     match fs::read_to_string(&path) {

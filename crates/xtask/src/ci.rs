@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: checks the rules of this project, and runs the tests.
 
-mod documents;
+pub(crate) mod documents;
 mod structure;
 
 use crate::{cargo, compatibility, miri, root, test};

@@ -1,5 +1,7 @@
 //! `cargo xtask deb`: a Debian package of the program, its service and its manual.
 
+mod documents;
+
 use crate::{cargo, ci, packages, root};
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -53,6 +55,7 @@ fn pack(built: &Path, profile: &str, output: &Path, options: &[&str]) -> Result<
     let pages = pages.flatten().map(|page| page.path());
     let pages = pages.filter(|path| path.extension().is_some_and(|extension| extension == "1"));
     succeeds(Command::new("gzip").arg("-9nf").args(pages))?;
+    documents::write(&root(), &manual.join("docs"))?;
     let mut pack = Command::new(packages::deb::program()?);
     pack.current_dir(root())
         .args(["--package=ringdisk", "--no-build", "--locked", "--quiet"])

@@ -241,3 +241,22 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_way_to_snippets_is_told() {
+    let storages = "dir: local\n\tpath /var/lib/vz\n\tcontent iso,backup\n\nlvmthin: thin\n\tvgname pve\n\n\
+        dir: bare\n\tpath /x\n\nnfs: nas\n\tpath /mnt/nas\n\tcontent snippets,iso\n";
+    assert_eq!(
+        snippets(storages, "nas").as_deref(),
+        Ok("/mnt/nas/snippets")
+    );
+    for (storage, says) in [
+        ("local", "'pvesm set local --content iso,backup,snippets'"),
+        ("bare", "'pvesm set bare --content images,rootdir,snippets'"),
+        ("thin", "has no directory"),
+        ("other", "no storage other"),
+    ] {
+        let why = snippets(storages, storage).unwrap_err();
+        assert!(why.contains(says) && why.contains("--snippets"), "{why}");
+    }
+}

@@ -33,7 +33,7 @@ pub(super) fn links() -> Result<()> {
     none(wrong)
 }
 
-fn links_in(document: &str) -> impl Iterator<Item = &str> {
+pub(crate) fn links_in(document: &str) -> impl Iterator<Item = &str> {
     let ends = document.split("](").skip(1);
     ends.filter_map(|rest| rest.split([')', ' ', '\n']).next())
 }
@@ -53,7 +53,7 @@ fn anchors(document: &str) -> impl Iterator<Item = String> {
 }
 
 /// The path without `..`.
-fn normalised(path: &Path) -> PathBuf {
+pub(crate) fn normalised(path: &Path) -> PathBuf {
     let mut result = PathBuf::new();
     for part in path.components() {
         match part {
