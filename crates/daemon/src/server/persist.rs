@@ -177,9 +177,14 @@ impl Server {
 
     /// Whether a disk that was attached for another VM has the name of this configured one.
     pub fn is_anothers(&self, configured: &DiskSpec) -> bool {
+        self.instead_of(configured).is_some()
+    }
+
+    /// That disk.
+    pub(super) fn instead_of(&self, configured: &DiskSpec) -> Option<DiskSpec> {
         let name = &configured.name;
         let now = self.spec_of(name).or_else(|| self.absent_spec(name));
-        now.is_some_and(|now| sockets::are_of_two_vms(&now, configured))
+        now.filter(|now| sockets::are_of_two_vms(now, configured))
     }
 
     /// A configuration of a served disk, with the number of queues that it has by default if `other` configures just that

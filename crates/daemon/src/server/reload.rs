@@ -17,6 +17,7 @@ use crate::config::{Config, ConfigError, sockets};
 use crate::server::connection_info::quote;
 use crate::server::iothreads::IoThreadError;
 use crate::server::resources;
+use crate::server::start::has_name_of_attached;
 use crate::server::{Move, PreparedDisk, Server, ServerError, TargetState, Waiting};
 use crate::state::store::Configured;
 
@@ -153,6 +154,11 @@ impl Reloader {
         let exports = change.waiting_exports.iter();
         left_out.extend(exports.map(|export| waits_for_detached(export)));
         left_out.extend(ended);
+        let hidden = |disk: &DiskSpec| {
+            let other = server.instead_of(disk)?;
+            Some(has_name_of_attached(disk, &other))
+        };
+        left_out.extend(new.disks.iter().filter_map(hidden));
         left_out.extend(after_restart);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
         // At once: the operator may have repaired the reason.

@@ -46,11 +46,7 @@ impl Server {
             let mut attached = disks.attached.iter();
             let is_other = |it: &&DiskSpec| it.name == disk.name;
             if let Some(other) = attached.find(is_other) {
-                error!(
-                    "disk {}: is not served as it is configured, from {}: the VM of {} keeps it, which was attached with the same \
-                     name; give the configured one another name, and reload",
-                    disk.name, disk.file, other.file
-                );
+                error!("{}", has_name_of_attached(disk, other));
             }
         }
         let mut absent = Overrides::default();
@@ -142,6 +138,15 @@ impl Server {
     fn is_taken_over(&self, name: &str) -> bool {
         self.context.inherited.has_disk(name)
     }
+}
+
+/// What is said of a configured disk while an attached one of another VM has its name.
+pub(super) fn has_name_of_attached(disk: &DiskSpec, attached: &DiskSpec) -> String {
+    format!(
+        "disk {}: is not served as it is configured, from {}: a disk of another VM that was attached has this name, and keeps it, \
+         from {}; give the configured one another name, and reload",
+        disk.name, disk.file, attached.file
+    )
 }
 
 fn log_absent(what: &str, name: &str, error: &ServerError) {

@@ -355,6 +355,11 @@ fn attached_disk_keeps_its_name() {
         let log = served.ringdisk.server.log();
         let told = "disk d: is not served as it is configured";
         assert!(log.contains(told), "{log}");
+        let reloaded = served.ringdisk.ringdisk(&["reload"]);
+        assert!(
+            reloaded.out.contains(told) || reloaded.err.contains(told),
+            "{reloaded:?}"
+        );
     }
     served.devices = vec![served.connect("d")];
     let other = [a, b, c, ("d", "x", "e", "queues = 3")];
