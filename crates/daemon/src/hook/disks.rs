@@ -122,6 +122,16 @@ fn serve(client: &mut Client, manager: Manager, disk: &VmDisk) -> Result<bool, C
             "is named in the domain's metadata, but the domain has no <disk type='vhostuser'> with this target",
         );
     };
+    if let FileSpec::Path(path) = &spec.file
+        && path.is_relative()
+    {
+        // To what, nobody has said: ringdisk's working directory is not the manager's.
+        let (path, whose) = (path.display(), manager.text());
+        return refused(
+            spec,
+            &format!("'{path}' in {whose} is no absolute path; write it with its directory"),
+        );
+    }
     let now = when_disconnected(client, name)?;
     if now.as_ref().is_some_and(|now| now["connected"] == true) {
         return refused(

@@ -31,7 +31,7 @@ fn domains_start_and_end_during_upgrades() {
          <source type='unix' path='{0}/vm1.sock'/><target dev='vda' bus='virtio'/></disk></devices></domain>",
         at.display()
     );
-    let hook = |operation: &str, step: &str| -> Output {
+    let hook = |domain: &str, operation: &str, step: &str| -> Output {
         let mut hook = Command::new(BINARY);
         hook.args(["hook", "libvirt", "vm1", operation, step, "-", "--control"]);
         hook.arg(&served.control);
@@ -45,6 +45,14 @@ fn domains_start_and_end_during_upgrades() {
             .unwrap();
         hook.wait_with_output().unwrap()
     };
+    // Where libvirtd runs is no directory of a disk.
+    let relative = domain.replace(&format!("{}/vm1.raw", at.display()), "vm1.raw");
+    let refused = hook(&relative, "prepare", "begin");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(
+        !refused.status.success() && said.contains("no absolute path"),
+        "{said}"
+    );
     let is_over = AtomicBool::new(false);
     let last = thread::scope(|scope| {
         let upgrades = scope.spawn(|| {
@@ -61,7 +69,7 @@ fn domains_start_and_end_during_upgrades() {
         let hooks = scope.spawn(|| {
             for _ in 0..8 {
                 for (operation, step) in [("prepare", "begin"), ("release", "end")] {
-                    let ran = hook(operation, step);
+                    let ran = hook(&domain, operation, step);
                     assert!(ran.status.success(), "{ran:?}");
                 }
             }
