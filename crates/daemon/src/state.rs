@@ -13,6 +13,7 @@ use std::time::Duration;
 use block::ThrottleLimits;
 use datapath::Polling;
 use serde::{Deserialize, Serialize};
+use tracing::error;
 
 use self::left::LeftFiles;
 use crate::config::disk_keys;
@@ -20,7 +21,7 @@ use crate::config::export::ExportSpec;
 use crate::config::limits;
 use crate::config::sockets;
 use crate::config::spec::{self, DiskSpec};
-use crate::config::{POLL_CPU, POLL_MAX_US_MAX, ThreadSpec};
+use crate::config::{Config, POLL_CPU, POLL_MAX_US_MAX, ThreadSpec};
 
 /// Limit of the file in bytes: 4096 disks, each of them moved, with paths of 1 KiB.
 pub const BYTES_MAX: u64 = 16 << 20;
@@ -414,6 +415,41 @@ impl Overrides {
         self
     }
 
+    /// A configuration without disks whose names or sockets commands have given to others: the VMs of those go on with what they
+    /// have, as a reload refuses such a disk. The log names each.
+    pub fn with_room(&self, mut config: Config) -> Config {
+        let Config { disks, exports, .. } = &mut config;
+        disks.retain(|disk| {
+            let DiskSpec { name, file, .. } = disk;
+            let Some(other) = self.in_the_way_of(disk) else {
+                return true;
+            };
+            error!(
+                "disk {name}: is not served as it is configured, from {file}: '{other}' has its name or its socket, was added by a \
+                 command, and keeps it for its VM; give the configured one others, or end that one ('ringdisk detach {other}'), \
+                 and reload"
+            );
+            exports.retain(|export| export.node != *name);
+            false
+        });
+        config
+    }
+
+    /// What a command has added with the name or the socket of a configured disk, on another file.
+    fn in_the_way_of(&self, disk: &DiskSpec) -> Option<&str> {
+        let socket = sockets::path(disk);
+        let attached = self.disks.iter().filter(|it| it.configured.is_none());
+        let mut attached = attached.map(|it| &it.disk);
+        let mut nodes = self.nodes.iter().map(|it| &it.disk);
+        let mut exports = self.exports.iter().map(|it| &it.spec);
+        let is_other = |it: &&DiskSpec| it.file != disk.file && it.name == disk.name;
+        let is_at = |it: &&DiskSpec| it.file != disk.file && sockets::path(it) == socket;
+        let named = attached.find(|it| is_other(it) || is_at(it));
+        let named = named.or_else(|| nodes.find(is_other));
+        let named = named.map(|it| it.name.as_str());
+        named.or_else(|| Some(exports.find(|it| it.socket == socket)?.id.as_str()))
+    }
+
     /// The disks to be served, given the configured ones.
     pub fn apply(&self, configured: &[DiskSpec]) -> Start {
         let mut start = Start::default();
@@ -422,7 +458,6 @@ impl Overrides {
             let unchanged = overrides.find(|d| d.configured.as_ref() == Some(disk));
             match unchanged {
                 _ if self.detached.contains(disk) => {}
-                _ if self.gives_name_away(disk) => {}
                 Some(changed) => start.disks.push(changed.disk.clone()),
                 None => start.disks.push(self.reconfigured(disk)),
             }
@@ -432,22 +467,13 @@ impl Overrides {
             match &changed.configured {
                 Some(before) if configured.contains(before) => {}
                 Some(_) => start.outdated.push(name.clone()),
-                None if configured
-                    .iter()
-                    .any(|disk| disk.name == *name && !self.gives_name_away(disk)) =>
-                {
+                None if configured.iter().any(|disk| disk.name == *name) => {
                     start.outdated.push(name.clone());
                 }
                 None => start.attached.push(changed.disk.clone()),
             }
         }
         start
-    }
-
-    /// Whether a configured disk has the name of another one that was attached before, for another VM: that keeps it.
-    fn gives_name_away(&self, disk: &DiskSpec) -> bool {
-        let mut attached = self.disks.iter().filter(|it| it.configured.is_none());
-        attached.any(|it| it.disk.name == disk.name && sockets::are_of_two_vms(&it.disk, disk))
     }
 
     /// A disk whose configuration may have changed since a command changed the disk. The command's file stays, because

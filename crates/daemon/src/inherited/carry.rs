@@ -12,7 +12,8 @@ use crate::config::spec::DiskSpec;
 impl Inherited {
     /// What applies of `config`, the configuration that this process has read, until it is reloaded.
     ///
-    /// - Disks are as [`carried`] says, under their names or, if they were renamed, at their sockets.
+    /// - Disks are as [`carried`] says, under their names or, if they were renamed, at their sockets. One that what a command has
+    ///   added is in the way of is [left to the reload](crate::state::Overrides::with_room), which refuses it.
     /// - The NBD server and its exports are those of the old process.
     /// - Everything else is as it is configured now: the process is started with it.
     pub fn carry(&self, config: &Config) -> Config {
@@ -20,6 +21,10 @@ impl Inherited {
         if !parts.uncommitted {
             return config.clone();
         }
+        let config = match &parts.overrides {
+            Some(all) => &all.with_room(config.clone()),
+            None => config,
+        };
         let disks = config.disks.iter();
         let disks = disks.map(|disk| parts.carry(disk, config)).collect();
         let nbd = parts.carry_nbd(config);

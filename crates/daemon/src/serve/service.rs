@@ -105,6 +105,10 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
     }
     // If the configuration has changed since, a reload applies that once guests are served.
     let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights)?;
+    let config = match &store {
+        Some((_, state)) if !args.take_over => state.with_room(config),
+        _ => config,
+    };
     let configured = Configured::new(&command_line, &config);
     // The log has why not, if it cannot be persisted.
     let _ = server.set_configured(configured.clone());

@@ -2,7 +2,7 @@
 //! before the first disk is disturbed.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use engine::Identity;
@@ -25,6 +25,8 @@ pub struct TargetState<'a> {
     pub starts: Vec<&'a DiskSpec>,
     /// Disks that move to other files while they are served, in their new form.
     pub moves: Vec<&'a DiskSpec>,
+    /// Disks that are absent, in their new form.
+    pub absent: Vec<&'a DiskSpec>,
 }
 
 impl TargetState<'_> {
@@ -96,7 +98,15 @@ impl Server {
             }
             let exports = state.exports.values();
             let exports = exports.filter(|export| stays(export.node.name()));
-            let sockets: Vec<_> = exports.map(|e| (e.socket.clone(), e.id.clone())).collect();
+            let exports = exports.map(|e| (e.socket.clone(), e.id.clone()));
+            // Their VMs wait there.
+            let absent = state.absent.values().map(|absent| &absent.spec);
+            let absent = absent.filter(|disk| stays(&disk.name)).map(|disk| {
+                let mut changed = end.absent.iter();
+                let changed = changed.find(|it| it.name == disk.name);
+                (sockets::path(changed.unwrap_or(&disk)), disk.name.clone())
+            });
+            let sockets: Vec<_> = exports.chain(absent).collect();
             (files, sockets)
         };
         for (disk, there) in new {
@@ -312,6 +322,25 @@ fn release(node: Option<Node>) {
 }
 
 impl ServerState {
+    /// Checks that the VM at a socket is not that of an absent disk with another file, which it waits for.
+    pub(super) fn check_no_absent_at(
+        &self,
+        id: &str,
+        disk: &DiskSpec,
+        socket: &Path,
+    ) -> Result<(), ServerError> {
+        let mut absent = self.absent.values().map(|it| &it.spec);
+        let is_its = |it: &&DiskSpec| {
+            it.name != disk.name && it.file != disk.file && sockets::path(it) == socket
+        };
+        match absent.find(is_its) {
+            Some(other) => {
+                Err(ConflictError::SameSocket(other.name.clone(), id.into(), socket.into()).into())
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Checks that a disk can be stopped, if it is served.
     fn check_may_end(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();

@@ -127,6 +127,11 @@ impl Reloader {
         // While no command waits: storage may not answer.
         let change = Change::between(&old, &new, server, restarts);
         change.check_answers(server)?;
+        let exports = change.exports(server);
+        let new = Config {
+            exports,
+            ..new.clone()
+        };
         let claim = server.claim_as(waiting, "reload", || {
             let change = Change::between(&old, &new, server, restarts);
             let mut names = disks_that_differ(&old, &new);
@@ -276,7 +281,10 @@ impl<'a> Change<'a> {
                 // A disk that was attached at run time and later configured identically is kept.
                 None if server.spec_of(&disk.name).as_ref() == Some(disk) => {}
                 // A command has attached it.
-                None if server.absent_spec(&disk.name).is_some() => {
+                None if server
+                    .absent_spec(&disk.name)
+                    .is_some_and(|it| it.file == disk.file) =>
+                {
                     change.absent.push(disk.clone());
                 }
                 None => change.added.push(disk),
@@ -385,6 +393,7 @@ impl<'a> Change<'a> {
             ends: ends.map(|disk| disk.name.as_str()).collect(),
             starts: changed.chain(self.added.iter().copied()).collect(),
             moves: self.moved.clone(),
+            absent: self.absent.iter().collect(),
         };
         for disk in &end.ends {
             server.backups.check_none(disk).map_err(ServerError::from)?;
@@ -467,6 +476,29 @@ impl<'a> Change<'a> {
     }
 
     /// What applies after this change. Disks that were not restarted are as before.
+    /// The NBD exports that can be as they are configured now. Those of a disk that is another one until a reload restarts it, or
+    /// whose name another has that was attached, stay as they were: each has the data of its own disk.
+    fn exports(&self, server: &Server) -> Vec<NbdExportSpec> {
+        let other_file = |(before, disk): &&(&DiskSpec, &DiskSpec)| before.file != disk.file;
+        let postponed = self.postponed.iter().filter(other_file);
+        let hidden = self
+            .new
+            .disks
+            .iter()
+            .filter(|disk| server.is_anothers(disk));
+        let kept = postponed.map(|(_, disk)| *disk).chain(hidden);
+        let kept: Vec<_> = kept.map(|disk| &disk.name).collect();
+        let is_kept = |export: &&NbdExportSpec| kept.contains(&&export.node);
+        let before: Vec<_> = self.old.exports.iter().filter(is_kept).cloned().collect();
+        let is_there = |export: &NbdExportSpec| {
+            let same = |other: &NbdExportSpec| other.id == export.id || other.name == export.name;
+            before.iter().any(same)
+        };
+        let new = self.new.exports.iter().filter(|export| !is_kept(export));
+        let new = new.filter(|export| !is_there(export)).cloned();
+        new.chain(before.clone()).collect()
+    }
+
     fn without_postponed(&self, mut config: Config) -> Config {
         for (before, disk) in &self.postponed {
             let mut disks = config.disks.iter_mut();

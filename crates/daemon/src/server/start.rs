@@ -42,13 +42,6 @@ impl Server {
                  since; 'ringdisk detach {name}' detaches it again"
             );
         }
-        for disk in &configured.disks {
-            let mut attached = disks.attached.iter();
-            let is_other = |it: &&DiskSpec| it.name == disk.name;
-            if let Some(other) = attached.find(is_other) {
-                error!("{}", has_name_of_attached(disk, other));
-            }
-        }
         let mut absent = Overrides::default();
         self.start_threads_and_groups(configured, overrides, &mut absent);
         self.remember_detached(overrides);

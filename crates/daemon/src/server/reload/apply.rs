@@ -76,7 +76,10 @@ impl<'a> Change<'a> {
                 }
             };
             let DiskChange { before, then, .. } = changed;
-            let remains = server.is_there(&then.name).then_some(*before);
+            let remains = match server.is_absent(&then.name) {
+                true => self.new.disks.iter().find(|disk| disk.name == then.name),
+                false => server.is_there(&then.name).then_some(*before),
+            };
             failed.disk("changing disk", before, result, remains);
         }
         for (&disk, prepared) in self.added.iter().zip(ready.added) {
