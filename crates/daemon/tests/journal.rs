@@ -520,7 +520,7 @@ fn image_with_a_pending_journal_is_not_read_without_it() -> io::Result<()> {
 #[test]
 fn image_whose_journal_has_nothing_left_is_read_without_it() -> io::Result<()> {
     let test = "image_whose_journal_has_nothing_left_is_read_without_it";
-    for is_replayed in [false, true] {
+    for (is_replayed, has_bitmap) in [(false, false), (false, true), (true, false)] {
         let Some(mut image) = Image::new(test, "") else {
             return Ok(());
         };
@@ -530,6 +530,11 @@ fn image_whose_journal_has_nothing_left_is_read_without_it() -> io::Result<()> {
         assert_eq!(device.queues[0].write(0, &content(1, 1 << 16)), 0);
         if !is_replayed {
             assert_eq!(device.queues[0].run(Op::Flush, 0, 0), 0);
+        }
+        if has_bitmap {
+            let mut add = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+            add.args(["bitmap", "add", "image", "b", "--persistent", "--control"]);
+            assert!(add.arg(image.control()).status()?.success());
         }
         kill(server);
         if is_replayed {

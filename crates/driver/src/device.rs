@@ -116,6 +116,24 @@ impl Device {
         self.set_driver_ok()
     }
 
+    /// Goes on at another host after the device has died, to which QEMU moved meanwhile: the region for requests in flight is a
+    /// new one.
+    pub fn move_after_death(
+        &mut self,
+        socket: impl AsRef<Path>,
+        config: &DeviceConfig,
+    ) -> io::Result<()> {
+        self.frontend = Frontend::connect(socket)?;
+        negotiate(&mut self.frontend, config)?;
+        self.inflight = Some(region(&mut self.frontend, config)?);
+        self.announce()?;
+        for index in 0..self.queues.len() {
+            let base = self.queues[index].ring.base_after_death();
+            self.resume_queue(index, base)?;
+        }
+        self.set_driver_ok()
+    }
+
     /// Reconnects as [`reconnect`](Self::reconnect) does, but sets up no queue.
     ///
     /// # Panics

@@ -80,8 +80,10 @@ pub enum Driver {
     Starts,
     /// By another device, perhaps on another host.
     GoesOn,
-    /// On this host: the record of its requests in flight is memory of this host. Or nobody knows, as there is no such record.
+    /// On this host: the record of its requests in flight is memory of this host.
     GoesOnHere,
+    /// Nobody knows, as there is no such record.
+    GoesOnSomewhere,
 }
 
 /// Why no ring of a device is served.

@@ -226,6 +226,16 @@ impl Node {
         }
     }
 
+    /// A guest that was served on this host relies on what its image lacks: the image says so, for the host to which it may move.
+    pub fn note_lacking(&self) {
+        if let Some(Err(e)) = self.with_image(Qcow2::note_lacking) {
+            warn!(
+                "{}: does not say that it lacks writes that its running guest relies on: {e}; do not move that VM to another host",
+                self.filename
+            );
+        }
+    }
+
     /// A guest is served that does not rely on what a journal contains which is elsewhere, or is not used: that is lost. Durable
     /// before that guest can write anything, so that it can go on after a kill.
     pub fn forget_journal(&self) {

@@ -354,8 +354,13 @@ impl<'a> BlockDevice<'a> {
         self.acquire()?;
         let node = self.served.node().clone();
         if driver != Driver::Starts {
-            let was_here = driver == Driver::GoesOnHere;
-            node.check_journal(was_here).map_err(io::Error::other)?;
+            let was_here = driver != Driver::GoesOn;
+            node.check_journal(was_here).map_err(|e| {
+                if driver == Driver::GoesOnHere {
+                    node.note_lacking();
+                }
+                io::Error::other(e)
+            })?;
         }
         node.forget_journal();
         let first = self.running.iter().all(Option::is_none);

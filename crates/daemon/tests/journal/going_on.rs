@@ -177,7 +177,8 @@ fn no_guest_goes_on_after_others_have_changed_its_image() -> io::Result<()> {
             if next == "twice" {
                 image.qemu_img("amend -o compat=v3 image.qcow2");
             }
-            for _ in 0..2 {
+            // The one that comes has started elsewhere since.
+            for _ in 0..if comes { 0 } else { 2 } {
                 assert_refused(&image, &mut device, &config)?;
             }
             if comes {
@@ -232,6 +233,137 @@ fn no_guest_goes_on_after_its_journal_was_missed_and_others_have_changed_the_ima
         let server = image.serve("");
         device.reconnect(server.socket(), &config)?;
         assert_first(&mut device, &[0; 1 << 16]);
+    }
+    Ok(())
+}
+
+/// Another host, for the same image.
+fn elsewhere<T>(image: &Image, run: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let at = image.directory();
+    let exchange = |name: &str| -> io::Result<()> {
+        let [here, other] =
+            [name.to_owned(), format!("{name}-elsewhere")].map(|name| at.join(name));
+        for directory in [&here, &other] {
+            fs::create_dir_all(directory)?;
+        }
+        let between = at.join("between");
+        fs::rename(&here, &between)?;
+        fs::rename(&other, &here)?;
+        fs::rename(&between, &other)
+    };
+    for name in ["runtime", "state"] {
+        exchange(name)?;
+    }
+    let result = run();
+    for name in ["runtime", "state"] {
+        exchange(name)?;
+    }
+    result
+}
+
+/// As [`assert_refused`], after QEMU has moved to the host of this server.
+fn assert_moved_is_refused(image: &Image, device: &mut Device) -> io::Result<()> {
+    let mut server = image.serve("");
+    let _ = device.move_after_death(server.socket(), &with_region(false));
+    server.wait_for_log(&["may lack writes that its running guest relies on"]);
+    assert!(server.terminate()?.success());
+    Ok(())
+}
+
+/// A guest, and the image that lacks what it has written: its ringdisk was killed.
+fn lost(image: &Image) -> io::Result<Device> {
+    let server = image.serve("");
+    let mut device = Device::connect(server.socket(), &with_region(false))?;
+    assert_eq!(device.queues[0].run(Op::Flush, 0, 0), 0);
+    assert_eq!(device.queues[0].write(0, &content(1, 1 << 16)), 0);
+    kill(server);
+    Ok(device)
+}
+
+/// A guest moves to another host after a kill, and another program removes what the image says: once one of the hosts has found out
+/// that the guest lacks something, neither lets it go on.
+#[test]
+fn no_moved_guest_goes_on_once_its_loss_is_known() -> io::Result<()> {
+    let test = "no_moved_guest_goes_on_once_its_loss_is_known";
+    for found_here in [false, true] {
+        for has_command in [false, true] {
+            let Some(mut image) = Image::new(test, "") else {
+                return Ok(());
+            };
+            image.has_state = true;
+            let mut device = lost(&image)?;
+            let command = || -> io::Result<()> {
+                let mut server = image.serve("");
+                assert_resized(&image)?;
+                assert!(server.terminate()?.success());
+                Ok(())
+            };
+            if found_here {
+                image.qemu_img_after_kill("amend -o compat=v3");
+                if has_command {
+                    command()?;
+                }
+                assert_refused(&image, &mut device, &with_region(false))?;
+            } else {
+                elsewhere(&image, || {
+                    if has_command {
+                        command()?;
+                    }
+                    assert!(image.serve("").terminate()?.success());
+                    Ok(())
+                })?;
+                image.qemu_img_after_kill("amend -o compat=v3");
+            }
+            elsewhere(&image, || {
+                assert_moved_is_refused(&image, &mut device)?;
+                // Until one starts, there or here.
+                let server = image.serve("");
+                let mut device = Device::connect(server.socket(), &with_region(false))?;
+                assert_first(&mut device, &[0; 1 << 16]);
+                kill(server);
+                let server = image.serve("");
+                device.reconnect(server.socket(), &with_region(false))?;
+                assert_first(&mut device, &[0; 1 << 16]);
+                Ok(())
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// A journal was looked for elsewhere, in vain, and then found here: nobody misses it any more, elsewhere.
+#[test]
+fn what_was_found_is_not_missed_elsewhere() -> io::Result<()> {
+    let test = "what_was_found_is_not_missed_elsewhere";
+    for sessions in [0, 1, 3] {
+        let Some(mut image) = Image::new(test, "") else {
+            return Ok(());
+        };
+        image.has_state = true;
+        let mut device = lost(&image)?;
+        elsewhere(&image, || {
+            let mut server = image.serve("");
+            server.wait_for_log(&["WARN", "says that it has a journal"]);
+            assert!(server.terminate()?.success());
+            Ok(())
+        })?;
+        let mut server = image.serve("");
+        server.wait_for_log(&["replayed"]);
+        assert!(server.terminate()?.success());
+        for session in 0..sessions {
+            let mut server = image.serve("");
+            device.reconnect(server.socket(), &with_region(false))?;
+            assert_first(&mut device, &content(1, 1 << 16));
+            let written = device.queues[0].write(1 << 11, &content(session, 1 << 16));
+            assert_eq!(written, 0);
+            assert!(server.terminate()?.success());
+        }
+        elsewhere(&image, || {
+            let server = image.serve("");
+            device.reconnect(server.socket(), &with_region(false))?;
+            assert_first(&mut device, &content(1, 1 << 16));
+            Ok(())
+        })?;
     }
     Ok(())
 }

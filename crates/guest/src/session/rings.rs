@@ -248,7 +248,7 @@ impl Session<'_> {
             false if self.rings.iter().any(moved) => match &self.inflight {
                 Some(_) => Driver::GoesOn,
                 // Nothing tells where it was.
-                None => Driver::GoesOnHere,
+                None => Driver::GoesOnSomewhere,
             },
             false => Driver::Starts,
         }

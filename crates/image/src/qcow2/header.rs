@@ -318,12 +318,12 @@ impl Header {
         self.incompatible &= !DIRTY;
     }
 
-    /// Sets the [journal bits](AUTOCLEAR_JOURNAL); 0 means that there is no journal. With a journal, the image is
+    /// Sets the [journal bits](AUTOCLEAR_JOURNAL); without the first, there is no journal. With a journal, the image is
     /// also "dirty". Every program clears that after it has written to the image, even one that did not clear the
     /// journal bits when it opened the image.
     pub fn set_journal(&mut self, bits: u64) {
         self.autoclear = self.autoclear & !AUTOCLEAR_JOURNAL | bits;
-        match bits {
+        match bits >> 63 {
             0 => self.incompatible &= !DIRTY,
             _ => self.incompatible |= DIRTY,
         }

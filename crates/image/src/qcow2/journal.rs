@@ -68,9 +68,11 @@
 //! same is true of a journal that is here and has changes, but does not match: another program has written to the image after a
 //! kill and removed the bits, or a copy was put back. No guest may go on that was served on this host before.
 //! That stays so if somebody else writes to the image, which then has a journal of its own: the image says so ([`LACKING`]) until
-//! another program removes that, and the journal of this host ([`Slot::says_lost`]) whatever others do. A guest that starts on
+//! another program removes that, and the journal of this host ([`Slot::lost`]) whatever others do. A guest that starts on
 //! it is as after a crash of the host: [`Qcow2::forget_journal`] removes both first, durably, so that this guest can be
-//! connected again after another kill, also if it has written nothing.
+//! connected again after another kill, also if it has written nothing. An image that a process has closed in order after a kill says
+//! that it is [`COMPLETE`], without a journal: what another host has noted of a journal that it did not find means nothing then.
+//! Only what was lost here stays noted here, as the image may be a copy that was put back.
 //!
 //! # When the journal is older than the image
 //!
@@ -104,9 +106,9 @@ use block::FileOffset;
 pub use lineage::Generations;
 pub(super) use lineage::Lineage;
 pub use matching::JournalOwner;
-pub(super) use matching::{Found, IsLost, empty, fits, journal_bits, owner, read};
-use matching::{JournalBits, matching_slot, say_lost};
-pub(super) use records::{Change, Changes};
+pub(super) use matching::{Found, empty, fits, journal_bits, owner, read};
+use matching::{JournalBits, matching_slot, note_lost};
+pub(super) use records::{Change, Changes, Lost};
 use records::{READ_MAX, RECORD_MIN, RECORDS_AT, Slot, record};
 
 use super::file::Piece;
@@ -210,8 +212,8 @@ pub(super) struct Journal {
     complete: bool,
     /// As [`LACKING`].
     lacking: bool,
-    /// As [`Slot::says_lost`]; what it follows may not say so.
-    is_lost: IsLost,
+    /// As [`Slot::lost`]; what it follows may not say so.
+    lost: Lost,
     failure_reported: bool,
     /// One of the slots is that of an earlier process.
     follows_another: bool,
@@ -228,7 +230,7 @@ pub(super) struct Rotated {
 impl Journal {
     /// An empty journal. The journal bits of the image are about an earlier one, which has `ended` or is elsewhere.
     /// The content of the file may be `foreign`.
-    pub fn new(file: JournalFile, ended: bool, foreign: bool, is_lost: IsLost) -> Self {
+    pub fn new(file: JournalFile, ended: bool, foreign: bool, lost: Lost) -> Self {
         Self {
             file,
             active: false,
@@ -248,7 +250,7 @@ impl Journal {
             overtaken: false,
             complete: false,
             lacking: false,
-            is_lost,
+            lost,
             failure_reported: false,
             follows_another: false,
             record: Vec::new(),
@@ -279,7 +281,7 @@ impl Journal {
     fn restart_after(&mut self, image: JournalBits) -> io::Result<()> {
         let slot = matching_slot(&self.file, image).filter(|slot| slot.sequence < u64::MAX / 2);
         let Some(slot) = slot else {
-            if self.is_lost {
+            if self.lost != Lost::Nothing {
                 // That must be known at all times.
                 let newest = Slot::read(&*self.file.storage)?.into_iter().next();
                 self.sequence = newest.map_or(0, |slot| slot.sequence);
@@ -339,7 +341,7 @@ impl Journal {
     /// to no image, but may still say that something was lost.
     fn end(&mut self) {
         self.active = false;
-        if !self.foreign && !self.is_lost {
+        if !self.foreign && self.lost == Lost::Nothing {
             let _ = self.file.storage.set_size(0);
         }
     }
@@ -426,7 +428,7 @@ impl Journal {
         }
         if let Err(e) = result {
             // The next process finds changes that the image has already, or a journal that does not match, or none.
-            if rotated.generation.is_some() && !self.is_lost {
+            if rotated.generation.is_some() && self.lost == Lost::Nothing {
                 let _ = self.file.storage.set_size(0);
             }
             self.failed(e);
@@ -442,7 +444,7 @@ impl Journal {
             self.start,
             self.file.identity,
         )
-        .saying_lost(self.is_lost)
+        .with_lost(self.lost)
         .write(&*self.file.storage)
     }
 }

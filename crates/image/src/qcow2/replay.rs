@@ -24,7 +24,7 @@ use super::entry::{COPIED, Entry, table_at};
 use super::error::ImageError;
 use super::file::Piece;
 use super::journal::{
-    Change, Found, Journal, JournalEvent, JournalFile, empty, journal_bits, read,
+    Change, Found, Journal, JournalEvent, JournalFile, Lost, empty, journal_bits, read,
 };
 use super::progress::{Progress, ReportProgress};
 use super::types::{BlockIndex, GuestCluster, HOST_BITS, HostOffset, L1Index, Run};
@@ -63,7 +63,7 @@ impl Qcow2 {
             let header = &self.lock().header;
             (journal_bits(header), header.snapshots > 0)
         };
-        let (contents, is_lost) = read(&file, bits).map_err(Qcow2Error::Journal)?;
+        let (contents, lost) = read(&file, bits).map_err(Qcow2Error::Journal)?;
         // Journal bits put internal snapshots at risk: they stay only if the journal may still be found.
         let elsewhere = match &contents {
             Found::Missing => true,
@@ -73,8 +73,8 @@ impl Qcow2 {
         let foreign = matches!(contents, Found::Outdated);
         let is_there = matches!(contents, Found::Nothing | Found::Changes { .. });
         self.lock().lineage.found_journal(is_there);
-        self.has_outdated_journal.store(is_lost, SeqCst);
-        if is_lost && !matches!(contents, Found::Changes { .. }) {
+        self.has_outdated_journal.store(lost == Lost::Here, SeqCst);
+        if lost != Lost::Nothing && !matches!(contents, Found::Changes { .. }) {
             self.lock().outdated_journal = Some(file.storage.clone());
         }
         match contents {
@@ -95,7 +95,7 @@ impl Qcow2 {
                 (file.on_event)(JournalEvent::Replayed(changes.len() as u64));
             }
         }
-        self.lock().journal = Some(Journal::new(file, !elsewhere, foreign, is_lost));
+        self.lock().journal = Some(Journal::new(file, !elsewhere, foreign, lost));
         Ok(())
     }
 

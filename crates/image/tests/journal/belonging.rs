@@ -421,7 +421,9 @@ fn clear_bits(image: &Memory) {
 
 fn lacks_journal(host: &Host, directory: &Path) -> bool {
     let disk = host.open(directory).unwrap();
-    disk.chain.image().unwrap().lacks_journal()
+    let image = disk.chain.image().unwrap();
+    assert_eq!(image.lacks_journal(), image.refuses_guest(true));
+    image.lacks_journal()
 }
 
 /// Whatever is written after a loss, and at whatever moment the process that writes it is killed: it stays known until a guest
@@ -460,6 +462,9 @@ fn what_was_lost_stays_known_until_a_guest_starts() {
                     clear_bits(&host.image);
                 }
                 assert!(lacks_journal(&host, directory), "{killed_in}, {clear}");
+                let disk = host.open(directory).unwrap();
+                let refuses_all = disk.chain.image().unwrap().refuses_guest(false);
+                assert_eq!(refuses_all, is_elsewhere, "{killed_in}, {clear}");
             }
         }
         assert!(killed_in > 15, "{killed_in}, {is_elsewhere}");

@@ -6,21 +6,35 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use block::FileOffset;
 
-use super::{COMPLETE, GENERATION, Journal, LACKING, autoclear, journal_bits, random, say_lost};
+use super::{
+    COMPLETE, GENERATION, GENERATION_SHIFT, Journal, LACKING, Lost, autoclear, journal_bits,
+    note_lost, random,
+};
+use crate::qcow2::header::Header;
 use crate::qcow2::{ImageError, ImageState, Qcow2};
+
+/// Whether an image can say anything about a journal.
+fn can_say(header: &Header) -> bool {
+    header.version >= 3 && header.snapshots == 0
+}
+
+/// The bits of an image without a journal that has everything.
+fn complete() -> u64 {
+    (random() & GENERATION) << GENERATION_SHIFT | COMPLETE
+}
 
 impl ImageState {
     /// A guest starts: nothing is missing any more that was written before.
     fn forget_lost(&mut self) -> io::Result<()> {
         let image = journal_bits(&self.header);
         if let Some(journal) = &mut self.journal {
-            journal.is_lost = false;
+            journal.lost = Lost::Nothing;
         }
         match (self.outdated_journal.take(), &mut self.journal) {
             (Some(outdated), _) => outdated.set_size(0),
             (None, Some(journal)) if journal.follows_another => Ok(()),
             (None, Some(journal)) if journal.active => journal.write_slot(),
-            (None, Some(journal)) => say_lost(&journal.file, image, false),
+            (None, Some(journal)) => note_lost(&journal.file, image, Lost::Nothing),
             (None, None) => Ok(()),
         }
     }
@@ -32,21 +46,20 @@ impl Qcow2 {
     pub fn has_unreplayed_journal(&self) -> bool {
         let state = self.lock();
         state.journal.is_none()
-            && journal_bits(&state.header).has_any()
+            && journal_bits(&state.header).has_journal()
             && !self.has_begun_writing.load(SeqCst)
     }
 
     /// Whether the image lacks changes that were acknowledged. It says that it has a journal, which is not here: the host has
     /// crashed since, or the image is a copy of one that was in use, or the journal is on another host. Or the journal of its file
-    /// is here, and the image does not mean it any more: another program has written to it since, or a copy was put back. Does not
-    /// wait.
+    /// is here, and the image does not mean it any more: another program has written to it since, or a copy was put back.
     pub fn lacks_journal(&self) -> bool {
         self.lacks_journal.load(SeqCst) || self.has_outdated_journal.load(SeqCst)
     }
 
     /// Refuses a guest that goes on, if the image [lacks its journal](Self::lacks_journal): returns whether it does. Nothing is
-    /// written to the image then which would make that journal worthless. `was_here`: this guest was served on this host. One that
-    /// comes from another does not rely on a journal that was left here before. Does not wait.
+    /// written to the image then which would make that journal worthless. `was_here`: this guest was served on this host, as far as is
+    /// known. One that comes from another does not rely on a journal that was left here before. Does not wait.
     pub fn refuses_guest(&self, was_here: bool) -> bool {
         let is_outdated = was_here && self.has_outdated_journal.load(SeqCst);
         let is_refused = is_outdated || self.lacks_journal.load(SeqCst);
@@ -56,13 +69,42 @@ impl Qcow2 {
         is_refused
     }
 
+    /// A guest is here that relies on something which the image lacks: the image says so, if it does not yet and can.
+    ///
+    /// # Errors
+    /// It may say so or not.
+    pub fn note_lacking(&self) -> Result<(), ImageError> {
+        let mut state = self.lock();
+        let bits = journal_bits(&state.header);
+        if bits.has_journal() && !bits.is_complete()
+            || !can_say(&state.header)
+            || self.check_writable().is_err()
+        {
+            return Ok(());
+        }
+        self.lacks_journal.store(true, SeqCst);
+        let own = state.journal.as_mut().map_or(0, |journal| {
+            journal.lacking = true;
+            journal.autoclear()
+        });
+        let before = state.header.clone();
+        state.header.set_journal(match own {
+            0 => autoclear(random() & GENERATION) | LACKING,
+            own => own,
+        });
+        self.write_header(&mut state)
+            .inspect_err(|_| state.header = before)?;
+        self.file.flush()
+    }
+
     /// Notes whether an image that has just been opened for writing lacks its journal.
     pub(in crate::qcow2) fn look_for_journal(&self) {
         let mut state = self.lock();
         let bits = journal_bits(&state.header).bits();
         let is_here = state.journal.as_ref().is_some_and(|journal| journal.ended);
         let is_missing = !is_here && bits != 0 && bits & COMPLETE == 0;
-        let lacking = is_missing || bits & LACKING != 0;
+        let is_known = (state.journal.as_ref()).is_some_and(|it| it.lost == Lost::Elsewhere);
+        let lacking = is_missing || is_known || bits & LACKING != 0;
         self.lacks_journal.store(lacking, SeqCst);
         let image = journal_bits(&state.header);
         let Some(journal) = &mut state.journal else {
@@ -70,10 +112,9 @@ impl Qcow2 {
         };
         journal.lacking = lacking;
         if is_missing && !journal.foreign {
-            journal.is_lost = true;
-            self.has_outdated_journal.store(true, SeqCst);
+            journal.lost = Lost::Elsewhere;
             // Without it, nothing knows that any more if another program removes what the image says.
-            let _ = say_lost(&journal.file, image, true);
+            let _ = note_lost(&journal.file, image, Lost::Elsewhere);
         }
     }
 
@@ -101,7 +142,8 @@ impl Qcow2 {
         }
         self.has_refused.store(false, SeqCst);
         let mut state = self.lock();
-        if self.has_outdated_journal.swap(false, SeqCst) {
+        let is_noted = (state.journal.as_ref()).is_some_and(|it| it.lost != Lost::Nothing);
+        if self.has_outdated_journal.swap(false, SeqCst) || is_noted {
             state.forget_lost().map_err(|source| ImageError::Io {
                 doing: "emptying the journal",
                 at: FileOffset(0),
@@ -116,7 +158,12 @@ impl Qcow2 {
             journal.lacking = false;
             journal.autoclear()
         });
-        state.header.set_journal(own);
+        // Other hosts may still miss something.
+        let bits = match own {
+            0 if can_say(&state.header) => complete(),
+            own => own,
+        };
+        state.header.set_journal(bits);
         self.write_header(&mut state)
             .inspect_err(|_| state.header = before)?;
         self.file.flush()
@@ -128,10 +175,13 @@ impl Qcow2 {
         // A journal that is elsewhere may still be found, so the image must keep the bits of that one.
         let is_ours = |journal: &Journal| journal.active || journal.ended;
         if state.journal.as_ref().is_some_and(is_ours) {
-            if journal_bits(&state.header).has_any() {
-                // What is missing stays missing, with no journal at all.
-                let bits = match self.lacks_journal.load(SeqCst) {
+            let lacks = self.lacks_journal.load(SeqCst);
+            let image = journal_bits(&state.header);
+            if image.has_journal() || image.has_any() && lacks {
+                // What is missing stays missing, with no journal at all; and what is not missed any more is not, elsewhere.
+                let bits = match lacks {
                     true => autoclear(random() & GENERATION) | LACKING,
+                    false if state.lineage.follows_a_kill() && can_say(&state.header) => complete(),
                     false => 0,
                 };
                 state.header.set_journal(bits);

@@ -4,8 +4,10 @@ use std::io;
 
 use block::FileOffset;
 
-use super::records::{Change, READ_MAX, RECORDS_AT, Slot};
-use super::{COMPLETE, GENERATION, JournalFile, MARK, OVERTAKEN, STAMPS_MAX, generation, random};
+use super::records::{Change, Lost, READ_MAX, RECORDS_AT, Slot};
+use super::{
+    COMPLETE, GENERATION, JournalFile, LACKING, MARK, OVERTAKEN, STAMPS_MAX, generation, random,
+};
 use crate::qcow2::header::{AUTOCLEAR_JOURNAL, Header};
 use crate::storage::{Storage, read_padded};
 
@@ -18,9 +20,19 @@ pub(in crate::qcow2) struct JournalBits {
 }
 
 impl JournalBits {
-    /// Whether the image has a journal, or had one.
+    /// Whether the image says anything about a journal.
     pub fn has_any(self) -> bool {
         self.bits != 0
+    }
+
+    /// Whether the image has a journal.
+    pub fn has_journal(self) -> bool {
+        self.bits & MARK != 0
+    }
+
+    /// Whether everything that was acknowledged is in the image.
+    pub fn is_complete(self) -> bool {
+        self.bits & (COMPLETE | LACKING) == COMPLETE
     }
 
     pub(super) fn bits(self) -> u64 {
@@ -45,23 +57,28 @@ pub(in crate::qcow2) fn journal_bits(header: &Header) -> JournalBits {
 ///
 /// # Errors
 /// The journal cannot be read, has lost acknowledged changes, or is longer than any journal can be.
-pub(in crate::qcow2) fn read(
-    file: &JournalFile,
-    image: JournalBits,
-) -> io::Result<(Found, IsLost)> {
-    let marked = image.bits & MARK != 0;
+pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Result<(Found, Lost)> {
+    let marked = image.has_journal();
     let contents = match Contents::read(&*file.storage, &file.identity, image)? {
         Ok(contents) => contents,
         Err(NoSlot::Damaged) if marked => {
             let problem = "its first bytes, which describe its content, are damaged";
             return Err(io::Error::other(problem));
         }
-        Err(NoSlot::Damaged) => return Ok((Found::Outdated, false)),
-        Err(NoSlot::Empty) if marked => return Ok((Found::Missing, false)),
-        Err(NoSlot::Empty) => return Ok((Found::Nothing, false)),
+        Err(NoSlot::Damaged) => return Ok((Found::Outdated, Lost::Nothing)),
+        Err(NoSlot::Empty) if marked => return Ok((Found::Missing, Lost::Nothing)),
+        Err(NoSlot::Empty) => return Ok((Found::Nothing, Lost::Nothing)),
     };
     let is_of_file = contents.slot.identity == file.identity && !file.is_of_earlier_file;
-    let says_lost = is_of_file && contents.slot.says_lost();
+    let mut lost = contents.slot.lost();
+    if lost == Lost::Elsewhere && image.is_complete() {
+        // Somebody has found that journal since.
+        let _ = note_lost(file, image, Lost::Nothing);
+        lost = Lost::Nothing;
+    }
+    if !is_of_file {
+        lost = Lost::Nothing;
+    }
     let found = match (contents.match_image(&file.identity, image), contents.empty) {
         (JournalMatch::Complete, _) => Found::Changes {
             changes: contents.changes,
@@ -75,13 +92,15 @@ pub(in crate::qcow2) fn read(
         (JournalMatch::None, true) if marked => Found::Missing,
         (JournalMatch::None, true) => Found::Nothing,
         (JournalMatch::None, false) => {
-            let is_lost = is_of_file
-                && !contents.is_made_unnecessary(image)
-                && contents.changes.iter().any(Change::changes_anything);
-            return Ok((Found::Outdated, says_lost || is_lost));
+            let is_lost =
+                is_of_file && !contents.is_made_unnecessary(image) && contents.changes_anything();
+            if is_lost && lost == Lost::Nothing {
+                lost = Lost::Here;
+            }
+            Found::Outdated
         }
     };
-    Ok((found, says_lost))
+    Ok((found, lost))
 }
 
 /// Whether there is a journal here for an image whose header says this, even one that keeps the image from being
@@ -129,16 +148,16 @@ pub(in crate::qcow2) fn empty(file: &JournalFile, image: JournalBits) -> io::Res
     slot.write(&*file.storage)
 }
 
-/// Notes whether [acknowledged changes were lost](Slot::says_lost), in the journal that belongs to the image, or in any other.
+/// Notes which acknowledged changes were lost, in the journal that belongs to the image, or in any other.
 ///
 /// # Errors
 /// It may say so or not.
-pub(super) fn say_lost(file: &JournalFile, image: JournalBits, is_lost: bool) -> io::Result<()> {
+pub(super) fn note_lost(file: &JournalFile, image: JournalBits, lost: Lost) -> io::Result<()> {
     let slot = match Contents::read(&*file.storage, &file.identity, image)? {
         Ok(contents) => contents.slot.next(),
         Err(_) => Slot::new(1, random(), 0, RECORDS_AT, file.identity),
     };
-    slot.saying_lost(is_lost).write(&*file.storage)
+    slot.with_lost(lost).write(&*file.storage)
 }
 
 /// Whether a journal that was found somewhere belongs to the image with this header.
@@ -150,7 +169,7 @@ pub(in crate::qcow2) fn owner(
     let journal_bits = journal_bits(header);
     match Contents::read(journal, identity, journal_bits) {
         Ok(Ok(contents)) => match contents.match_image(identity, journal_bits) {
-            JournalMatch::Complete if contents.changes.is_empty() => JournalOwner::Unnecessary,
+            JournalMatch::Complete if !contents.changes_anything() => JournalOwner::Unnecessary,
             JournalMatch::Complete | JournalMatch::Truncated => JournalOwner::ThisImage,
             JournalMatch::None => JournalOwner::Other,
         },
@@ -160,9 +179,6 @@ pub(in crate::qcow2) fn owner(
         Ok(Err(_)) | Err(_) => JournalOwner::Other,
     }
 }
-
-/// Whether a journal that was written for this file says that the image lacks acknowledged changes, or has them and is outdated.
-pub(in crate::qcow2) type IsLost = bool;
 
 pub(in crate::qcow2) enum Found {
     Nothing,
@@ -257,6 +273,10 @@ impl Contents {
     fn is_made_unnecessary(&self, image: JournalBits) -> bool {
         let next = self.slot.session & GENERATION;
         image.bits & COMPLETE != 0 && generation(image.bits) == next
+    }
+
+    fn changes_anything(&self) -> bool {
+        self.changes.iter().any(Change::changes_anything)
     }
 
     fn match_image(&self, identity: &[u8; 32], image: JournalBits) -> JournalMatch {

@@ -19,8 +19,8 @@
 //! belongs to the image.
 //!
 //! Versions 1 and 2 of the format are read but not written. Version 1 has no generation in its records. Only from
-//! version 3 on is the image marked "dirty" as well. A slot of version 4 is one of version 3 that also says that
-//! [writes were lost](Slot::says_lost).
+//! version 3 on is the image marked "dirty" as well. Slots of versions 4 and 5 are those of version 3 that also say
+//! that [writes were lost](Slot::lost).
 
 use std::cmp::Reverse;
 use std::io;
@@ -42,7 +42,8 @@ const SLOT_BYTES: usize = 76;
 /// The last byte is the version, as a digit.
 const MAGIC: u64 = u64::from_be_bytes(*b"ringdkJ0");
 const VERSION: u64 = 3;
-const VERSION_LOST: u64 = 4;
+/// With [`Lost::Here`] and [`Lost::Elsewhere`].
+const VERSIONS_LOST: [u64; 2] = [4, 5];
 
 /// The length and checksum at the start of a record, in bytes.
 const HEAD: usize = 8;
@@ -126,6 +127,16 @@ impl Changes {
     }
 }
 
+/// Which acknowledged changes an image lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lost {
+    Nothing,
+    /// Those of the journal that was here: a guest that was served on this host and goes on relies on them.
+    Here,
+    /// Those of a journal that was not here: any guest that goes on may rely on them, unless the image was complete since.
+    Elsewhere,
+}
+
 /// What is true of the journal as a whole.
 pub struct Slot {
     pub sequence: u64,
@@ -164,15 +175,23 @@ impl Slot {
         }
     }
 
-    /// The slot, with or without what [`says_lost`](Self::says_lost) tells.
-    pub fn saying_lost(self, is_lost: bool) -> Self {
-        let version = if is_lost { VERSION_LOST } else { VERSION };
+    /// The slot with another [`lost`](Self::lost).
+    pub fn with_lost(self, lost: Lost) -> Self {
+        let version = match lost {
+            Lost::Nothing => VERSION,
+            Lost::Here => VERSIONS_LOST[0],
+            Lost::Elsewhere => VERSIONS_LOST[1],
+        };
         Self { version, ..self }
     }
 
-    /// Acknowledged changes were lost, whatever the image says: a guest that goes on, and was served on this host, relies on them.
-    pub fn says_lost(&self) -> bool {
-        self.version == VERSION_LOST
+    /// Which acknowledged changes were lost, whatever the image says.
+    pub fn lost(&self) -> Lost {
+        match self.version {
+            version if version == VERSIONS_LOST[0] => Lost::Here,
+            version if version == VERSIONS_LOST[1] => Lost::Elsewhere,
+            _ => Lost::Nothing,
+        }
     }
 
     /// Writes the slot over the older one of the two.
@@ -207,7 +226,7 @@ impl Slot {
         let word = |i: usize| le64(fields, 8 * i);
         let version = word(0).wrapping_sub(MAGIC);
         let sound =
-            (1..=VERSION_LOST).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
+            (1..=VERSIONS_LOST[1]).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
         let slot = Self {
             sequence: word(1),
             session: word(2),
