@@ -163,7 +163,7 @@ impl Reloader {
             let other = server.instead_of(disk)?;
             Some(has_name_of_attached(disk, &other))
         };
-        left_out.extend(new.disks.iter().filter_map(hidden));
+        left_out.extend(in_force.disks.iter().filter_map(hidden));
         left_out.extend(after_restart);
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
         // At once: the operator may have repaired the reason.
@@ -481,11 +481,9 @@ impl<'a> Change<'a> {
     fn exports(&self, server: &Server) -> Vec<NbdExportSpec> {
         let other_file = |(before, disk): &&(&DiskSpec, &DiskSpec)| before.file != disk.file;
         let postponed = self.postponed.iter().filter(other_file);
-        let hidden = self
-            .new
-            .disks
-            .iter()
-            .filter(|disk| server.is_anothers(disk));
+        let before = |disk: &DiskSpec| self.old.disks.iter().find(|it| it.name == disk.name);
+        let hidden = self.new.disks.iter();
+        let hidden = hidden.filter(|disk| server.is_anothers(before(disk).unwrap_or(disk)));
         let kept = postponed.map(|(_, disk)| *disk).chain(hidden);
         let kept: Vec<_> = kept.map(|disk| &disk.name).collect();
         let is_kept = |export: &&NbdExportSpec| kept.contains(&&export.node);

@@ -170,6 +170,114 @@ fn edited_exports_and_new_disks_come_with_the_upgrade() {
     served.end();
 }
 
+/// A configuration of disks (name, file), each with an export called like its file, at a socket called like its file.
+fn write_exported(dir: &Path, disks: &[(&str, &str)]) {
+    let at = dir.display();
+    let each = disks.iter().map(|(name, file)| {
+        format!(
+            "[[disk]]\nname = \"{name}\"\nfile = \"{at}/{file}.raw\"\nsocket = \"{at}/{file}.sock\"\nqueues = 1\n\
+             [[export]]\ndisk = \"{name}\"\nname = \"x{file}\"\n"
+        )
+    });
+    let text: String = each.collect();
+    fs::write(
+        dir.join("r.toml"),
+        format!("nbd = \"{at}/nbd.sock\"\n{text}"),
+    )
+    .unwrap();
+}
+
+/// The disks that exports are of, and the files that these have.
+fn exported(served: &Served) -> Vec<(String, String)> {
+    let exports = served.ringdisk(&["export", "--json"]).stdout;
+    let exports: Value = serde_json::from_slice(&exports).unwrap();
+    let each = exports.as_array().unwrap().iter().map(|export| {
+        let disk = served.disk(export["disk"].as_str().unwrap());
+        let file = Path::new(disk["file"].as_str().unwrap()).file_stem();
+        let name = export["name"].as_str().unwrap().to_owned();
+        (name, file.unwrap().to_str().unwrap().to_owned())
+    });
+    let mut each: Vec<_> = each.collect();
+    each.sort();
+    each
+}
+
+/// Disks exchange their names: each export has the data of its own disk, before and after the reload that an upgrade leaves to do.
+#[test]
+fn exports_follow_disks_that_exchange_their_names() {
+    for is_upgrade in [false, true] {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let at = dir.path().to_owned();
+        for name in ["a", "b"] {
+            fs::write(at.join(format!("{name}.raw")), content(0, 1 << 20)).unwrap();
+        }
+        write_exported(&at, &[("one", "a"), ("two", "b")]);
+        let config = format!("--config={}", at.join("r.toml").display());
+        let mut served = Served::start_in(dir, &[config], None);
+        let expected = ["a", "b"].map(|file| (format!("x{file}"), file.to_owned()));
+        assert_eq!(exported(&served), expected);
+        write_exported(&at, &[("two", "a"), ("one", "b")]);
+        if is_upgrade {
+            served.upgrade(&[]);
+            let wait = || served.ringdisk(&["reload", "--json"]);
+            assert_eq!(exported(&served), expected);
+            assert!(wait().status.success());
+        } else {
+            assert!(served.ringdisk(&["reload"]).status.success());
+        }
+        assert_eq!(exported(&served), expected);
+        served.end();
+    }
+}
+
+/// A disk is attached for a VM, and another one configured with its name and its socket: a reload refuses that, and an upgrade leaves
+/// the VM its disk, and its exports. When the attached one has ended, a reload serves the other.
+#[test]
+fn an_upgrade_leaves_attached_disks_to_their_vms() {
+    for same_name in [true, false] {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let at = dir.path().to_owned();
+        for (seed, name) in ["a", "b", "c"].into_iter().enumerate() {
+            fs::write(
+                at.join(format!("{name}.raw")),
+                content(seed as u64, 1 << 20),
+            )
+            .unwrap();
+        }
+        write_exported(&at, &[("one", "a")]);
+        let arguments = [
+            format!("--config={}", at.join("r.toml").display()),
+            format!("--state={}", at.join("state").display()),
+        ];
+        let mut served = Served::start_in(dir, &arguments, None);
+        let disk = format!("{0}/b.raw,name=vm,socket={0}/c.sock,queues=2", at.display());
+        assert!(served.ringdisk(&["attach", &disk]).status.success());
+        let mut guest = Device::connect(at.join("c.sock"), &super::config()).unwrap();
+        write_exported(
+            &at,
+            &[("one", "a"), (if same_name { "vm" } else { "other" }, "c")],
+        );
+        assert!(!served.ringdisk(&["reload"]).status.success());
+        served.upgrade(&[]);
+        for _ in 0..2 {
+            assert_eq!(guest.queues[0].read(0, 512).unwrap(), content(1, 512));
+            assert_eq!(exported(&served), [("xa".into(), "a".into())]);
+            assert!(!served.ringdisk(&["reload"]).status.success());
+        }
+        drop(guest);
+        assert!(
+            served
+                .ringdisk(&["detach", "vm", "--force"])
+                .status
+                .success()
+        );
+        assert!(served.ringdisk(&["reload"]).status.success());
+        let expected = ["a", "c"].map(|file| (format!("x{file}"), file.to_owned()));
+        assert_eq!(exported(&served), expected);
+        served.end();
+    }
+}
+
 /// The control socket has another path in the configuration: after the upgrade, the next one goes there.
 #[test]
 fn an_edited_control_socket_is_that_of_the_next_upgrade() {
