@@ -104,11 +104,8 @@ pub fn serve(args: &Args) -> Result<(), ServeError> {
         store.check_directory(&config, path)?;
     }
     // If the configuration has changed since, a reload applies that once guests are served.
-    let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights)?;
-    let config = match &store {
-        Some((_, state)) if !args.take_over => state.with_room(config),
-        _ => config,
-    };
+    let state = store.as_ref().map(|(_, state)| state);
+    let (config, reload) = in_force(config, args.config.as_deref(), &inherited, &rights, state)?;
     let configured = Configured::new(&command_line, &config);
     // The log has why not, if it cannot be persisted.
     let _ = server.set_configured(configured.clone());
@@ -176,9 +173,13 @@ fn in_force(
     path: Option<&Path>,
     inherited: &Inherited,
     rights: &Rights,
+    state: Option<&Overrides>,
 ) -> Result<(Config, bool), ServeError> {
     if let Some(path) = path {
         config.check_directory(path, inherited.has_directory())?;
+    }
+    if let Some(state) = state.filter(|_| !inherited.is_uncommitted()) {
+        return Ok((state.with_room(config), false));
     }
     // The identity of data files that the configuration names counts.
     let in_force = rights.as_operator(|| inherited.carry(&config));
