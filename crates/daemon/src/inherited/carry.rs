@@ -21,16 +21,18 @@ impl Inherited {
         if !parts.uncommitted {
             return config.clone();
         }
-        let config = match &parts.overrides {
-            Some(all) => &all.with_room(config.clone()),
-            None => config,
+        let room = match &parts.overrides {
+            Some(all) => all.with_room(config.clone()),
+            None => config.clone(),
         };
-        let disks = config.disks.iter();
-        let disks = disks.map(|disk| parts.carry(disk, config)).collect();
-        let nbd = parts.carry_nbd(config);
+        let disks = room.disks.iter().map(|disk| parts.carry(disk, &room));
+        let left_out = config.disks.iter().filter(|it| !room.disks.contains(it));
+        let as_before = left_out.filter_map(|disk| parts.configured_before(disk, &room));
+        let disks = disks.chain(as_before.cloned()).collect();
+        let nbd = parts.carry_nbd(&room);
         Config {
             disks,
-            ..config.clone().with_nbd(nbd)
+            ..room.with_nbd(nbd)
         }
     }
 }
@@ -60,6 +62,16 @@ impl InheritedParts {
         let mut renamed = configured.filter(|before| !is_configured(&before.name));
         let at = sockets::path(disk);
         renamed.find(|before| sockets::path(before) == at && before.has_file_of(disk))
+    }
+
+    /// How a disk was configured that is not to be served as it is configured now: its VM keeps it.
+    fn configured_before(&self, disk: &DiskSpec, config: &Config) -> Option<&DiskSpec> {
+        let is_free = |it: &&DiskSpec| config.disks.iter().all(|other| other.name != it.name);
+        let old = self.disks.values().filter_map(|it| it.configured.as_ref());
+        let old: Vec<_> = old.filter(is_free).collect();
+        let same_name = old.iter().find(|it| it.name == disk.name);
+        let found = same_name.or_else(|| old.iter().find(|it| it.file == disk.file));
+        found.copied()
     }
 
     fn carry_from(&self, disk: &DiskSpec, before: &DiskSpec) -> DiskSpec {

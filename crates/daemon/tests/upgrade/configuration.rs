@@ -278,6 +278,61 @@ fn an_upgrade_leaves_attached_disks_to_their_vms() {
     }
 }
 
+/// A configured disk gets the name or the socket of an attached one: an upgrade takes neither from its VM.
+#[test]
+fn an_upgrade_leaves_disks_whose_names_collide_to_their_vms() {
+    for collides in ["name", "socket", "both"] {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let at = dir.path().to_owned();
+        for (seed, name) in ["a", "b"].into_iter().enumerate() {
+            fs::write(
+                at.join(format!("{name}.raw")),
+                content(seed as u64, 1 << 20),
+            )
+            .unwrap();
+        }
+        let write = |name: &str, socket: &str| {
+            let at = at.display();
+            let text = format!(
+                "nbd = \"{at}/nbd.sock\"\n[[disk]]\nname = \"{name}\"\nfile = \"{at}/a.raw\"\nsocket = \"{at}/{socket}.sock\"\n\
+                 queues = 2\n[[export]]\ndisk = \"{name}\"\nname = \"xa\"\n"
+            );
+            fs::write(format!("{at}/r.toml"), text).unwrap();
+        };
+        write("one", "a");
+        let arguments = [
+            format!("--config={}", at.join("r.toml").display()),
+            format!("--state={}", at.join("state").display()),
+        ];
+        let mut served = Served::start_in(dir, &arguments, None);
+        let disk = format!("{0}/b.raw,name=vm,socket={0}/b.sock,queues=2", at.display());
+        assert!(served.ringdisk(&["attach", &disk]).status.success());
+        let connect = |name: &str| Device::connect(at.join(name), &super::config()).unwrap();
+        let mut guests = ["a.sock", "b.sock"].map(connect);
+        let [name, socket] = ["name", "socket"].map(|it| collides == it || collides == "both");
+        write(
+            if name { "vm" } else { "one" },
+            if socket { "b" } else { "a" },
+        );
+        assert!(!served.ringdisk(&["reload"]).status.success());
+        for _ in 0..2 {
+            served.upgrade(&[]);
+            for (seed, guest) in guests.iter_mut().enumerate() {
+                let read = guest.queues[0].read(0, 512).unwrap();
+                assert_eq!(read, content(seed as u64, 512), "{collides}");
+            }
+            assert_eq!(exported(&served), [("xa".into(), "a".into())]);
+        }
+        write("one", "a");
+        assert!(served.ringdisk(&["reload"]).status.success());
+        for (seed, guest) in guests.iter_mut().enumerate() {
+            let read = guest.queues[0].read(0, 512).unwrap();
+            assert_eq!(read, content(seed as u64, 512), "{collides}");
+        }
+        served.end();
+    }
+}
+
 /// The control socket has another path in the configuration: after the upgrade, the next one goes there.
 #[test]
 fn an_edited_control_socket_is_that_of_the_next_upgrade() {
