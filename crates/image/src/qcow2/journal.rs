@@ -70,9 +70,9 @@
 //! That stays so if somebody else writes to the image, which then has a journal of its own: the image says so ([`LACKING`]) until
 //! another program removes that, and the journal of this host ([`Slot::lost`]) whatever others do. A guest that starts on
 //! it is as after a crash of the host: [`Qcow2::forget_journal`] removes both first, durably, so that this guest can be
-//! connected again after another kill, also if it has written nothing. An image that a process has closed in order after a kill says
-//! that it is [`COMPLETE`], without a journal: what another host has noted of a journal that it did not find means nothing then.
-//! Only what was lost here stays noted here, as the image may be a copy that was put back.
+//! connected again after another kill, also if it has written nothing. An image that a process has closed in order says that it is
+//! [`COMPLETE`], without a journal, unless that process knows of a loss: what another host has noted of a journal that it did not
+//! find means nothing then. Only what was lost here stays noted here, as the image may be a copy that was put back.
 //!
 //! # When the journal is older than the image
 //!
@@ -281,7 +281,7 @@ impl Journal {
     fn restart_after(&mut self, image: JournalBits) -> io::Result<()> {
         let slot = matching_slot(&self.file, image).filter(|slot| slot.sequence < u64::MAX / 2);
         let Some(slot) = slot else {
-            if self.lost != Lost::Nothing {
+            if self.lost.any() {
                 // That must be known at all times.
                 let newest = Slot::read(&*self.file.storage)?.into_iter().next();
                 self.sequence = newest.map_or(0, |slot| slot.sequence);
@@ -331,7 +331,7 @@ impl Journal {
             true => {
                 autoclear(self.generation)
                     | flag(self.overtaken, OVERTAKEN)
-                    | flag(self.complete, COMPLETE)
+                    | flag(self.complete && !self.lost.here, COMPLETE)
                     | flag(self.lacking, LACKING)
             }
         }
@@ -341,7 +341,7 @@ impl Journal {
     /// to no image, but may still say that something was lost.
     fn end(&mut self) {
         self.active = false;
-        if !self.foreign && self.lost == Lost::Nothing {
+        if !self.foreign && !self.lost.any() {
             let _ = self.file.storage.set_size(0);
         }
     }
@@ -428,7 +428,7 @@ impl Journal {
         }
         if let Err(e) = result {
             // The next process finds changes that the image has already, or a journal that does not match, or none.
-            if rotated.generation.is_some() && self.lost == Lost::Nothing {
+            if rotated.generation.is_some() && !self.lost.any() {
                 let _ = self.file.storage.set_size(0);
             }
             self.failed(e);
@@ -603,7 +603,8 @@ impl Qcow2 {
             rotated.generation = Some(generation);
             let mut header = state.header.clone();
             let lacking = if journal.lacking { LACKING } else { 0 };
-            header.set_journal(autoclear(generation) | COMPLETE | lacking);
+            let complete = if journal.lost.here { 0 } else { COMPLETE };
+            header.set_journal(autoclear(generation) | complete | lacking);
             let mut bytes = state.header_block.clone();
             header.put(&mut bytes);
             let at = HostOffset::START;

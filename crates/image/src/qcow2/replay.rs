@@ -24,7 +24,7 @@ use super::entry::{COPIED, Entry, table_at};
 use super::error::ImageError;
 use super::file::Piece;
 use super::journal::{
-    Change, Found, Journal, JournalEvent, JournalFile, Lost, empty, journal_bits, read,
+    Change, Found, Journal, JournalEvent, JournalFile, empty, journal_bits, read,
 };
 use super::progress::{Progress, ReportProgress};
 use super::types::{BlockIndex, GuestCluster, HOST_BITS, HostOffset, L1Index, Run};
@@ -73,8 +73,8 @@ impl Qcow2 {
         let foreign = matches!(contents, Found::Outdated);
         let is_there = matches!(contents, Found::Nothing | Found::Changes { .. });
         self.lock().lineage.found_journal(is_there);
-        self.has_outdated_journal.store(lost == Lost::Here, SeqCst);
-        if lost != Lost::Nothing && !matches!(contents, Found::Changes { .. }) {
+        self.has_outdated_journal.store(lost.here, SeqCst);
+        if lost.any() && !matches!(contents, Found::Changes { .. }) {
             self.lock().outdated_journal = Some(file.storage.clone());
         }
         match contents {

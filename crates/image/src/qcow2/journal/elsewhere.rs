@@ -28,13 +28,13 @@ impl ImageState {
     fn forget_lost(&mut self) -> io::Result<()> {
         let image = journal_bits(&self.header);
         if let Some(journal) = &mut self.journal {
-            journal.lost = Lost::Nothing;
+            journal.lost = Lost::default();
         }
         match (self.outdated_journal.take(), &mut self.journal) {
             (Some(outdated), _) => outdated.set_size(0),
             (None, Some(journal)) if journal.follows_another => Ok(()),
             (None, Some(journal)) if journal.active => journal.write_slot(),
-            (None, Some(journal)) => note_lost(&journal.file, image, Lost::Nothing),
+            (None, Some(journal)) => note_lost(&journal.file, image, Lost::default()),
             (None, None) => Ok(()),
         }
     }
@@ -76,10 +76,10 @@ impl Qcow2 {
     pub fn note_lacking(&self) -> Result<(), ImageError> {
         let mut state = self.lock();
         let bits = journal_bits(&state.header);
-        if bits.has_journal() && !bits.is_complete()
-            || !can_say(&state.header)
-            || self.check_writable().is_err()
-        {
+        let is_own = state.journal.as_ref().is_some_and(|journal| journal.active);
+        // What another ringdisk has said since is right: the guest may have started there.
+        let is_said = bits.has_any() && !is_own;
+        if is_said || !can_say(&state.header) || self.check_writable().is_err() {
             return Ok(());
         }
         self.lacks_journal.store(true, SeqCst);
@@ -103,7 +103,7 @@ impl Qcow2 {
         let bits = journal_bits(&state.header).bits();
         let is_here = state.journal.as_ref().is_some_and(|journal| journal.ended);
         let is_missing = !is_here && bits != 0 && bits & COMPLETE == 0;
-        let is_known = (state.journal.as_ref()).is_some_and(|it| it.lost == Lost::Elsewhere);
+        let is_known = (state.journal.as_ref()).is_some_and(|it| it.lost.elsewhere);
         let lacking = is_missing || is_known || bits & LACKING != 0;
         self.lacks_journal.store(lacking, SeqCst);
         let image = journal_bits(&state.header);
@@ -111,10 +111,10 @@ impl Qcow2 {
             return;
         };
         journal.lacking = lacking;
-        if is_missing && !journal.foreign {
-            journal.lost = Lost::Elsewhere;
+        if is_missing {
+            journal.lost.elsewhere = true;
             // Without it, nothing knows that any more if another program removes what the image says.
-            let _ = note_lost(&journal.file, image, Lost::Elsewhere);
+            let _ = note_lost(&journal.file, image, journal.lost);
         }
     }
 
@@ -123,6 +123,9 @@ impl Qcow2 {
     /// # Errors
     /// It may say so or not.
     pub(in crate::qcow2) fn mark_complete(&self) -> Result<(), ImageError> {
+        if self.has_outdated_journal.load(SeqCst) {
+            return Ok(());
+        }
         let mut state = self.lock();
         let bits = journal_bits(&state.header).bits();
         state.header.set_journal(bits | COMPLETE);
@@ -142,7 +145,7 @@ impl Qcow2 {
         }
         self.has_refused.store(false, SeqCst);
         let mut state = self.lock();
-        let is_noted = (state.journal.as_ref()).is_some_and(|it| it.lost != Lost::Nothing);
+        let is_noted = (state.journal.as_ref()).is_some_and(|it| it.lost.any());
         if self.has_outdated_journal.swap(false, SeqCst) || is_noted {
             state.forget_lost().map_err(|source| ImageError::Io {
                 doing: "emptying the journal",
@@ -176,13 +179,14 @@ impl Qcow2 {
         let is_ours = |journal: &Journal| journal.active || journal.ended;
         if state.journal.as_ref().is_some_and(is_ours) {
             let lacks = self.lacks_journal.load(SeqCst);
+            let is_lost_here = self.has_outdated_journal.load(SeqCst);
             let image = journal_bits(&state.header);
             if image.has_journal() || image.has_any() && lacks {
                 // What is missing stays missing, with no journal at all; and what is not missed any more is not, elsewhere.
                 let bits = match lacks {
                     true => autoclear(random() & GENERATION) | LACKING,
-                    false if state.lineage.follows_a_kill() && can_say(&state.header) => complete(),
-                    false => 0,
+                    false if is_lost_here || !can_say(&state.header) => 0,
+                    false => complete(),
                 };
                 state.header.set_journal(bits);
                 self.write_header(state)?;

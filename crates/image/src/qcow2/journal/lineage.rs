@@ -71,8 +71,6 @@ pub(in crate::qcow2) struct Lineage {
     found: Option<u64>,
     /// Its journal was there, with all that was acknowledged.
     has_journal: bool,
-    /// It said anything.
-    had_any: bool,
 }
 
 impl Lineage {
@@ -80,14 +78,7 @@ impl Lineage {
         Self {
             found: found.generation(),
             has_journal: false,
-            had_any: found.has_any(),
         }
-    }
-
-    /// Whether a process was killed that wrote to the image, or ended after that with everything in it. Elsewhere, something
-    /// may be missed that this image has now.
-    pub fn follows_a_kill(&self) -> bool {
-        self.had_any
     }
 
     /// The journal of the image was read.

@@ -65,19 +65,18 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
             let problem = "its first bytes, which describe its content, are damaged";
             return Err(io::Error::other(problem));
         }
-        Err(NoSlot::Damaged) => return Ok((Found::Outdated, Lost::Nothing)),
-        Err(NoSlot::Empty) if marked => return Ok((Found::Missing, Lost::Nothing)),
-        Err(NoSlot::Empty) => return Ok((Found::Nothing, Lost::Nothing)),
+        Err(NoSlot::Damaged) => return Ok((Found::Outdated, Lost::default())),
+        Err(NoSlot::Empty) if marked => return Ok((Found::Missing, Lost::default())),
+        Err(NoSlot::Empty) => return Ok((Found::Nothing, Lost::default())),
     };
     let is_of_file = contents.slot.identity == file.identity && !file.is_of_earlier_file;
     let mut lost = contents.slot.lost();
-    if lost == Lost::Elsewhere && image.is_complete() {
-        // Somebody has found that journal since.
-        let _ = note_lost(file, image, Lost::Nothing);
-        lost = Lost::Nothing;
-    }
     if !is_of_file {
-        lost = Lost::Nothing;
+        lost = Lost::default();
+    } else if lost.elsewhere && image.is_complete() {
+        // Somebody has found that journal since.
+        lost.elsewhere = false;
+        let _ = note_lost(file, image, lost);
     }
     let found = match (contents.match_image(&file.identity, image), contents.empty) {
         (JournalMatch::Complete, _) => Found::Changes {
@@ -94,9 +93,7 @@ pub(in crate::qcow2) fn read(file: &JournalFile, image: JournalBits) -> io::Resu
         (JournalMatch::None, false) => {
             let is_lost =
                 is_of_file && !contents.is_made_unnecessary(image) && contents.changes_anything();
-            if is_lost && lost == Lost::Nothing {
-                lost = Lost::Here;
-            }
+            lost.here |= is_lost;
             Found::Outdated
         }
     };
@@ -154,6 +151,8 @@ pub(in crate::qcow2) fn empty(file: &JournalFile, image: JournalBits) -> io::Res
 /// It may say so or not.
 pub(super) fn note_lost(file: &JournalFile, image: JournalBits, lost: Lost) -> io::Result<()> {
     let slot = match Contents::read(&*file.storage, &file.identity, image)? {
+        // Another image's may still be wanted.
+        Ok(contents) if contents.slot.identity != file.identity => return Ok(()),
         Ok(contents) => contents.slot.next(),
         Err(_) => Slot::new(1, random(), 0, RECORDS_AT, file.identity),
     };

@@ -19,8 +19,8 @@
 //! belongs to the image.
 //!
 //! Versions 1 and 2 of the format are read but not written. Version 1 has no generation in its records. Only from
-//! version 3 on is the image marked "dirty" as well. Slots of versions 4 and 5 are those of version 3 that also say
-//! that [writes were lost](Slot::lost).
+//! version 3 on is the image marked "dirty" as well. Slots of versions 4 to 6 are those of version 3 that also say
+//! which [writes were lost](Slot::lost): 1 more for [`Lost::here`], 2 more for [`Lost::elsewhere`].
 
 use std::cmp::Reverse;
 use std::io;
@@ -42,8 +42,8 @@ const SLOT_BYTES: usize = 76;
 /// The last byte is the version, as a digit.
 const MAGIC: u64 = u64::from_be_bytes(*b"ringdkJ0");
 const VERSION: u64 = 3;
-/// With [`Lost::Here`] and [`Lost::Elsewhere`].
-const VERSIONS_LOST: [u64; 2] = [4, 5];
+/// The last, with both kinds of [`Lost`].
+const VERSION_MAX: u64 = 6;
 
 /// The length and checksum at the start of a record, in bytes.
 const HEAD: usize = 8;
@@ -128,13 +128,18 @@ impl Changes {
 }
 
 /// Which acknowledged changes an image lacks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lost {
-    Nothing,
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lost {
     /// Those of the journal that was here: a guest that was served on this host and goes on relies on them.
-    Here,
+    pub here: bool,
     /// Those of a journal that was not here: any guest that goes on may rely on them, unless the image was complete since.
-    Elsewhere,
+    pub elsewhere: bool,
+}
+
+impl Lost {
+    pub fn any(self) -> bool {
+        self.here || self.elsewhere
+    }
 }
 
 /// What is true of the journal as a whole.
@@ -176,21 +181,17 @@ impl Slot {
     }
 
     /// The slot with another [`lost`](Self::lost).
-    pub fn with_lost(self, lost: Lost) -> Self {
-        let version = match lost {
-            Lost::Nothing => VERSION,
-            Lost::Here => VERSIONS_LOST[0],
-            Lost::Elsewhere => VERSIONS_LOST[1],
-        };
+    pub fn with_lost(self, Lost { here, elsewhere }: Lost) -> Self {
+        let version = VERSION + u64::from(here) + 2 * u64::from(elsewhere);
         Self { version, ..self }
     }
 
     /// Which acknowledged changes were lost, whatever the image says.
     pub fn lost(&self) -> Lost {
-        match self.version {
-            version if version == VERSIONS_LOST[0] => Lost::Here,
-            version if version == VERSIONS_LOST[1] => Lost::Elsewhere,
-            _ => Lost::Nothing,
+        let flags = self.version.saturating_sub(VERSION);
+        Lost {
+            here: flags & 1 != 0,
+            elsewhere: flags & 2 != 0,
         }
     }
 
@@ -226,7 +227,7 @@ impl Slot {
         let word = |i: usize| le64(fields, 8 * i);
         let version = word(0).wrapping_sub(MAGIC);
         let sound =
-            (1..=VERSIONS_LOST[1]).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
+            (1..=VERSION_MAX).contains(&version) && sum == checksum(&[fields]).to_le_bytes();
         let slot = Self {
             sequence: word(1),
             session: word(2),

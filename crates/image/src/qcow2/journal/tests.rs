@@ -60,7 +60,7 @@ fn records_are_freed_after_the_slot_is_written() {
         is_of_earlier_file: false,
         on_event: Box::new(|_| ()),
     };
-    let mut journal = Journal::new(file, true, false, Lost::Nothing);
+    let mut journal = Journal::new(file, true, false, Lost::default());
     journal.begin(JournalBits::default());
     let end = RECORDS_AT + 2 * PUNCH;
     journal.end = end + 100;
