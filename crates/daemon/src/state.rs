@@ -20,7 +20,7 @@ use crate::config::disk_keys;
 use crate::config::export::ExportSpec;
 use crate::config::limits;
 use crate::config::sockets;
-use crate::config::spec::{self, DiskSpec};
+use crate::config::spec::{self, DiskSpec, FileSpec};
 use crate::config::{Config, POLL_CPU, POLL_MAX_US_MAX, ThreadSpec};
 
 /// Limit of the file in bytes: 4096 disks, each of them moved, with paths of 1 KiB.
@@ -438,16 +438,24 @@ impl Overrides {
     /// What a command has added with the name or the socket of a configured disk, on another file.
     fn in_the_way_of(&self, disk: &DiskSpec) -> Option<&str> {
         let socket = sockets::path(disk);
+        let is_other = |it: &DiskSpec| !is_same_file(&it.file, &disk.file);
+        let has_name = |it: &DiskSpec| it.name == disk.name && is_other(it);
+        let is_at = |it: &DiskSpec| sockets::path(it) == socket && is_other(it);
         let attached = self.disks.iter().filter(|it| it.configured.is_none());
         let mut attached = attached.map(|it| &it.disk);
         let mut nodes = self.nodes.iter().map(|it| &it.disk);
-        let mut exports = self.exports.iter().map(|it| &it.spec);
-        let is_other = |it: &&DiskSpec| it.file != disk.file && it.name == disk.name;
-        let is_at = |it: &&DiskSpec| it.file != disk.file && sockets::path(it) == socket;
-        let named = attached.find(|it| is_other(it) || is_at(it));
-        let named = named.or_else(|| nodes.find(is_other));
-        let named = named.map(|it| it.name.as_str());
-        named.or_else(|| Some(exports.find(|it| it.socket == socket)?.id.as_str()))
+        let named = attached.find(|it| has_name(it) || is_at(it));
+        if let Some(named) = named.or_else(|| nodes.find(|it| has_name(it))) {
+            return Some(&named.name);
+        }
+        // One of the disk itself, or of its file, is no other's.
+        let has_file = |node: &str| {
+            let mut nodes = self.nodes.iter().map(|it| &it.disk);
+            node == disk.name || nodes.any(|it| it.name == node && !is_other(it))
+        };
+        let mut exports = self.exports.iter();
+        let at = exports.find(|it| it.spec.socket == socket && !has_file(&it.node));
+        at.map(|it| it.spec.id.as_str())
     }
 
     /// The disks to be served, given the configured ones.
@@ -470,6 +478,10 @@ impl Overrides {
                 None if configured.iter().any(|disk| disk.name == *name) => {
                     start.outdated.push(name.clone());
                 }
+                // It was configured since, under another name.
+                None if configured
+                    .iter()
+                    .any(|disk| is_converted(&changed.disk, disk)) => {}
                 None => start.attached.push(changed.disk.clone()),
             }
         }
@@ -486,6 +498,22 @@ impl Overrides {
             Some(disk.with_overrides(before, &changed.disk))
         });
         changed.unwrap_or_else(|| disk.clone())
+    }
+}
+
+/// Whether an attached disk is configured now, at the same socket.
+fn is_converted(attached: &DiskSpec, disk: &DiskSpec) -> bool {
+    sockets::path(attached) == sockets::path(disk) && is_same_file(&attached.file, &disk.file)
+}
+
+/// Whether both are one file, perhaps by different paths. Asks storage only if the paths differ.
+fn is_same_file(one: &FileSpec, other: &FileSpec) -> bool {
+    match (one, other) {
+        (FileSpec::Path(one), FileSpec::Path(other)) if one != other => {
+            let both = [one, other].map(|path| path.canonicalize());
+            matches!(both, [Ok(one), Ok(other)] if one == other)
+        }
+        _ => one == other,
     }
 }
 

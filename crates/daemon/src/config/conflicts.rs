@@ -10,9 +10,12 @@ use crate::config::spec::DiskSpec;
 
 #[derive(Debug, Error)]
 pub enum ConflictError {
-    #[error("there is a disk '{0}' already; choose another name with name=")]
+    #[error(
+        "there is a disk '{0}' already, served or absent ('ringdisk list'); choose another name with name=, or end that one ('ringdisk \
+         detach {0}')"
+    )]
     SameName(String),
-    #[error("disks '{0}' and '{1}' have the same socket, {2}")]
+    #[error("disks '{0}' and '{1}' have the same socket, {2}; give one of them another")]
     SameSocket(String, String, PathBuf),
 }
 

@@ -286,6 +286,7 @@ fn attach(run: &Run<'_>, wanted: RingdiskAttach) -> Reply {
     let mut names = run.server.own_resources(&spec);
     names.push(spec.name.clone());
     let claim = run.claim(|| names.clone())?;
+    run.server.check_absent_is_same(&spec)?;
     let attached = match wanted.unless_left {
         Some(true) => run.server.attach_current(&claim, spec)?,
         _ => run.server.attach(&claim, spec)?,

@@ -101,7 +101,9 @@ impl Server {
             let exports = exports.map(|e| (e.socket.clone(), e.id.clone()));
             // Their VMs wait there.
             let absent = state.absent.values().map(|absent| &absent.spec);
-            let absent = absent.filter(|disk| stays(&disk.name)).map(|disk| {
+            let is_double = |disk: &&DiskSpec| end.starts.iter().any(|it| it.file == disk.file);
+            let absent = absent.filter(|disk| stays(&disk.name) && !is_double(disk));
+            let absent = absent.map(|disk| {
                 let mut changed = end.absent.iter();
                 let changed = changed.find(|it| it.name == disk.name);
                 (sockets::path(changed.unwrap_or(&disk)), disk.name.clone())
@@ -125,6 +127,19 @@ impl Server {
             }
         }
         Ok(())
+    }
+
+    /// Checks that an absent disk with the name of this one is not another VM's, whose exports this one would get.
+    ///
+    /// # Errors
+    /// It is.
+    pub fn check_absent_is_same(&self, disk: &DiskSpec) -> Result<(), ServerError> {
+        match self.absent_spec(&disk.name) {
+            Some(absent) if sockets::are_of_two_vms(&absent, disk) => {
+                Err(ConflictError::SameName(disk.name.clone()).into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Checks that storage says whether the file of a disk is there.

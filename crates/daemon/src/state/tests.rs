@@ -204,3 +204,42 @@ proptest! {
         Overrides::check(&bytes);
     }
 }
+
+/// What is of a configured disk, or of its file, does not keep it from being served.
+#[test]
+fn only_what_has_another_file_is_in_the_way() {
+    let null = |text: &str| ExportSpec::from(&disk(&format!("null:512,{text}")));
+    let of = |node: &str, socket: &str| ExportOverride {
+        node: node.into(),
+        spec: null(&format!("name=e,socket={socket}")),
+    };
+    let state = |attached: &[&str], exports: Vec<ExportOverride>| Overrides {
+        disks: attached
+            .iter()
+            .map(|text| DiskOverride {
+                disk: disk(text),
+                configured: None,
+            })
+            .collect(),
+        nodes: vec![NodeOverride {
+            disk: disk("/vms/a.raw,name=n"),
+            child: None,
+        }],
+        exports,
+        ..Overrides::default()
+    };
+    let a = disk("/vms/a.raw,socket=/run/1");
+    for (attached, exports, other) in [
+        (&["/vms/b.raw,name=a,socket=/run/2"][..], vec![], Some("a")),
+        (&["/vms/b.raw,socket=/run/1"], vec![], Some("b")),
+        (&["/vms/a.raw,socket=/run/2"], vec![], None),
+        (&["/vms/a.raw,name=b,socket=/run/1"], vec![], None),
+        (&["/vms/b.raw,socket=/run/2"], vec![], None),
+        (&[], vec![of("x", "/run/1")], Some("e")),
+        (&[], vec![of("a", "/run/1")], None),
+        (&[], vec![of("n", "/run/1")], None),
+    ] {
+        let state = state(attached, exports);
+        assert_eq!(state.in_the_way_of(&a), other, "{state:?}");
+    }
+}

@@ -370,3 +370,63 @@ fn attached_disk_keeps_its_name() {
     served = restart(served);
     served.assert_finds(&[("d", "free"), ("e", "c")]);
 }
+
+/// An attached disk is configured, under its own or another name, perhaps by another path: after a start it is one disk, which a
+/// reload may move and restart, and which the next start serves as well. What else commands have made of a configured disk is no
+/// reason to leave it out.
+#[test]
+fn attached_disk_can_be_configured() {
+    for (name, file) in [("d", "free"), ("d", "link"), ("db", "free"), ("db", "link")] {
+        let state = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let mut served = Configured::start(&[format!("--state={}", state.path().display())]);
+        let at = |name: &str| served.path(name).display().to_string();
+        std::os::unix::fs::symlink(at("free.raw"), at("link.raw")).unwrap();
+        let disk = format!("free.raw,name=d,socket={}", at("d.sock"));
+        served.ringdisk.json(&["attach", &disk]);
+        let [a, b, c] = AS_STARTED;
+        let mut disks = [a, b, c, (name, file, "d", "")];
+        served.write(&disks);
+        served.devices.clear();
+        let restart = |served: Configured| Configured {
+            ringdisk: served.ringdisk.kill_and_restart(),
+            devices: Vec::new(),
+        };
+        for _ in 0..2 {
+            served = restart(served);
+            served.assert_finds(&[("d", "free"), ("a", "a")]);
+            let list = served.ringdisk.json(&["list"]);
+            assert_eq!(list.as_array().unwrap().len(), 4, "{list}");
+            let log = served.ringdisk.server.log();
+            assert!(!log.contains("is not served"), "{log}");
+        }
+        disks[3].3 = "queues = 3";
+        served.reload(&disks);
+        fs::copy(served.path("free.raw"), served.path("moved.raw")).unwrap();
+        disks[3].1 = "moved";
+        served.reload(&disks);
+        served = restart(served);
+        served.assert_finds(&[("d", "free"), ("a", "a")]);
+        assert_eq!(
+            served.ringdisk.disk(name)["file"],
+            served.path("moved.raw").display().to_string()
+        );
+    }
+}
+
+/// The name of a configured disk that is absent is not that of an attached one of another VM, which would get its exports.
+#[test]
+fn absent_disk_keeps_its_name() {
+    let mut served = Configured::start(&[]);
+    served.devices.clear();
+    let [a, b, c] = AS_STARTED;
+    let missing = [a, b, c, ("m", "missing", "m", "")];
+    served.write(&missing);
+    served = Configured {
+        ringdisk: served.ringdisk.kill_and_restart(),
+        devices: Vec::new(),
+    };
+    assert_eq!(served.ringdisk.disk("m")["storage"], "absent");
+    let other = format!("free.raw,name=m,socket={}", served.path("o.sock").display());
+    let refused = served.ringdisk.ringdisk(&["attach", &other]);
+    refused.assert_fails(1, &["a disk 'm' already", "absent"]);
+}
