@@ -387,7 +387,7 @@ impl Server {
             None if state.stopping.iter().any(|(id, _)| *id == spec.id) => {
                 return Err(ConflictError::SameName(spec.id.clone()).into());
             }
-            None => state.check_no_absent_at(&spec.id, &node.spec, &spec.socket)?,
+            None => {}
         }
         state.check_no_user(name)?;
         if node.spec.read_only && !spec.read_only {

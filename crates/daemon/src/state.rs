@@ -479,9 +479,9 @@ impl Overrides {
                     start.outdated.push(name.clone());
                 }
                 // It was configured since, under another name.
-                None if configured
-                    .iter()
-                    .any(|disk| is_converted(&changed.disk, disk)) => {}
+                None if configured.iter().any(|disk| {
+                    !self.detached.contains(disk) && is_converted(&changed.disk, disk)
+                }) => {}
                 None => start.attached.push(changed.disk.clone()),
             }
         }

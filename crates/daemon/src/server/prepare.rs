@@ -2,7 +2,7 @@
 //! before the first disk is disturbed.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use engine::Identity;
@@ -337,25 +337,6 @@ fn release(node: Option<Node>) {
 }
 
 impl ServerState {
-    /// Checks that the VM at a socket is not that of an absent disk with another file, which it waits for.
-    pub(super) fn check_no_absent_at(
-        &self,
-        id: &str,
-        disk: &DiskSpec,
-        socket: &Path,
-    ) -> Result<(), ServerError> {
-        let mut absent = self.absent.values().map(|it| &it.spec);
-        let is_its = |it: &&DiskSpec| {
-            it.name != disk.name && it.file != disk.file && sockets::path(it) == socket
-        };
-        match absent.find(is_its) {
-            Some(other) => {
-                Err(ConflictError::SameSocket(other.name.clone(), id.into(), socket.into()).into())
-            }
-            None => Ok(()),
-        }
-    }
-
     /// Checks that a disk can be stopped, if it is served.
     fn check_may_end(&self, name: &str) -> Result<(), ServerError> {
         let mut nodes = self.nodes.values();

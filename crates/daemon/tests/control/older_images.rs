@@ -281,7 +281,7 @@ fn labels_change_nothing_else() {
     }
 }
 
-/// Attached and moved by commands, and written into the configuration as it was attached.
+/// Attached and moved by commands, and written into the configuration as it was attached: it stays where it is.
 #[test]
 fn no_start_goes_back_to_what_was_attached() {
     let test = "no_start_goes_back_to_what_was_attached";
@@ -293,7 +293,9 @@ fn no_start_goes_back_to_what_was_attached() {
     it.write(1);
     it.configure("a", "o0.qcow2");
     it = it.restart();
-    it.assert_absent("a", "a disk was moved from it");
+    it.assert_served("a", "o2.qcow2", 1);
+    let refused = it.ringdisk.ringdisk(&["reload"]);
+    refused.assert_fails(1, &["a disk 'a' already", "nothing has been changed"]);
 }
 
 /// What was committed into an image is there, and the emptied overlay says so.

@@ -5,6 +5,7 @@ use testkit::driver::{Device, DeviceConfig, Op};
 
 use super::cluster::{CephVersion, Cluster};
 use super::load::Load;
+use crate::support::wait_until;
 
 on_each_release!(
     requests_beyond_the_new_end_fail,
@@ -88,6 +89,8 @@ fn shrink(cluster: &mut Cluster, image: &str, disk: &str) {
     assert_eq!(queue.run(Op::Flush, 0, 0), OK);
     // After growing again, the image accepts writes, and has none of the refused data.
     resize(cluster, image, 64);
+    // The library hears of it a moment later.
+    wait_until("the growth", || queue.read(end, 4096).is_ok());
     assert_eq!(queue.read(end, 4096).unwrap(), [0; 4096]);
     assert_eq!(queue.write(end - 8, &[5; 8192]), OK);
     assert_eq!(queue.run(Op::Flush, 0, 0), OK);

@@ -79,6 +79,13 @@ impl World {
         if let (Some(kept), Some(data)) = (&backup.data, &self.files.data) {
             copy(kept, data)?;
         }
+        // A copy of an empty overlay, restored under another name, is to ringdisk a new overlay over what the disk has left: the
+        // administrator knows better.
+        let left = self.state_directory().join("left.json");
+        match fs::remove_file(left) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e.into()),
+            _ => {}
+        }
         self.state = backup.state.clone();
         // cp does not make the data durable.
         self.state.volatile = true;

@@ -232,7 +232,7 @@ impl World {
         self.files.directory.join("disk.sock")
     }
 
-    fn state_directory(&self) -> PathBuf {
+    pub(super) fn state_directory(&self) -> PathBuf {
         self.files.directory.join("state")
     }
 
