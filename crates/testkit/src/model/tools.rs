@@ -214,6 +214,8 @@ impl World {
         self.opened_by_qemu()?;
         // The content that the snapshot will keep must be known.
         self.compare()?;
+        // QEMU takes back what a snapshot has counted that fails, and not always rightly (seen with refcounts of 2 bits).
+        let was_sound = self.check().is_ok();
         self.counts.add("names", 1);
         let name = format!("s{}", self.counts.numbers["names"]);
         let mut command = Command::new("qemu-img");
@@ -226,6 +228,7 @@ impl World {
             self.state.leaks = true;
             let known = ["overflow", "not supported", "Invalid argument", "Numerical"];
             return match known.iter().any(|part| said.contains(part)) {
+                true if was_sound => self.check().map_err(|e| Failure::new(RUINED, e.what)),
                 true => Ok(()),
                 false => Err(Failure::new(
                     "tool",
