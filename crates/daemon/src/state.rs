@@ -417,11 +417,11 @@ impl Overrides {
 
     /// A configuration without disks whose names or sockets commands have given to others: the VMs of those go on with what they
     /// have, as a reload refuses such a disk. The log names each.
-    pub fn with_room(&self, mut config: Config) -> Config {
+    pub fn without_conflicts(&self, mut config: Config) -> Config {
         let Config { disks, exports, .. } = &mut config;
         disks.retain(|disk| {
             let DiskSpec { name, file, .. } = disk;
-            let Some(other) = self.in_the_way_of(disk) else {
+            let Some(other) = self.conflict_with(disk) else {
                 return true;
             };
             error!(
@@ -436,7 +436,7 @@ impl Overrides {
     }
 
     /// What a command has added with the name or the socket of a configured disk, on another file.
-    fn in_the_way_of(&self, disk: &DiskSpec) -> Option<&str> {
+    fn conflict_with(&self, disk: &DiskSpec) -> Option<&str> {
         let socket = sockets::path(disk);
         let is_other = |it: &DiskSpec| !is_same_file(&it.file, &disk.file);
         let has_name = |it: &DiskSpec| it.name == disk.name && is_other(it);

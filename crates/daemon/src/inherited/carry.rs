@@ -13,7 +13,7 @@ impl Inherited {
     /// What applies of `config`, the configuration that this process has read, until it is reloaded.
     ///
     /// - Disks are as [`carried`] says, under their names or, if they were renamed, at their sockets. One that what a command has
-    ///   added is in the way of is [left to the reload](crate::state::Overrides::with_room), which refuses it.
+    ///   added is in the way of is [left to the reload](crate::state::Overrides::without_conflicts), which refuses it.
     /// - The NBD server and its exports are those of the old process.
     /// - Everything else is as it is configured now: the process is started with it.
     pub fn carry(&self, config: &Config) -> Config {
@@ -22,7 +22,7 @@ impl Inherited {
             return config.clone();
         }
         let room = match &parts.overrides {
-            Some(all) => all.with_room(config.clone()),
+            Some(all) => all.without_conflicts(config.clone()),
             None => config.clone(),
         };
         let disks = room.disks.iter().map(|disk| parts.carry(disk, &room));

@@ -179,7 +179,7 @@ fn in_force(
         config.check_directory(path, inherited.has_directory())?;
     }
     if let Some(state) = state.filter(|_| !inherited.is_uncommitted()) {
-        return Ok((state.with_room(config), false));
+        return Ok((state.without_conflicts(config), false));
     }
     // The identity of data files that the configuration names counts.
     let in_force = rights.as_operator(|| inherited.carry(&config));

@@ -572,8 +572,8 @@ impl Server {
     }
 
     /// Whether a new process could serve a disk of the configuration or of the state, whose failure was reported before: only the
-    /// sandbox is in the way, which does not keep this process from asking what its user may do; or the disk is root's, and this process has
-    /// become another user.
+    /// sandbox is in the way, which does not keep this process from asking what its user may do; or the disk is root's, and this
+    /// process has become another user.
     fn is_denied(&self, spec: &DiskSpec) -> bool {
         let FileSpec::Path(path) = &spec.file else {
             return false;

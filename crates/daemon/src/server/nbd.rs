@@ -358,7 +358,7 @@ impl Server {
         let Configured { nbd, disks, .. } = self.configured();
         let its_disk = |it: &NbdExportSpec| disks.iter().find(|disk| disk.name == it.node);
         let mut exports = nbd.exports;
-        exports.retain(|it| its_disk(it).is_none_or(|disk| !self.is_anothers(disk)));
+        exports.retain(|it| its_disk(it).is_none_or(|disk| !self.is_hidden(disk)));
         exports
     }
 

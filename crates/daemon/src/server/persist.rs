@@ -176,12 +176,12 @@ impl Server {
     }
 
     /// Whether a disk that was attached for another VM has the name of this configured one.
-    pub fn is_anothers(&self, configured: &DiskSpec) -> bool {
-        self.instead_of(configured).is_some()
+    pub fn is_hidden(&self, configured: &DiskSpec) -> bool {
+        self.hidden_by(configured).is_some()
     }
 
     /// That disk.
-    pub(super) fn instead_of(&self, configured: &DiskSpec) -> Option<DiskSpec> {
+    pub(super) fn hidden_by(&self, configured: &DiskSpec) -> Option<DiskSpec> {
         let name = &configured.name;
         let now = self.spec_of(name).or_else(|| self.absent_spec(name));
         now.filter(|now| sockets::are_of_two_vms(now, configured))

@@ -160,7 +160,7 @@ impl Reloader {
         left_out.extend(exports.map(|export| waits_for_detached(export)));
         left_out.extend(ended);
         let hidden = |disk: &DiskSpec| {
-            let other = server.instead_of(disk)?;
+            let other = server.hidden_by(disk)?;
             Some(has_name_of_attached(disk, &other))
         };
         left_out.extend(in_force.disks.iter().filter_map(hidden));
@@ -270,7 +270,7 @@ impl<'a> Change<'a> {
         };
         for disk in &new.disks {
             let before = old.disks.iter().find(|other| other.name == disk.name);
-            if server.is_anothers(before.unwrap_or(disk)) {
+            if server.is_hidden(before.unwrap_or(disk)) {
                 let is_settled =
                     before == Some(disk) || server.spec_of(&disk.name).as_ref() == Some(disk);
                 // Refused, as long as the other is there.
@@ -317,7 +317,7 @@ impl<'a> Change<'a> {
         let gone = |disk: &&DiskSpec| {
             let mut disks = new.disks.iter();
             let is_configured = disks.any(|other| other.name == disk.name);
-            !is_configured && server.is_there(&disk.name) && !server.is_anothers(disk)
+            !is_configured && server.is_there(&disk.name) && !server.is_hidden(disk)
         };
         change.removed.extend(old.disks.iter().filter(gone));
         let waits = |export: &&NbdExportSpec| {
@@ -483,7 +483,7 @@ impl<'a> Change<'a> {
         let postponed = self.postponed.iter().filter(other_file);
         let before = |disk: &DiskSpec| self.old.disks.iter().find(|it| it.name == disk.name);
         let hidden = self.new.disks.iter();
-        let hidden = hidden.filter(|disk| server.is_anothers(before(disk).unwrap_or(disk)));
+        let hidden = hidden.filter(|disk| server.is_hidden(before(disk).unwrap_or(disk)));
         let kept = postponed.map(|(_, disk)| *disk).chain(hidden);
         let kept: Vec<_> = kept.map(|disk| &disk.name).collect();
         let is_kept = |export: &&NbdExportSpec| kept.contains(&&export.node);

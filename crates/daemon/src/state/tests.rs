@@ -240,6 +240,6 @@ fn only_what_has_another_file_is_in_the_way() {
         (&[], vec![of("n", "/run/1")], None),
     ] {
         let state = state(attached, exports);
-        assert_eq!(state.in_the_way_of(&a), other, "{state:?}");
+        assert_eq!(state.conflict_with(&a), other, "{state:?}");
     }
 }

@@ -284,7 +284,11 @@ impl Journal {
             if self.lost.any() {
                 // That must be known at all times.
                 let newest = Slot::read(&*self.file.storage)?.into_iter().next();
-                self.sequence = newest.map_or(0, |slot| slot.sequence);
+                let newest = newest.map_or(0, |slot| slot.sequence);
+                if newest >= u64::MAX / 2 {
+                    return Err(io::Error::other("its sequence numbers are used up"));
+                }
+                self.sequence = newest;
                 self.restart()?;
                 return self.file.storage.set_size(RECORDS_AT.0);
             }

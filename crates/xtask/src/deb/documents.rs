@@ -15,19 +15,15 @@ pub(super) fn write(root: &Path, to: &Path) -> Result<()> {
     let files = installed_files(root)?;
     let _ = fs::remove_dir_all(to);
     for (from, name) in &files {
-        let (from_path, into) = (root.join(from), to.join(name));
-        let bytes =
-            fs::read(&from_path).with_context(|| format!("reading {}", from_path.display()))?;
-        let bytes = match String::from_utf8(bytes) {
-            Ok(text) if from.extension().is_some_and(|it| it == "md") => {
-                with_installed_links(&text, from, &files).into_bytes()
-            }
-            Ok(text) => text.into_bytes(),
-            Err(e) => e.into_bytes(),
-        };
+        let (source, into) = (root.join(from), to.join(name));
         let parent = into.parent().context("a file has a directory")?;
         fs::create_dir_all(parent).with_context(|| format!("making {}", parent.display()))?;
-        fs::write(&into, bytes).with_context(|| format!("writing {}", into.display()))?;
+        let copied = match from.extension().is_some_and(|it| it == "md") {
+            true => fs::read_to_string(&source)
+                .and_then(|text| fs::write(&into, with_installed_links(&text, from, &files))),
+            false => fs::copy(&source, &into).map(drop),
+        };
+        copied.with_context(|| format!("copying {} to {}", source.display(), into.display()))?;
     }
     Ok(())
 }
