@@ -56,7 +56,7 @@ fn seeds_hold() {
         .iter()
         .map(|b| checks::journal(b))
         .collect();
-    assert!(done.iter().filter(|&&n| n > 0).count() >= 4, "{done:?}");
+    assert!(done.iter().filter(|&&n| n > 0).count() >= 8, "{done:?}");
 }
 
 #[test]

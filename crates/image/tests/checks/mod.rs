@@ -157,6 +157,9 @@ pub fn journal(data: &[u8]) -> u64 {
     let mut image = Made::new();
     // "autoclear_features": a journal, with this number.
     image.word(88, (1 << 63) | (GENERATION << 24));
+    // "incompatible_features": dirty, as from version 3 of the journal on.
+    let version = bytes.get(SLOT_AT);
+    image.word(72, u64::from(version.is_some_and(|&digit| digit > b'2')));
     let file = Arc::new(Bytes(Mutex::new(image.0)));
     let done = Arc::new(AtomicU64::new(0));
     let told = done.clone();
@@ -181,25 +184,26 @@ pub fn journal(data: &[u8]) -> u64 {
 /// What the journal of these checks names.
 const IDENTITY: [u8; 32] = [7; 32];
 const GENERATION: u64 = 5;
+const SLOT_AT: usize = 128;
 
 /// A journal with one record, as it would be written.
 fn journal_owner(version: &[u8; 8], changes: &[u8]) -> Vec<u8> {
     const RECORDS_AT: u64 = 4096;
     let session = 9_u64;
-    let (sequence, slot_at) = (1_u64, 128);
+    let sequence = 1_u64;
     let magic = u64::from_be_bytes(*version);
     let said = [magic, sequence, session, GENERATION, RECORDS_AT];
     let mut slot: Vec<u8> = said.iter().flat_map(|word| word.to_le_bytes()).collect();
     slot.extend(IDENTITY);
     slot.extend(crc32(&slot).to_le_bytes());
     let mut body = changes[..changes.len() / 25 * 25].to_vec();
-    if version == b"ringdkJ2" {
+    if version != b"ringdkJ1" {
         body.splice(..0, GENERATION.to_le_bytes());
     }
     let len = (body.len() as u32).to_le_bytes();
     let place = [RECORDS_AT.to_le_bytes(), session.to_le_bytes()].concat();
     let mut file = vec![0; RECORDS_AT as usize];
-    file[slot_at..slot_at + slot.len()].copy_from_slice(&slot);
+    file[SLOT_AT..SLOT_AT + slot.len()].copy_from_slice(&slot);
     file.extend(len);
     file.extend(crc32(&[&len[..], &place, &body].concat()).to_le_bytes());
     file.extend(body);
@@ -257,6 +261,10 @@ pub fn journal_seeds() -> Seeds {
         ("file", [&[1][..], &file(b"ringdkJ2")].concat()),
         ("cut_off", [&[1][..], &file(b"ringdkJ2")[..4110]].concat()),
         ("file_version_1", [&[1][..], &file(b"ringdkJ1")].concat()),
+        ("file_version_3", [&[1][..], &file(b"ringdkJ3")].concat()),
+        ("lost_here", [&[1][..], &file(b"ringdkJ4")].concat()),
+        ("lost_elsewhere", [&[1][..], &file(b"ringdkJ5")].concat()),
+        ("lost_both", [&[1][..], &file(b"ringdkJ6")].concat()),
         (
             "version_1",
             [&[2][..], &refcount(7, 1, 1), &entry(3, copied | (7 * 512))].concat(),
