@@ -488,6 +488,32 @@ impl Overrides {
         start
     }
 
+    /// Whether a command has put a disk into a throttle group.
+    pub fn needs_group(&self, name: &str) -> bool {
+        let mut disks = self.changed_disks();
+        disks.any(|(disk, before)| {
+            let group = |disk: &DiskSpec| disk.throttle_group.as_deref() == Some(name);
+            group(disk) && !before.is_some_and(group)
+        })
+    }
+
+    /// Whether a command has given a disk or an export an I/O thread.
+    pub fn needs_thread(&self, id: &str) -> bool {
+        let has = |threads: &[String]| threads.iter().any(|other| other == id);
+        let mut disks = self.changed_disks();
+        let mut exports = self.exports.iter();
+        disks.any(|(disk, before)| {
+            has(&disk.iothreads) && !before.is_some_and(|it| has(&it.iothreads))
+        }) || exports.any(|export| has(&export.spec.iothreads))
+    }
+
+    /// The disks and nodes that commands have made or changed, with the configuration of those that have one.
+    fn changed_disks(&self) -> impl Iterator<Item = (&DiskSpec, Option<&DiskSpec>)> {
+        let disks = self.disks.iter();
+        let disks = disks.map(|it| (&it.disk, it.configured.as_ref()));
+        disks.chain(self.nodes.iter().map(|it| (&it.disk, None)))
+    }
+
     /// A disk whose configuration may have changed since a command changed the disk. The command's file stays, because
     /// the guest has written to it, unless the configured file has changed. The same applies to limits.
     fn reconfigured(&self, disk: &DiskSpec) -> DiskSpec {

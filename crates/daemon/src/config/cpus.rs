@@ -3,7 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use rustix::thread::CpuSet;
+use rustix::thread::{CpuSet, sched_getaffinity};
+use tracing::warn;
 
 /// CPUs in ascending order. An empty list means all CPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -16,6 +17,23 @@ impl Cpus {
             0 => Self::default(),
             n => Self(vec![self.0[i % n]]),
         }
+    }
+
+    /// Those of them on which this process may run: all that there are, if it may run on none. Logs which are left out.
+    pub fn usable(self, key: &str) -> Self {
+        let Ok(allowed) = sched_getaffinity(None) else {
+            return self;
+        };
+        let (usable, gone): (Vec<_>, Vec<_>) = self.iter().partition(|&cpu| allowed.is_set(cpu));
+        if !gone.is_empty() {
+            let instead = match usable.is_empty() {
+                true => "its threads may run on every CPU of this process",
+                false => "the others are used",
+            };
+            let gone = Self(gone);
+            warn!("{key}: this process may not run on CPU {gone}: {instead}");
+        }
+        Self(usable)
     }
 
     pub fn is_empty(&self) -> bool {

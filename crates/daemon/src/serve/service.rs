@@ -1,5 +1,7 @@
 //! From the arguments to a server, and from there to its end.
 
+mod settings;
+
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -8,19 +10,17 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use datapath::Polling;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{error, info, warn};
 
+use self::settings::Settings;
 use super::{Args, ServeError, probe};
 use crate::config::conflicts::check_conflicts;
-use crate::config::cpus::Cpus;
-use crate::config::nbd::{NbdAddress, NbdExportSpec, TlsSpec};
+use crate::config::nbd::NbdExportSpec;
 use crate::config::spec::{DiskSpec, FileSpec};
 use crate::config::{Config, sockets};
-use crate::credentials::{self, UserAccount};
 use crate::inherited::Inherited;
 use crate::log;
 use crate::monitor::control_socket::{self, ControlSocket};
@@ -31,7 +31,7 @@ use crate::node::journal::Journals;
 use crate::node::own_files::OwnFiles;
 use crate::resource_limits::warn_of_limits;
 use crate::rights::Rights;
-use crate::sandbox::{Sandbox, SandboxError, SandboxOptions};
+use crate::sandbox::Sandbox;
 use crate::sd_notify;
 use crate::server::connection_info::{self, ConnectionInfo};
 use crate::server::iothreads::IoThreads;
@@ -39,9 +39,9 @@ use crate::server::nbd::ReadyNbd;
 use crate::server::nbd::listener::BoundNbd;
 use crate::server::reload::{ReloadError, Reloader, waits_for_detached};
 use crate::server::{Server, ServerError, Waiting};
-use crate::socket::{Socket, reach};
+use crate::socket::Socket;
 use crate::state::Overrides;
-use crate::state::store::{Configured, StateError, StateStore};
+use crate::state::store::{Configured, StateStore};
 use crate::upgrade::socket::UpgradeSocket;
 use crate::upgrade::successor::{self, Predecessor};
 
@@ -225,173 +225,6 @@ fn handle_signals() -> Result<(Signals, Arc<AtomicBool>), ServeError> {
     Ok((signals, stop))
 }
 
-/// What applies to the process: command-line options override the configuration.
-struct Settings {
-    iothreads: Option<usize>,
-    cpus: Cpus,
-    polling: Polling,
-    /// As the operator has set it.
-    control: Option<PathBuf>,
-    control_path: PathBuf,
-    metrics: Option<SocketAddr>,
-    nbd: Option<NbdAddress>,
-    tls: Option<TlsSpec>,
-    backing: Vec<PathBuf>,
-    fleece: Option<PathBuf>,
-    state: Option<PathBuf>,
-    user: Option<UserAccount>,
-}
-
-impl Settings {
-    fn new(args: &Args, config: &Config) -> Result<Self, ServeError> {
-        let mut polling = config.polling();
-        polling.max = args.poll_max_us.map_or(polling.max, Duration::from_micros);
-        polling.cpu = args.poll_cpu.unwrap_or(polling.cpu);
-        let control = args.control.clone().or(config.control.clone());
-        let state = args.state.clone().or(config.state.clone());
-        let user = match (&args.user, &config.user, &args.config) {
-            (None, Some(name), Some(file)) => UserAccount::find(name)
-                .map(Some)
-                .map_err(|e| Config::mistake(file, "user", e))?,
-            (name, ..) => {
-                let found = name.as_deref().map(UserAccount::find).transpose();
-                found.map_err(SandboxError::User)?
-            }
-        };
-        let nbd = args.nbd.clone().or(config.nbd.clone());
-        let tls = args.nbd_tls.clone().or(config.nbd_tls.clone());
-        if tls.is_some() && nbd.is_none() {
-            // Clients of an address that a command names would not need TLS.
-            return Err(ServeError::TlsAlone);
-        }
-        let backing = match &args.allow_backing[..] {
-            [] => &config.allow_backing,
-            given => given,
-        };
-        Ok(Self {
-            iothreads: args.iothreads.map(usize::from).or(config.iothreads),
-            cpus: args
-                .cpus
-                .clone()
-                .or(config.cpus.clone())
-                .unwrap_or_default(),
-            polling,
-            control_path: control.clone().unwrap_or_else(control_socket::default_path),
-            control,
-            metrics: args.metrics.or(config.metrics),
-            nbd,
-            tls: tls.map(|dir| TlsSpec {
-                dir,
-                verify_peer: !config.nbd_tls_any_peer,
-            }),
-            backing: backing.to_vec(),
-            fleece: args.fleece.clone().or(config.fleece.clone()),
-            state: state.or_else(state_directory),
-            user,
-        })
-    }
-
-    /// A process that takes over adopts the socket of the other one instead, unless the control socket has another path now.
-    fn open_upgrade_socket(&self, take_over: bool) -> Option<UpgradeSocket> {
-        if take_over {
-            return UpgradeSocket::open_if_new(&self.control_path);
-        }
-        // At the default path, another ringdisk may have it and keep it.
-        let patience = match self.control {
-            Some(_) => Duration::from_secs(3),
-            None => Duration::ZERO,
-        };
-        UpgradeSocket::open(&self.control_path, patience)
-    }
-
-    /// This process's own upgrade socket, or that of the process that it takes over from.
-    fn upgrade_socket(
-        &self,
-        own: Option<UpgradeSocket>,
-        inherited: &Inherited,
-        take_over: bool,
-    ) -> Option<UpgradeSocket> {
-        let socket = own.or_else(|| UpgradeSocket::adopt(inherited, &self.control_path));
-        if take_over && socket.is_none() {
-            let path = self.control_path.display();
-            warn!("live upgrade disabled: no upgrade socket inherited at {path}");
-        }
-        socket
-    }
-
-    /// Decides what depends on the user that this process becomes.
-    ///
-    /// # Errors
-    /// The process that is to be replaced runs as another user, to whom state, journals and sockets belong.
-    fn become_later(&self, disks: &[DiskSpec], take_over: bool) -> Result<(), ServeError> {
-        if take_over {
-            let later = self.user.as_ref().map(|user| user.uid);
-            let what = "this process cannot take over from the running ringdisk";
-            successor::check_user(later).map_err(|e| ServeError::System(what, e))?;
-        }
-        if let Some(user) = &self.user {
-            credentials::set_later_user(user);
-            reach::warn_if_not_member(user, disks);
-        }
-        Ok(())
-    }
-
-    fn enter_sandbox(
-        &self,
-        args: &Args,
-        config: &Config,
-        disks: &[DiskSpec],
-        journals: &Journals,
-    ) -> Result<Arc<Sandbox>, ServeError> {
-        let persistent = persistent_directories(self, journals)?;
-        let options = SandboxOptions {
-            mode: args.sandbox.or(config.sandbox).unwrap_or_default(),
-            allow: args.allow_dir.clone(),
-            configured: config.allow.clone(),
-            attached: self.state.as_deref().map_or_else(Vec::new, probe::attached),
-            readable: (self.tls.iter().map(|tls| tls.dir.clone()))
-                .chain(journals.of_others())
-                .collect(),
-            user: self.user.clone(),
-            listens: self.metrics.is_some() || matches!(self.nbd, Some(NbdAddress::Tcp(_))),
-        };
-        let mut sockets: Vec<&Path> = self.control.iter().map(PathBuf::as_path).collect();
-        if let Some(NbdAddress::Unix(path)) = &self.nbd {
-            sockets.push(path);
-        }
-        let config_file = args.config.as_deref();
-        let backing = &self.backing;
-        let sandbox = Sandbox::enter(&options, config_file, disks, &sockets, backing, &persistent)?;
-        Ok(Arc::new(sandbox))
-    }
-}
-
-/// The directories in which this process keeps files. Creates those of the state and of old data.
-fn persistent_directories(
-    settings: &Settings,
-    journals: &Journals,
-) -> Result<Vec<PathBuf>, ServeError> {
-    let mut directories = vec![journals.directory.clone()];
-    if let Some(state) = &settings.state {
-        credentials::make_directory(state, settings.user.as_ref())
-            .map_err(|e| StateError::Directory(state.clone(), e))?;
-        directories.push(state.clone());
-    }
-    if let Some(fleece) = &settings.fleece {
-        credentials::make_directory(fleece, settings.user.as_ref())
-            .map_err(|e| ServeError::Fleece(fleece.clone(), e))?;
-        directories.push(fleece.clone());
-    }
-    Ok(directories)
-}
-
-/// The directory that a service manager has made for persistent state (systemd.exec(5), `StateDirectory`).
-fn state_directory() -> Option<PathBuf> {
-    let all = std::env::var_os("STATE_DIRECTORY")?;
-    let first = std::env::split_paths(&all).next();
-    first.filter(|first| first.is_absolute())
-}
-
 fn start_disks(
     server: &Server,
     config: &Config,
@@ -401,8 +234,11 @@ fn start_disks(
     store: Option<&StateStore>,
 ) -> Result<Vec<ConnectionInfo>, ServeError> {
     for (id, spec) in &config.threads {
-        let added = server.threads.add(id, spec.clone());
-        added.map_err(ServerError::from)?;
+        let mut spec = spec.clone();
+        if !server.context.inherited.is_uncommitted() {
+            spec.cpus = spec.cpus.usable(&format!("[[iothread]] {id}"));
+        }
+        server.threads.add(id, spec).map_err(ServerError::from)?;
     }
     for (name, limits) in &config.groups {
         server.add_group(name, limits)?;
@@ -459,10 +295,12 @@ impl Service {
             let started = metrics::start(address, listener, self.server.clone());
             started.map_err(|e| ServeError::Metrics(address, e))
         };
-        let metrics = settings.metrics.map(start).transpose()?;
+        let metrics = settings.metrics.map(start).transpose();
+        let metrics = self.unless_configured(settings.is_given.metrics, metrics)?;
         let rights = &self.server.context.rights;
         let socket = rights.as_operator(|| bind_control(settings, &self.inherited))?;
-        let nbd = self.open_nbd(settings)?;
+        let nbd = self.open_nbd(settings);
+        let nbd = self.unless_configured(settings.is_given.nbd, nbd)?;
         self.sandbox.seal()?;
         if let Some(predecessor) = predecessor {
             let committed = predecessor.commit(&self.inherited);
@@ -495,6 +333,21 @@ impl Service {
             self.server.set_store(store);
         }
         Ok((metrics, control))
+    }
+
+    /// A mistake in what the configuration says of a service that no disk needs is no reason to serve no disk.
+    fn unless_configured<T>(
+        &self,
+        is_given: bool,
+        opened: Result<Option<T>, ServeError>,
+    ) -> Result<Option<T>, ServeError> {
+        match opened {
+            Err(e) if !is_given && !self.take_over => {
+                error!("{e}; the disks are served without it: correct it, then 'ringdisk upgrade'");
+                Ok(None)
+            }
+            opened => opened,
+        }
     }
 
     /// The socket for NBD clients, and what they find: that of the old process, or the configured one.

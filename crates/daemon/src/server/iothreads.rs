@@ -293,7 +293,7 @@ fn pool_id(i: usize) -> String {
 }
 
 /// A number stands for a thread of the pool.
-fn full_id(id: &str) -> String {
+pub fn full_id(id: &str) -> String {
     match id.parse::<usize>() {
         Ok(i) => pool_id(i),
         Err(_) => id.to_owned(),

@@ -470,12 +470,11 @@ impl<'a> Change<'a> {
                 true => "restarted",
                 false => "restarted, or with 'ringdisk upgrade'",
             };
-            format!("{key} has changed, which takes effect when ringdisk is {when}")
+            format!("{key} has changed, which is checked and takes effect when ringdisk is {when}")
         };
         changed.map(sentence).collect()
     }
 
-    /// What applies after this change. Disks that were not restarted are as before.
     /// The NBD exports that can be as they are configured now. Those of a disk that is another one until a reload restarts it, or
     /// whose name another has that was attached, stay as they were: each has the data of its own disk.
     fn exports(&self, server: &Server) -> Vec<NbdExportSpec> {

@@ -4,8 +4,11 @@ use tracing::{error, info, warn};
 
 use super::absent::StartPatience;
 use super::{Server, ServerError};
+use crate::config::ThreadSpec;
+use crate::config::cpus::Cpus;
 use crate::config::spec::DiskSpec;
 use crate::server::connection_info::ConnectionInfo;
+use crate::server::iothreads::full_id;
 use crate::state::Overrides;
 use crate::state::store::Configured;
 
@@ -44,6 +47,11 @@ impl Server {
         }
         let mut absent = Overrides::default();
         self.start_threads_and_groups(configured, overrides, &mut absent);
+        let optional = disks.disks.iter().chain(&disks.attached);
+        let optional = optional.filter(|disk| required.iter().all(|it| it.name != disk.name));
+        optional.for_each(|disk| self.start_missing_threads(&disk.name, &disk.iothreads));
+        let exports = overrides.exports.iter().map(|it| &it.spec);
+        exports.for_each(|spec| self.start_missing_threads(&spec.id, &spec.iothreads));
         self.remember_detached(overrides);
         self.remember_left(overrides);
         self.remember(configured, overrides, &disks);
@@ -66,7 +74,7 @@ impl Server {
         absent: &mut Overrides,
     ) {
         for (id, thread) in &overrides.threads {
-            if !configured.threads.iter().any(|(other, _)| other == id)
+            if self.threads.check(std::slice::from_ref(id)).is_err()
                 && let Err(e) = self.threads.add(id, thread.clone())
             {
                 log_absent("I/O thread", id, &e.into());
@@ -79,6 +87,27 @@ impl Server {
             {
                 log_absent("throttle group", name, &e);
                 absent.groups.push((name.clone(), *limits));
+            }
+        }
+    }
+
+    /// Makes the I/O threads that a disk names and that are not there any more: `iothreads` may have been lowered. Without, its VM
+    /// would have no disk.
+    fn start_missing_threads(&self, disk: &str, wanted: &[String]) {
+        for id in wanted.iter().map(|id| full_id(id)) {
+            if self.threads.check(std::slice::from_ref(&id)).is_ok() {
+                continue;
+            }
+            let thread = ThreadSpec {
+                cpus: Cpus::default(),
+                polling: self.threads.polling(),
+            };
+            match self.threads.add(&id, thread) {
+                Ok(()) => warn!(
+                    "disk {disk}: names I/O thread {id}, which is not configured any more: ringdisk has made one for it; configure \
+                     the thread, or give the disk others (iothreads)"
+                ),
+                Err(e) => error!("disk {disk}: {e}"),
             }
         }
     }

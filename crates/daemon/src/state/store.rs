@@ -497,12 +497,17 @@ impl Inventory {
             depth
         };
         overrides.nodes.sort_by_key(depth);
-        let new = |(name, _): &&(String, _)| !configured.groups.iter().any(|(n, _)| n == name);
-        overrides.groups.extend(groups.iter().filter(new).cloned());
-        let new = |(id, _): &&(String, _)| !configured.threads.iter().any(|(n, _)| n == id);
-        overrides
-            .threads
-            .extend(threads.iter().filter(new).cloned());
+        // Those of the configuration too, if a command has put a disk there: the next start may find them gone from it.
+        let is_own = |name: &str| !configured.groups.iter().any(|(other, _)| other == name);
+        let own = groups.iter();
+        let own = own.filter(|(name, _)| is_own(name) || overrides.needs_group(name));
+        let own: Vec<_> = own.cloned().collect();
+        overrides.groups.extend(own);
+        let is_own = |id: &str| !configured.threads.iter().any(|(other, _)| other == id);
+        let own = threads.iter();
+        let own = own.filter(|(id, _)| is_own(id) || overrides.needs_thread(id));
+        let own: Vec<_> = own.cloned().collect();
+        overrides.threads.extend(own);
         overrides.remembered = remembered.clone();
         overrides.left = left.clone();
         overrides

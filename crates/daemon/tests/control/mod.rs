@@ -8,6 +8,7 @@ mod bitmaps_of_qemu;
 mod bitmaps_of_raw;
 mod churn;
 mod cli;
+mod gone;
 mod host_cpus;
 mod limits;
 mod named_files;
