@@ -199,7 +199,10 @@ impl Server {
             match opened.recv_timeout(MOMENT / 2) {
                 Ok(Ok(ready)) => return Ok(Some(ready)),
                 // A mistake in the configuration concerns more than this disk.
-                Ok(Err(e)) if is_required || matches!(e, ServerError::IoThread(_)) => {
+                Ok(Err(e))
+                    if (is_required && !e.needs_command())
+                        || matches!(e, ServerError::IoThread(_)) =>
+                {
                     self.forget_absent(name);
                     return Err(e.of_disk(name));
                 }
@@ -469,6 +472,7 @@ impl Server {
             ..self.context.clone()
         };
         let (opened, lines) = log::hold(|| self.open_current_in(spec.clone(), &context));
+        let opened = opened.map_err(|e| self.if_moved_to_nothing(spec, e));
         let is_open = ahead.as_ref().is_some_and(|ahead| ahead.has(spec));
         let is_denied = opened.is_err() && !is_open && self.is_denied(spec);
         if let (Err(_), Some(ahead)) = (&opened, &ahead) {

@@ -82,6 +82,12 @@ pub enum ServerError {
     Older(String, String),
     #[error("disk '{0}' stays served: it has moved from {1} to {2}")]
     HasMoved(String, String, String),
+    /// The file, the disk, and its configured file.
+    #[error(
+        "{0}: no such file; disk '{1}' was moved there from {2}: mount its file system, or restore it. Only if {2} has everything that \
+         it had ('qemu-img commit'), go back: 'ringdisk detach {1}', then 'ringdisk attach {2}' with the disk's settings"
+    )]
+    MovedToNothing(String, String, String),
     /// A file, and the one for which the disk has left it.
     #[error(
         "{0}: a disk was moved from it to {1}, and it has not changed since, so it lacks what its VM has written there; \
@@ -318,6 +324,11 @@ impl ServerError {
     /// Whether another process has the file.
     pub(super) fn is_locked(&self) -> bool {
         matches!(self, Self::Node(error) if error.locked().is_some())
+    }
+
+    /// Whether only a command can decide what becomes of the disk.
+    pub(super) fn needs_command(&self) -> bool {
+        matches!(self, Self::LeftFile(..) | Self::AboveLeft(..))
     }
 
     /// Whether this user may not make the disk's socket.

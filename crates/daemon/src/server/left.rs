@@ -1,5 +1,6 @@
 //! Keeps VMs from files that their disks have left.
 
+use engine::OpenError;
 use tracing::warn;
 
 use super::replace::close;
@@ -7,8 +8,8 @@ use super::{Server, ServerError};
 use crate::config::sockets;
 use crate::config::spec::DiskSpec;
 use crate::log;
-use crate::node::Node;
 use crate::node::snapshot::Closing;
+use crate::node::{Node, NodeError};
 use crate::state::left::{DiskId, FileMark, LeftFiles, Refused, Served};
 use crate::state::{DiskOverride, Overrides};
 
@@ -102,6 +103,24 @@ impl Server {
             }
         }
         node.marks()
+    }
+
+    /// The error for a disk that a command has moved, if its file is not there: the configured one may have everything since.
+    pub(super) fn if_moved_to_nothing(&self, disk: &DiskSpec, e: ServerError) -> ServerError {
+        let file = disk.file.to_string();
+        let is_missing = matches!(
+            &e,
+            ServerError::Node(NodeError::Open(OpenError::Missing(path))) if *path == file
+        );
+        let state = self.state();
+        let mut configured = state.configured.disks.iter();
+        let before = configured.find(|it| it.name == disk.name && it.file != disk.file);
+        match before {
+            Some(before) if is_missing => {
+                ServerError::MovedToNothing(file, disk.name.clone(), before.file.to_string())
+            }
+            _ => e,
+        }
     }
 
     /// Where a disk is that has left the file that it is configured with, if that is a file as well.

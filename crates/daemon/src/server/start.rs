@@ -27,9 +27,14 @@ impl Server {
         let overrides = &overrides.clone().with_default_queues(&configured.disks);
         let disks = overrides.apply(&configured.disks);
         for name in &disks.outdated {
-            if configured.disks.iter().any(|disk| disk.name == *name) {
+            let of = |disks: &[DiskSpec]| disks.iter().find(|disk| disk.name == *name).cloned();
+            if let Some(disk) = of(&configured.disks) {
+                let moved = of(&disks.disks).filter(|now| now.file != disk.file);
+                let but =
+                    moved.map(|now| format!("; it stays on {}, to which it was moved", now.file));
                 info!(
-                    "disk {name}: is served as it is configured now, not as it was changed at run time before"
+                    "disk {name}: is served as it is configured now, not as it was changed at run time before{}",
+                    but.unwrap_or_default()
                 );
             } else {
                 warn!(
@@ -58,7 +63,9 @@ impl Server {
         let patience = StartPatience::new();
         let mut ready = Vec::new();
         for spec in disks.disks.into_iter().chain(disks.attached) {
-            let is_required = required.iter().any(|disk| disk.name == spec.name);
+            // The way back from a file that a command has moved it to is a command.
+            let is_same = |disk: &DiskSpec| disk.name == spec.name && disk.file == spec.file;
+            let is_required = required.iter().any(is_same);
             ready.extend(self.start_disk(spec, is_required, &patience)?);
         }
         self.start_nodes(overrides, &mut absent)?;

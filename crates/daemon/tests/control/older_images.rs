@@ -315,6 +315,47 @@ fn a_start_goes_back_after_a_commit() {
     it.assert_served("a", "o0.qcow2", 1);
 }
 
+/// Replaced by a command, committed while ringdisk was down, and the overlay removed: the reason says how to go back. A disk of the
+/// command line does not keep ringdisk from starting, as that takes commands.
+#[test]
+fn a_removed_overlay_says_how_to_go_back() {
+    let test = "a_removed_overlay_says_how_to_go_back";
+    for is_configured in [true, false] {
+        let name = if is_configured { "a" } else { "" };
+        let Some(mut it) = Overlays::start(test, name, "o0.qcow2") else {
+            return;
+        };
+        let dir = it.ringdisk.dir.path().to_owned();
+        if !is_configured {
+            let disk = format!(
+                "{0}/o0.qcow2,name=a,socket={0}/a.sock,queues=1",
+                dir.display()
+            );
+            it.ringdisk.arguments.push(disk);
+            it = it.stop_and_start();
+        }
+        it.replace("a", "o1.qcow2");
+        it.write(1);
+        assert!(it.ringdisk.server.terminate().unwrap().success());
+        qemu_img::img(&dir, "commit -q o1.qcow2");
+        fs::remove_file(dir.join("o1.qcow2")).unwrap();
+        it.ringdisk = it.ringdisk.restart();
+        let (base, gone) = (dir.join("o0.qcow2"), dir.join("o1.qcow2"));
+        let words = format!(
+            "{}: no such file; disk 'a' was moved there from {}: ",
+            gone.display(),
+            base.display()
+        );
+        it.assert_absent("a", &words);
+        it.assert_absent("a", "'ringdisk detach a'");
+        it.ringdisk.json(&["detach", "a"]);
+        it.attach("a", "o0.qcow2");
+        it.assert_served("a", "o0.qcow2", 1);
+        it = it.restart();
+        it.assert_served("a", "o0.qcow2", 1);
+    }
+}
+
 /// A disk that gets another name keeps its file.
 #[test]
 fn no_renamed_disk_goes_to_the_file_that_it_has_left() {
