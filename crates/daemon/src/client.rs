@@ -540,12 +540,8 @@ pub fn reload(args: &ReloadArgs) -> CommandResult {
     let sentences = sentences.filter_map(Value::as_str).map(escaped);
     let mut lines: Vec<_> = sentences.collect();
     let done = "the configuration was reloaded and is in effect";
-    let except = if lines.is_empty() {
-        ""
-    } else {
-        ", except for:"
-    };
-    lines.insert(0, format!("{done}{except}"));
+    let note = if lines.is_empty() { "" } else { "; note:" };
+    lines.insert(0, format!("{done}{note}"));
     args.connection.say(&reply, &lines.join("\n"));
     Ok(())
 }

@@ -17,7 +17,7 @@ impl Inherited {
     /// - The NBD server and its exports are those of the old process.
     /// - Everything else is as it is configured now: the process is started with it.
     pub fn carry(&self, config: &Config) -> Config {
-        let parts = self.parts();
+        let mut parts = self.parts();
         if !parts.uncommitted {
             return config.clone();
         }
@@ -29,6 +29,7 @@ impl Inherited {
         let left_out = config.disks.iter().filter(|it| !room.disks.contains(it));
         let as_before = left_out.filter_map(|disk| parts.configured_before(disk, &room));
         let disks = disks.chain(as_before.cloned()).collect();
+        parts.rename_nodes_of_exports(&room);
         let nbd = parts.carry_nbd(&room);
         Config {
             disks,
@@ -87,6 +88,22 @@ impl InheritedParts {
             disk_now.queues = None;
         }
         disk_now
+    }
+
+    /// Exports of a disk that has another name now follow it.
+    fn rename_nodes_of_exports(&mut self, config: &Config) {
+        let renamed = config.disks.iter().filter_map(|disk| {
+            let before = self.before(disk, config)?;
+            (before.name != disk.name).then(|| (before.name.clone(), disk.name.clone()))
+        });
+        let renamed: Vec<_> = renamed.collect();
+        let served = self.nbd.iter_mut().flat_map(|nbd| &mut nbd.exports);
+        let in_force = self.nbd_config.iter_mut().flat_map(|nbd| &mut nbd.exports);
+        for export in served.chain(in_force) {
+            if let Some((_, now)) = renamed.iter().find(|(before, _)| *before == export.node) {
+                export.node.clone_from(now);
+            }
+        }
     }
 
     fn carry_nbd(&self, config: &Config) -> NbdConfig {

@@ -19,6 +19,7 @@ use crate::server::iothreads::IoThreadError;
 use crate::server::resources;
 use crate::server::start::has_name_of_attached;
 use crate::server::{Move, PreparedDisk, Server, ServerError, TargetState, Waiting};
+use crate::socket::canonical_path;
 use crate::state::store::Configured;
 
 /// A configuration file, and which of its settings apply.
@@ -287,6 +288,9 @@ impl<'a> Change<'a> {
                 {
                     change.absent.push(disk.clone());
                 }
+                None if change.is_detached_under_another_name(server, disk) => {
+                    change.detached.push(disk);
+                }
                 None => change.added.push(disk),
                 Some(before) if before == disk => {}
                 Some(before) if server.node_of(&disk.name).is_none() => {
@@ -334,6 +338,38 @@ impl<'a> Change<'a> {
         change
     }
 
+    /// Whether a command has detached a disk that has only another name now.
+    fn is_detached_under_another_name(&self, server: &Server, disk: &DiskSpec) -> bool {
+        let mut before = self.old.disks.iter();
+        before.any(|before| {
+            let is_gone = self.new.disks.iter().all(|it| it.name != before.name);
+            is_gone && !server.is_there(&before.name) && is_renamed(before, disk)
+        })
+    }
+
+    /// The disks that only get another name, each as it was and as it is now.
+    fn renamed(&self, server: &Server) -> Vec<(&'a DiskSpec, &'a DiskSpec)> {
+        let of = |&removed: &&'a DiskSpec| {
+            let now = server.spec_of(&removed.name)?;
+            let mut added = self.added.iter();
+            let renamed = added.find(|added| is_renamed(&now, added))?;
+            Some((removed, *renamed))
+        };
+        self.removed.iter().filter_map(of).collect()
+    }
+
+    /// The NBD exports that commands have added of disks that only get another name, with that.
+    fn renamed_exports(&self, server: &Server) -> Vec<NbdExportSpec> {
+        let renamed = self.renamed(server).into_iter();
+        let exports = renamed.flat_map(|(before, now)| {
+            let exports = server.nbd_exports_of(&before.name).into_iter();
+            exports.map(|export| (export, now.name.clone()))
+        });
+        let own = exports.filter(|(export, _)| !self.old.exports.contains(export));
+        own.map(|(export, node)| NbdExportSpec { node, ..export })
+            .collect()
+    }
+
     /// What the disks need that are started, moved or restarted, as it is claimed.
     fn resources(&self, server: &Server) -> Vec<String> {
         let restarted = self
@@ -348,6 +384,7 @@ impl<'a> Change<'a> {
         }
         let exports = self.changed.iter();
         let exports = exports.flat_map(|changed| server.nbd_exports_of(&changed.then.name));
+        let exports = exports.chain(self.renamed_exports(server));
         names.extend(exports.map(|export| resources::nbd_name(&export.name)));
         names
     }
@@ -431,13 +468,16 @@ impl<'a> Change<'a> {
 
     /// What ends with the disks that are removed, a sentence for each disk.
     fn what_ends(&self, server: &Server) -> Vec<String> {
+        let renamed = self.renamed(server);
         let sentence = |disk: &&DiskSpec| {
             let name = &disk.name;
-            let now = server.spec_of(name);
+            let renamed = renamed.iter().find(|(before, _)| before.name == *name);
+            let now = server.spec_of(name).filter(|_| renamed.is_none());
             let now = now.filter(|now| !now.has_file_of(disk));
             let last =
                 now.map(|now| format!("; its VM used {} last, and not {}", now.file, disk.file));
             let exports = server.nbd_exports_of(name).into_iter();
+            let exports = exports.filter(|_| renamed.is_none());
             let exports = exports.map(|export| format!("NBD export '{}'", export.name));
             let bitmaps = server.temporary_bitmaps_of(name).into_iter();
             let bitmaps = bitmaps.map(|bitmap| format!("temporary bitmap '{bitmap}'"));
@@ -447,8 +487,12 @@ impl<'a> Change<'a> {
             if last.is_none() && ended.is_none() {
                 return None;
             }
+            let what = match renamed {
+                Some((_, now)) => format!("is disk {} now", now.name),
+                None => "is no longer configured, nor served".into(),
+            };
             Some(format!(
-                "disk {name}: is no longer configured, nor served{}{}",
+                "disk {name}: {what}{}{}",
                 ended.unwrap_or_default(),
                 last.unwrap_or_default()
             ))
@@ -515,6 +559,12 @@ impl<'a> Change<'a> {
             self.removed.len()
         )
     }
+}
+
+/// Whether a disk is this one with another name: it has its file, and its VM.
+fn is_renamed(disk: &DiskSpec, other: &DiskSpec) -> bool {
+    let socket = |disk: &DiskSpec| canonical_path(&sockets::path(disk));
+    disk.name != other.name && disk.has_file_of(other) && socket(disk) == socket(other)
 }
 
 fn left_out(server: &Server, disk: &DiskSpec) -> String {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig};
 
 use super::server::Controlled;
-use crate::support::content;
+use crate::support::{content, wait_until};
 
 /// The offset of the write cache in the configuration space.
 const WCE: u32 = 32;
@@ -96,6 +96,42 @@ fn restarted_disk_keeps_exports_and_the_write_cache() {
     );
     ringdisk.json(&["attach", &disk]);
     assert_eq!(device(&ringdisk).frontend.config(WCE, 1).unwrap(), [0]);
+}
+
+/// A disk that only gets another name, by a reload or an upgrade.
+#[test]
+fn renamed_disk_keeps_exports_of_commands_and_stays_detached() {
+    for command in [&["reload"][..], &["upgrade"]] {
+        let export = "[[export]]\ndisk = \"a\"\nname = \"configured\"\n";
+        let ringdisk = start("queues = 1", export);
+        ringdisk.json(&["export", "a", "--name", "more"]);
+        let before = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
+        let name = |name: &str| {
+            let text = before.replacen("[[disk]]", &format!("[[disk]]\nname = \"{name}\""), 1);
+            let text = text.replace("disk = \"a\"", &format!("disk = \"{name}\""));
+            fs::write(ringdisk.path("r.toml"), text).unwrap();
+        };
+        name("c");
+        let reply = ringdisk.json(command);
+        let now = pairs(&[("configured", "c"), ("more", "c")]);
+        wait_until("the exports", || exports(&ringdisk) == now);
+        let left_out = reply["left-out"].to_string();
+        assert!(!left_out.contains("no longer configured"), "{left_out}");
+        assert_eq!(
+            device(&ringdisk).queues[0].read(8, 512).unwrap(),
+            content(8, 512)
+        );
+    }
+
+    let ringdisk = start("queues = 1", "");
+    ringdisk.json(&["detach", "a"]);
+    let before = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
+    let after = before.replacen("[[disk]]", "[[disk]]\nname = \"c\"", 1);
+    fs::write(ringdisk.path("r.toml"), after).unwrap();
+    let reply = ringdisk.json(&["reload"]);
+    let said = reply["left-out"].to_string();
+    assert!(said.contains("disk c: was detached by command"), "{said}");
+    assert_eq!(ringdisk.disk("c"), Value::Null);
 }
 
 #[test]

@@ -51,6 +51,7 @@ impl<'a> Change<'a> {
         let stopped = stopped.chain(removed.iter().map(|disk| &disk.name));
         let moved = moves.iter().map(|moved| moved.disk().to_owned());
         let reserved = server.reserve_files(&claim, stopped.cloned().collect(), moved.collect());
+        let renamed_exports = self.renamed_exports(server);
         let mut ended = Vec::new();
         for &disk in &removed {
             ended.extend(RemovedDisk::of(server, disk));
@@ -58,7 +59,7 @@ impl<'a> Change<'a> {
         }
         let restarted = self.changed.iter().map(|changed| &changed.then.name);
         let exports = restarted.flat_map(|disk| server.nbd_exports_of(disk));
-        let exports: Vec<NbdExportSpec> = exports.collect();
+        let exports: Vec<NbdExportSpec> = exports.chain(renamed_exports).collect();
         // All of them before the first starts again: they may have exchanged files.
         let changed = self.changed.iter().zip(ready.changed);
         let stopped =
