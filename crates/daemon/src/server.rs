@@ -393,7 +393,7 @@ impl Server {
         if node.spec.read_only && !spec.read_only {
             return Err(ServerError::ReadOnly(name.into()));
         }
-        let queues = state.queues(spec, self.context.inherited.queues(name));
+        let queues = state.queues(spec, &node.spec.file, self.context.inherited.queues(name));
         let threads = self.threads.assign(queues, &spec.iothreads)?;
         let disk = node.disk(&DiskParameters {
             name: spec.id.clone(),

@@ -62,6 +62,9 @@ pub struct Remembered {
     /// The socket of the export, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
+    /// The file of the export, as text: tells it from others if it gets another name and another socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
 }
 
 impl Remembered {
@@ -321,6 +324,7 @@ impl Overrides {
         let of = |all: &BTreeMap<String, Remembered>| -> BTreeMap<String, Remembered> {
             let without = |it: &Remembered| Remembered {
                 socket: None,
+                file: None,
                 ..it.clone()
             };
             let all = all.iter().map(|(id, it)| (id.clone(), without(it)));

@@ -8,6 +8,7 @@ use std::thread;
 
 use super::{DISKS_MAX, ServerState};
 use crate::config::export::ExportSpec;
+use crate::config::spec::FileSpec;
 use crate::state::Remembered;
 
 /// The most queues that a disk has by default.
@@ -30,6 +31,8 @@ struct Guest {
     name: Option<String>,
     queues: Option<u16>,
     write_cache: Option<bool>,
+    /// The file of the export, as it was when that came.
+    file: Option<String>,
     /// When an export came there, compared with others.
     noted: u64,
 }
@@ -72,6 +75,7 @@ impl Guests {
                 queues: guest.queues,
                 write_cache: guest.write_cache,
                 socket: Some(socket.clone()),
+                file: guest.file.clone(),
             };
             if !record.is_empty() {
                 let key = name.unwrap_or_else(|| socket.display().to_string());
@@ -98,21 +102,43 @@ impl Guests {
         self.all.get(socket)?.write_cache
     }
 
-    /// An export comes to a socket. `is_others`: what was there belongs to another export.
-    fn come(&mut self, id: &str, socket: &Path, is_others: impl Fn(&Path) -> bool) -> &mut Guest {
-        let elsewhere = || {
-            let named = self.all.iter().filter(|(at, guest)| {
-                guest.name.as_deref() == Some(id) && !is_others(at.as_path())
-            });
-            named.max_by_key(|(_, guest)| guest.noted)
+    /// An export of a file comes to a socket. If nothing is known there, it takes along what is known elsewhere: of its name, or of
+    /// its file under a name that nobody has now. `is_others`: what was at a socket, or had a name, belongs to another export.
+    fn come(
+        &mut self,
+        id: &str,
+        socket: &Path,
+        file: Option<String>,
+        is_others: impl Fn(&Path, Option<&str>) -> bool,
+    ) -> &mut Guest {
+        let elsewhere = |has: &dyn Fn(&Guest) -> bool| {
+            let all = self.all.iter();
+            let its = all.filter(|(at, guest)| has(guest) && !is_others(at, guest.name.as_deref()));
+            let newest = its.max_by_key(|(_, guest)| guest.noted);
+            newest.map(|(at, _)| at.clone())
         };
-        let known = self.all.get(socket).cloned();
-        let known = known.or_else(|| elsewhere().map(|(_, guest)| guest.clone()));
+        let known = match self.all.get(socket) {
+            Some(there) => Some(there.clone()),
+            None => {
+                let same_name = |guest: &Guest| guest.name.as_deref() == Some(id);
+                let same_file = |guest: &Guest| file.is_some() && guest.file == file;
+                let at = elsewhere(&|guest| same_name(guest) && same_file(guest));
+                let at = at.or_else(|| elsewhere(&same_name));
+                let at = at.or_else(|| elsewhere(&same_file));
+                let known = at.as_ref().and_then(|at| self.all.get(at)).cloned();
+                // It may be another's of this name, which comes back to its socket.
+                if let Some(at) = at.filter(|_| known.as_ref().is_some_and(same_file)) {
+                    self.all.remove(&at);
+                }
+                known
+            }
+        };
         self.noted += 1;
         let guest = self.all.entry(socket.to_owned()).or_default();
         *guest = Guest {
             name: Some(id.to_owned()),
             noted: self.noted,
+            file,
             ..known.unwrap_or_default()
         };
         guest
@@ -138,6 +164,7 @@ impl Guest {
             name,
             queues: record.queues,
             write_cache: record.write_cache,
+            file: record.file.clone(),
         }
     }
 }
@@ -154,20 +181,30 @@ impl ServerState {
 
     /// The number of queues of an export that comes to its socket: the configured one, otherwise the one that was there before,
     /// otherwise one for each CPU, which is remembered from now on.
-    pub(super) fn queues(&mut self, spec: &ExportSpec, inherited: Option<u16>) -> u16 {
+    pub(super) fn queues(
+        &mut self,
+        spec: &ExportSpec,
+        file: &FileSpec,
+        inherited: Option<u16>,
+    ) -> u16 {
         let Self {
             exports,
             wanted,
             guests,
             ..
         } = self;
-        let is_others = |at: &Path| {
-            let mut exports = exports.values();
-            let mut wanted = wanted.iter();
-            exports.any(|other| other.socket == at && other.id != spec.id)
-                || wanted.any(|(id, socket)| socket == at && *id != spec.id)
+        let is_others = |at: &Path, name: Option<&str>| {
+            let served = exports.values().map(|other| (&other.id, &other.socket));
+            let mut others = served
+                .chain(wanted.iter().map(|(id, socket)| (id, socket)))
+                .filter(|(id, _)| **id != spec.id);
+            others.any(|(id, socket)| socket == at || name == Some(id))
         };
-        let guest = guests.come(&spec.id, &spec.socket, is_others);
+        let file = match file {
+            FileSpec::Null(_) => None,
+            file => Some(file.to_string()),
+        };
+        let guest = guests.come(&spec.id, &spec.socket, file, is_others);
         let queues = match spec.queues {
             Some(queues) => {
                 guest.queues = None;
@@ -197,6 +234,7 @@ mod tests {
             queues: Some(queues),
             write_cache: None,
             socket: socket.map(PathBuf::from),
+            file: socket.map(|socket| format!("/files{socket}")),
         }
     }
 
@@ -210,15 +248,24 @@ mod tests {
         let exports = [("a", "/1"), ("b", "/2"), ("c", "/3")];
         let exports = exports.map(|(id, at)| (id.to_owned(), PathBuf::from(at)));
         let mut guests = Guests::new(&records.into(), &exports);
-        let nobody = |_: &Path| false;
+        let nobody = |_: &Path, _: Option<&str>| false;
+        let file = |name: &str| Some(name.to_owned());
+        let mut come = |id, at, name| guests.come(id, Path::new(at), file(name), nobody).queues;
         // Names are exchanged, and one goes to a socket that nobody knows.
-        assert_eq!(guests.come("b", Path::new("/1"), nobody).queues, Some(1));
-        assert_eq!(guests.come("a", Path::new("/4"), nobody).queues, None);
-        assert_eq!(guests.come("a", Path::new("/2"), nobody).queues, Some(2));
-        assert_eq!(guests.come("c", Path::new("/5"), nobody).queues, Some(3));
-        // Unless another has its socket now.
-        let third = |at: &Path| at == Path::new("/3") || at == Path::new("/5");
-        assert_eq!(guests.come("c", Path::new("/6"), third).queues, None);
+        assert_eq!(come("b", "/1", "/files/1"), Some(1));
+        assert_eq!(come("a", "/4", "/files/4"), None);
+        assert_eq!(come("a", "/2", "/files/2"), Some(2));
+        assert_eq!(come("c", "/5", "/files/5"), Some(3));
+        // Another name at another socket, with the same file.
+        assert_eq!(come("d", "/6", "/files/5"), Some(3));
+        // Nothing is left where it was, and nothing is taken from others.
+        assert_eq!(come("z", "/5", "/files/7"), None);
+        let third = |at: &Path, _: Option<&str>| at == Path::new("/6");
+        let guest = guests.come("e", Path::new("/8"), file("/files/5"), third);
+        assert_eq!(guest.queues, None);
+        let has_its_name = |_: &Path, name: Option<&str>| name == Some("d");
+        let guest = guests.come("e", Path::new("/9"), file("/files/5"), has_its_name);
+        assert_eq!(guest.queues, None);
         // All of it is read as it was written.
         let records = guests.records();
         assert_eq!(records["b"], record(Some("/1"), 1));

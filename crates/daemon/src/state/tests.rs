@@ -48,6 +48,7 @@ fn overrides() -> Overrides {
                 queues,
                 write_cache,
                 socket: (id != "e").then(|| format!("/run/{id}.sock").into()),
+                file: None,
             };
             (id.to_owned(), remembered)
         })

@@ -424,6 +424,7 @@ fn send(
         has_directory: configured.directory.is_some(),
         queues: Some(overrides.queues()),
         remembered_at: overrides.sockets(),
+        guests: overrides.guests(),
         left: overrides.left.clone(),
         tls: (server.nbd.tls().iter())
             .map(|(id, spec)| (id.clone(), handover_tls(spec)))

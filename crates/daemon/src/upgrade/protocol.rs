@@ -40,6 +40,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::spec::SpecError;
 use crate::inherited::{FileIdentity, InheritedDisk};
+use crate::state::Remembered;
 use crate::state::left::LeftFiles;
 
 /// The version of the messages. Version 1 lacked the files of disks.
@@ -148,6 +149,9 @@ pub struct Handover {
     /// The sockets of exports of whose guests something is remembered. Older versions do not know them.
     #[serde(default)]
     pub remembered_at: BTreeMap<String, PathBuf>,
+    /// All that guests depend on, by export. Older versions know only parts of it, above.
+    #[serde(default)]
+    pub guests: BTreeMap<String, Remembered>,
     /// The files that disks have left. Older versions do not know them.
     #[serde(default)]
     pub left: LeftFiles,

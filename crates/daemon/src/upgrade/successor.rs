@@ -162,6 +162,10 @@ fn parts(handover: Handover, mut descriptors: Descriptors) -> io::Result<Inherit
     }
     if let Some(overrides) = &mut parts.overrides {
         overrides.add_sockets(handover.remembered_at);
+        if !handover.guests.is_empty() {
+            let set = overrides.set_guests(handover.guests);
+            set.map_err(|e| invalid("guest", e))?;
+        }
         overrides.left = handover.left;
     }
     parts.has_directory = handover.has_directory;

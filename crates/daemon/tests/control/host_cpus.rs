@@ -8,7 +8,7 @@ use serde_json::Value;
 use testkit::driver::{Device, DeviceConfig};
 
 use super::server::Controlled;
-use crate::support::content;
+use crate::support::{content, wait_until};
 
 /// Runs `work` on a thread that may use only one CPU: processes that it starts inherit that. `None` where there is only
 /// one.
@@ -195,6 +195,48 @@ fn renamed_disk_keeps_its_queues_and_its_write_cache() {
             verify(&mut guest);
             let write_cache = guest.frontend.config(WCE, 1).unwrap();
             assert_eq!(write_cache, [expected], "{names:?} {how} {file}");
+        }
+    }
+    kill(&upgraded);
+}
+
+/// The same for a disk that gets another name and another socket at once, as one does that is configured without a socket: its file
+/// tells. And nothing of it stays where it was: what its guest chooses later counts.
+#[test]
+fn disk_with_another_name_and_socket_keeps_what_its_guest_depends_on() {
+    let Some(one) = one_cpu() else { return };
+    let (mut ringdisk, mut upgraded) = (start(), Value::Null);
+    let before = queues(&ringdisk, "a").unwrap();
+    let mut guest = device(&ringdisk, "a", before);
+    guest.frontend.set_config(WCE, &[0]).unwrap();
+    drop(guest);
+    let text = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
+    for (name, how, write_cache) in [
+        ("c", "reload", 0),
+        ("d", "kill", 0),
+        ("e", "kill", 1),
+        ("a", "reload", 1),
+        ("f", "kill", 0),
+        ("g", "upgrade", 0),
+    ] {
+        let socket = format!("{name}.sock\"\nname = \"{name}");
+        let text = text.replacen("a.sock", &socket, 1);
+        fs::write(ringdisk.path("r.toml"), text).unwrap();
+        for (thread, _) in ringdisk.threads() {
+            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
+        }
+        match how {
+            "kill" => ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap(),
+            "upgrade" => upgraded = on_one_cpu(|| ringdisk.json(&[how])).unwrap(),
+            _ => _ = ringdisk.json(&[how]),
+        }
+        wait_until("the disk", || queues(&ringdisk, name).is_some());
+        let mut guest = device(&ringdisk, name, before);
+        verify(&mut guest);
+        let read = guest.frontend.config(WCE, 1).unwrap();
+        assert_eq!(read, [write_cache], "{name} {how}");
+        if let Some((_, next)) = [("d", 1), ("a", 0)].iter().find(|it| it.0 == name) {
+            guest.frontend.set_config(WCE, &[*next]).unwrap();
         }
     }
     kill(&upgraded);
