@@ -80,6 +80,12 @@ impl Node {
         Ok(())
     }
 
+    /// Call it before the image changes without a request of the guest, so that a kill in the middle loses no bit of its bitmaps.
+    pub(super) fn note_generation(&self) {
+        let recorded = self.recorded_bitmaps();
+        recorded.inspect(|recorded| recorded.note_generation());
+    }
+
     fn all_bitmaps(&self) -> Option<Arc<DirtyBitmaps>> {
         let in_image = self.with_image(|image| image.bitmaps().clone());
         in_image.or_else(|| Some(self.recorded_bitmaps()?.bitmaps().clone()))

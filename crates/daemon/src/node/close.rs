@@ -16,6 +16,7 @@ impl Node {
     /// It could not be written.
     pub fn flush_metadata(&self) -> io::Result<()> {
         let _changes = self.lock_changes();
+        self.note_generation();
         let image = self.state().image.clone();
         match image {
             Some(Image::Chain(chain)) => chain
@@ -67,6 +68,7 @@ impl Node {
     /// It could not be written. The image is still consistent.
     pub(super) fn write_clean_state(&self) -> io::Result<()> {
         let _changes = self.lock_changes();
+        self.note_generation();
         let (image, recorded_bitmaps) = {
             let state = self.state();
             (state.image.clone(), state.recorded_bitmaps.clone())
@@ -170,6 +172,7 @@ impl Node {
     /// After an error, the image stays in use with its journal.
     pub(super) fn close_image(&self, image: &Image, files: &[Arc<DiskFile>]) -> io::Result<()> {
         if let Some(chain) = image.chain() {
+            self.note_generation();
             chain.close().map_err(io::Error::other)?;
         }
         files.iter().try_for_each(|file| file.sync())?;

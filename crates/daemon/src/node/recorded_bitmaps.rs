@@ -503,6 +503,17 @@ impl RecordedBitmaps {
         }
     }
 
+    /// Call it before the image changes without a request of the guest. The first change in this process gives the image a
+    /// generation that is noted with the guest's first write at the latest, which the new process of an upgrade may not have
+    /// had. An image with a generation that was not noted is taken for one that another program has written to.
+    pub fn note_generation(&self) {
+        let intent = self.known().intent.clone();
+        let is_foreign = intent.is_some_and(|intent| !intent.log.is_own());
+        if is_foreign && self.image().is_some() {
+            self.note_again();
+        }
+    }
+
     /// Stores the bitmaps. The disk is durable, and nothing writes to it any more. An image is closed, and has stored them.
     pub fn store(&self) {
         let Ok(place) = &self.place else { return };

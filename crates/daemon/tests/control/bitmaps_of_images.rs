@@ -23,7 +23,7 @@ const REGION: u64 = (1 << 20) / BLOCK;
 const CONTINUE: &str = "continue where the process before has left them";
 
 /// What QEMU finds in the image.
-fn stored(disk: &StoredDisk, bitmap: &str) -> BTreeSet<u64> {
+pub fn stored(disk: &StoredDisk, bitmap: &str) -> BTreeSet<u64> {
     let ranges = qemu::dirty(disk.dir.path(), "disk.qcow2", bitmap).into_iter();
     ranges
         .flat_map(|range| range.start / BLOCK..range.end.div_ceil(BLOCK))
@@ -35,18 +35,18 @@ fn kill(server: Server) {
 }
 
 /// Returns the new process.
-fn upgrade(disk: &StoredDisk) -> u32 {
+pub fn upgrade(disk: &StoredDisk) -> u32 {
     let upgraded = disk.run(&["upgrade", "--json"]).out;
     let upgraded: Value = serde_json::from_str(&upgraded).unwrap();
     upgraded["pid"].as_u64().unwrap() as u32
 }
 
-fn signal(pid: u32, signal: Signal) {
+pub fn signal(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
     wait_for_exit(pid);
 }
 
-fn count(disk: &StoredDisk, bitmap: &str) -> u64 {
+pub fn count(disk: &StoredDisk, bitmap: &str) -> u64 {
     disk.bitmap(bitmap)["count"].as_u64().unwrap() / BLOCK
 }
 

@@ -6,6 +6,7 @@ mod bitmaps;
 mod bitmaps_of_images;
 mod bitmaps_of_qemu;
 mod bitmaps_of_raw;
+mod bitmaps_on_full_volumes;
 mod churn;
 mod cli;
 mod gone;

@@ -14,6 +14,10 @@
 //! | after 2 | {bitmaps in use, the generation} | continues |
 //! | in 3 | {its bitmaps, no generation} | not used any more, for no image has its generations |
 //!
+//! The new process of an upgrade writes nothing before the old one has handed over, so the notes name the generations of the old
+//! one at first. The first request of the guest that is noted, or [`note_generation`](RecordedBitmaps::note_generation) before
+//! any other change of the image, notes the generation that the new process gives it.
+//!
 //! Any other program that opens the image for writing removes or replaces the generation. A record that is left over is
 //! therefore never used again. If a record cannot be written, the bitmaps do not survive the next kill; nothing else is lost.
 

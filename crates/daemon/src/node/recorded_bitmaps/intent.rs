@@ -167,6 +167,8 @@ struct LogState {
     is_writing: bool,
     /// What is noted in the file is known.
     is_read: bool,
+    /// This process has written the file.
+    is_own: bool,
     /// The thread with the checkpoints runs.
     has_thread: bool,
     /// It must end.
@@ -209,6 +211,11 @@ impl<F: NotesFile> IntentLog<F> {
         waited.unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether this process has written a note. Before, the file has what another one noted.
+    pub fn is_own(&self) -> bool {
+        self.lock().is_own
+    }
+
     /// Makes the notes of all regions that are wanted durable, or waits until another thread has done that.
     pub fn note(&self, intent: &WriteIntent) {
         let state = self.lock();
@@ -247,6 +254,7 @@ impl<F: NotesFile> IntentLog<F> {
         let mut state = self.lock();
         state.is_writing = false;
         state.is_read |= written.is_ok();
+        state.is_own |= written.is_ok();
         drop(state);
         self.changed.notify_all();
     }
