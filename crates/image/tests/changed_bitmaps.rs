@@ -501,6 +501,54 @@ fn missing_space_loses_only_bitmaps() {
     assert!(seen.len() > 2, "{seen:?}");
 }
 
+/// Wherever space runs out while bitmaps are stored for another process that has them from elsewhere, this process can continue
+/// with all of them, and store them once there is space.
+#[test]
+fn missing_space_in_a_handover_loses_no_bitmap() {
+    if !qemu::is_there("missing_space_in_a_handover_loses_no_bitmap") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    qemu::img(directory, "create -q -f qcow2 disk.qcow2 1G");
+    qemu::img(directory, "bitmap --add -g 512 disk.qcow2 old");
+    let start = std::fs::read(directory.join("disk.qcow2")).unwrap();
+    for space in 0.. {
+        let memory = Memory::new(start.clone());
+        let disk = in_memory(&memory, directory, WRITE);
+        let image = disk.chain.image().unwrap();
+        image.on_bitmap_lost(move |name, error| panic!("{space} blocks: {name}: {error}"));
+        add(image, "new", 512, 1 << 30);
+        disk.grow(3 << 30).unwrap();
+        disk.write(0, &[1; 512]).unwrap();
+        disk.flush().unwrap();
+        memory.limit_space(space);
+        let kept = AtomicU32::new(0);
+        let stored = image.store_bitmaps_for_handover(|_, _| {
+            kept.fetch_add(1, Ordering::Relaxed);
+            true
+        });
+        stored.unwrap_or_else(|e| panic!("{space} blocks: {e}"));
+        memory.limit_space(u64::MAX);
+        disk.write(2 << 30, &[1; 512]).unwrap();
+        disk.chain.close().unwrap();
+        drop(disk);
+        let report = check(&memory).unwrap();
+        assert_eq!(report.errors, 0, "{space} blocks: {report:?}");
+        let disk = in_memory(&memory, directory, WRITE);
+        let found = disk.chain.image().unwrap().bitmaps().all();
+        assert_eq!(found.len(), 2, "{space} blocks");
+        for bitmap in &found {
+            let model = [0, 2 << 30].map(|at| at..at + 512);
+            assert_eq!(dirty(bitmap), model, "{space} blocks: {bitmap:?}");
+        }
+        if kept.into_inner() == 0 {
+            println!("{space} blocks are enough");
+            break;
+        }
+    }
+}
+
 #[test]
 fn qemu_continues_added_bitmaps() {
     if !qemu::is_there("qemu_continues_added_bitmaps") {

@@ -9,6 +9,9 @@ use image::{Image, ImageError};
 
 use super::{Node, NodeError};
 
+/// The image may go on, and its bitmaps may not be as large as the disk any more.
+const NOT_STORED: &str = "it could not be stored in its image";
+
 impl Node {
     /// Writes metadata that an image has only in memory. No request is in flight, or this will be called again.
     ///
@@ -37,11 +40,17 @@ impl Node {
             let state = self.state();
             (state.image.clone(), state.recorded_bitmaps.clone())
         };
-        recorded_bitmaps.inspect(|bitmaps| bitmaps.suspend());
-        match image.as_ref().and_then(|image| image.chain()?.image()) {
-            Some(image) => image.store_bitmaps().map_err(io::Error::other),
-            None => Ok(()),
-        }
+        (recorded_bitmaps.as_ref()).inspect(|bitmaps| bitmaps.suspend());
+        let is_kept = |name: &str, error: &ImageError| {
+            (recorded_bitmaps.as_ref()).is_some_and(|bitmaps| bitmaps.is_kept(name, error))
+        };
+        let Some(image) = image.as_ref().and_then(|image| image.chain()?.image()) else {
+            return Ok(());
+        };
+        image.store_bitmaps_for_handover(is_kept).map_err(|e| {
+            (recorded_bitmaps.as_ref()).inspect(|bitmaps| bitmaps.record_lost(NOT_STORED));
+            io::Error::other(e)
+        })
     }
 
     /// Makes durable what other processes have written to its files, unless flushes are ignored.
@@ -73,11 +82,13 @@ impl Node {
             let state = self.state();
             (state.image.clone(), state.recorded_bitmaps.clone())
         };
-        recorded_bitmaps.inspect(|bitmaps| bitmaps.suspend());
-        match image.as_ref().and_then(Image::chain) {
+        (recorded_bitmaps.as_ref()).inspect(|bitmaps| bitmaps.suspend());
+        let closed = match image.as_ref().and_then(Image::chain) {
             Some(chain) if !self.facts.read_only => chain.close().map_err(io::Error::other),
             _ => Ok(()),
-        }
+        };
+        recorded_bitmaps.inspect(|bitmaps| bitmaps.record_lost(NOT_STORED));
+        closed
     }
 
     /// Makes the guests' writes durable at the end. Their requests have finished, but writes without a flush may be in
@@ -173,7 +184,11 @@ impl Node {
     pub(super) fn close_image(&self, image: &Image, files: &[Arc<DiskFile>]) -> io::Result<()> {
         if let Some(chain) = image.chain() {
             self.note_generation();
-            chain.close().map_err(io::Error::other)?;
+            chain.close().map_err(|e| {
+                let recorded_bitmaps = self.recorded_bitmaps();
+                recorded_bitmaps.inspect(|bitmaps| bitmaps.record_lost(NOT_STORED));
+                io::Error::other(e)
+            })?;
         }
         files.iter().try_for_each(|file| file.sync())?;
         let journal = self.state().journal.take();

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use rustix::process::Signal;
@@ -10,8 +11,9 @@ use serde_json::Value;
 use testkit::qemu_img as qemu;
 
 use super::bitmaps_of_images::{count, signal, stored, upgrade};
-use super::stored_disk::{StoredDisk, write};
+use super::stored_disk::{BLOCK, StoredDisk, write};
 use crate::support::small_fs::SmallFs;
+use crate::upgrade::{RECEIVE_MESSAGE, send_message};
 
 /// The image cannot take its bitmaps before the new process serves. The record has them, and continues to be valid, although no
 /// guest has written to the new process before that is upgraded or stopped in its turn.
@@ -28,20 +30,14 @@ fn upgrades_and_kills_on_a_full_volume_keep_bitmaps_of_images() {
         &[up, kill, up, up],
         &[kill, up, up, kill],
     ] {
-        let mut disk = StoredDisk::image();
-        let volume = disk.path("volume");
-        let Some(_volume) = SmallFs::mount(&volume, "1m") else {
+        let Some((disk, volume)) = on_small_volume() else {
             return;
         };
-        let image = volume.join("disk.qcow2");
-        fs::copy(&disk.file, &image).unwrap();
-        disk.file = image;
-        disk.options += ",cache=writeback";
         let server = disk.serve();
         // 'b' has an entry in the image, and this one has none.
         disk.add("new");
         write(&mut disk.device(), 3);
-        let ballast = volume.join("ballast");
+        let ballast = volume.0.join("ballast");
         fill(&ballast);
         let mut servers = vec![server];
         let mut pid = servers[0].pid();
@@ -62,10 +58,60 @@ fn upgrades_and_kills_on_a_full_volume_keep_bitmaps_of_images() {
         write(&mut disk.device(), 5);
         signal(pid, Signal::TERM);
         fs::copy(&disk.file, disk.path("disk.qcow2")).unwrap();
-        for name in ["b", "new"] {
-            assert_eq!(stored(&disk, name), BTreeSet::from([3, 5]), "{steps:?}");
-        }
+        let dirty = BTreeSet::from([3, 5]);
+        assert_eq!(stored(&disk, "new"), dirty, "{steps:?}");
     }
+}
+
+/// The old process goes on. Its bitmaps are as they were, although the image could not take them.
+#[test]
+fn failed_upgrades_on_a_full_volume_keep_bitmaps_of_images() {
+    if !qemu::is_there("failed_upgrades_on_a_full_volume_keep_bitmaps_of_images") {
+        return;
+    }
+    let Some((disk, volume)) = on_small_volume() else {
+        return;
+    };
+    let server = disk.serve();
+    disk.add("new");
+    write(&mut disk.device(), 3);
+    let ballast = volume.0.join("ballast");
+    fill(&ballast);
+    let program = disk.path("program");
+    let hello = send_message(r#"{"protocol":2,"version":"x"}"#);
+    let script = format!("#!/bin/sh\n{hello}; {RECEIVE_MESSAGE}; kill -9 $$\n");
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let upgraded = disk.try_to(&["upgrade", "--program", program.to_str().unwrap()]);
+    assert_eq!(upgraded.code, Some(1), "{upgraded:?}");
+    server.wait_for_log(&["bitmap 'b' could not be stored in its image"]);
+    let assert_dirty = |blocks| {
+        for name in ["b", "new"] {
+            assert_eq!(disk.bitmap(name)["inconsistent"], Value::Null, "{name}");
+            assert_eq!(count(&disk, name), blocks, "{name}");
+        }
+    };
+    assert_dirty(1);
+    // The bits of the larger disk survive a kill.
+    fs::remove_file(&ballast).unwrap();
+    disk.run(&["resize", "d", "128M"]);
+    write(&mut disk.device(), (100 << 20) / BLOCK);
+    assert_dirty(2);
+    signal(server.pid(), Signal::KILL);
+    let server = disk.serve();
+    assert_dirty(2);
+    StoredDisk::stop(server);
+}
+
+/// An image on a file system that can be filled.
+fn on_small_volume() -> Option<(StoredDisk, SmallFs)> {
+    let mut disk = StoredDisk::image();
+    let volume = SmallFs::mount(&disk.path("volume"), "1m")?;
+    let image = volume.0.join("disk.qcow2");
+    fs::copy(&disk.file, &image).unwrap();
+    disk.file = image;
+    disk.options += ",cache=writeback";
+    Some((disk, volume))
 }
 
 /// Takes all space of a file system.

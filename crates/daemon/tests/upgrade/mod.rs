@@ -229,13 +229,13 @@ fn check_bitmap(image: &Path, content: &Path) {
 }
 
 /// A message: the length of the text, no descriptors, the text.
-fn send_message(text: &str) -> String {
+pub fn send_message(text: &str) -> String {
     let zeroes = r"\000".repeat(15);
     format!(r#"printf '\{:03o}{zeroes}{text}' >&0"#, text.len())
 }
 
 /// Receives a message of up to 32 KiB, and drops its descriptors.
-const RECEIVE_MESSAGE: &str = "dd bs=32768 count=1 <&0 >/dev/null 2>&1";
+pub const RECEIVE_MESSAGE: &str = "dd bs=32768 count=1 <&0 >/dev/null 2>&1";
 
 fn rounds() -> u64 {
     let given = std::env::var("RINGDISK_TEST_ROUNDS").ok();

@@ -26,7 +26,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use engine::DiskFile;
-use image::{Chain, Qcow2, UnusableBitmap};
+use image::{Chain, ImageError, Qcow2, UnusableBitmap};
 use tracing::{error, info, warn};
 
 use super::RecordedBitmaps;
@@ -332,6 +332,21 @@ impl RecordedBitmaps {
         let intent = inner.intent.take();
         self.publish(&inner);
         intent.inspect(|intent| place.remove_intent(&intent.record));
+    }
+
+    /// Whether the next process continues a bitmap that could not be stored in its image because of `error`. Then it is logged.
+    pub fn is_kept(&self, name: &str, error: &ImageError) -> bool {
+        let inner = self.inner();
+        let is_valid = |intent: &Intent| !intent.regions.is_given_up();
+        let is_kept = inner.files.contains_key(name) && inner.intent.as_ref().is_some_and(is_valid);
+        if is_kept && checkpoint::bitmap_of(name).is_none() {
+            warn!(
+                "disk {}: bitmap '{name}' could not be stored in its image: {error}; its bits stay in the state \
+                 directory; make space before the disk is closed, otherwise the bitmap is lost",
+                self.disk
+            );
+        }
+        is_kept
     }
 
     /// Changes cannot be noted any more. The bitmaps are right as long as this process lives.

@@ -13,13 +13,13 @@
 //! A crash before the end of 4 leaves each bitmap {in use} or, if its flags were written, {stored}; and possibly leaked
 //! clusters. No table refers to a cluster that is not counted.
 //!
-//! Everything of the guest is durable before 1. If space runs out in 1 to 4, bitmaps are lost and stay in use, and what was
-//! allocated for them is freed, unless their tables in the file may refer to it.
+//! Everything of the guest is durable before 1. If space runs out in 1 to 4, bitmaps stay in use, and what was allocated for them
+//! is freed, unless their tables in the file may refer to it. They are lost, unless another process has their bits from elsewhere.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::SeqCst;
 
-use block::is_no_space;
+use block::{DirtyBitmap, is_no_space};
 
 use super::directory::{Part, PartOf, entry_bytes};
 use super::{AUTO, IN_USE, OFFSET, StoredBitmap};
@@ -31,6 +31,9 @@ use crate::qcow2::{ImageState, Qcow2};
 
 /// EFBIG: the file has the maximum length of its file system.
 const FILE_TOO_LARGE: i32 = 27;
+
+/// Called for each bitmap for which there is no space.
+type OnNoSpace<'a> = dyn Fn(&DirtyBitmap, &ImageError) + 'a;
 
 /// What step 3 and 4 write of the entry of a bitmap.
 struct NewEntry {
@@ -52,15 +55,35 @@ impl Qcow2 {
     /// They could not be written, and stay in use. If space runs out for a bitmap, that is no error: the bitmap is
     /// [lost](Self::on_bitmap_lost).
     pub fn store_bitmaps(&self) -> Result<(), ImageError> {
+        self.store_or(&|bits, error| self.bitmap_lost(bits, error))
+    }
+
+    /// The same for another process, which continues some bitmaps from elsewhere. If space runs out for a bitmap, `is_kept` tells
+    /// whether this is one of them: then it is not lost, also not in this process.
+    ///
+    /// # Errors
+    /// As of [`store_bitmaps`](Self::store_bitmaps).
+    pub fn store_bitmaps_for_handover(
+        &self,
+        is_kept: impl Fn(&str, &ImageError) -> bool,
+    ) -> Result<(), ImageError> {
+        self.store_or(&|bits, error| {
+            if !is_kept(bits.name(), error) {
+                self.bitmap_lost(bits, error);
+            }
+        })
+    }
+
+    fn store_or(&self, on_no_space: &OnNoSpace<'_>) -> Result<(), ImageError> {
         if self.read_only || self.damage.get().is_some() {
             return Ok(());
         }
         // First, so that a full disk loses only the new bitmaps.
-        let mut larger = self.allocate_larger_directory()?;
-        let mut entries = self.write_bits()?;
+        let mut larger = self.allocate_larger_directory(on_no_space)?;
+        let mut entries = self.write_bits(larger.is_some(), on_no_space)?;
         if !entries.is_empty() {
             self.flush()?;
-            entries = self.write_tables(entries)?;
+            entries = self.write_tables(entries, on_no_space)?;
         }
         let has_new = entries.iter().any(|entry| entry.at.is_none());
         if let Some(unused) = larger.take_if(|_| !has_new) {
@@ -75,8 +98,8 @@ impl Qcow2 {
             };
         }
         let stored = match larger {
-            Some(run) => self.extend_directory(run, &mut entries),
-            None => self.write_directory(&mut entries),
+            Some(run) => self.extend_directory(run, &mut entries, on_no_space),
+            None => self.write_directory(&mut entries, on_no_space),
         };
         // Also after an error, the flags may be in the file: the next write marks them again.
         self.has_begun_writing.store(false, SeqCst);
@@ -84,8 +107,11 @@ impl Qcow2 {
         self.end_of_use(&entries)
     }
 
-    /// Allocates clusters for a directory that has the new bitmaps, if there are any. If there is no space, they are lost.
-    fn allocate_larger_directory(&self) -> Result<Option<Run>, ImageError> {
+    /// Allocates clusters for a directory that has the new bitmaps, if there are any. If there is no space, they are not stored.
+    fn allocate_larger_directory(
+        &self,
+        on_no_space: &OnNoSpace<'_>,
+    ) -> Result<Option<Run>, ImageError> {
         let mut parts: Vec<_> = {
             let state = self.lock();
             let parts = self.directory(&state)?.into_iter();
@@ -112,7 +138,7 @@ impl Qcow2 {
                 clusters: self.g.clusters(bytes),
             })),
             Err(error) if is_full(&error) => {
-                new.iter().for_each(|bits| self.bitmap_lost(bits, &error));
+                new.iter().for_each(|bits| on_no_space(bits, &error));
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -120,7 +146,12 @@ impl Qcow2 {
     }
 
     /// Steps 3 and 4 if there are new bitmaps: the directory that was allocated takes the place of the old one.
-    fn extend_directory(&self, run: Run, entries: &mut Vec<NewEntry>) -> Result<(), ImageError> {
+    fn extend_directory(
+        &self,
+        run: Run,
+        entries: &mut Vec<NewEntry>,
+        on_no_space: &OnNoSpace<'_>,
+    ) -> Result<(), ImageError> {
         let old = self.directory(&self.lock())?;
         let mut parts: Vec<_> = old.into_iter().map(|(_, part)| part).collect();
         for part in &mut parts {
@@ -147,9 +178,9 @@ impl Qcow2 {
                 return Err(error);
             }
             for entry in entries.extract_if(.., |entry| entry.at.is_none()) {
-                self.give_up(&entry, &error)?;
+                self.give_up(&entry, &error, on_no_space)?;
             }
-            return self.write_directory(entries);
+            return self.write_directory(entries, on_no_space);
         }
         self.replace_directory(Some(at), &parts)?;
         // A bitmap for which there was no space has no entry.
@@ -158,15 +189,20 @@ impl Qcow2 {
         self.free_clusters(&unused.each().collect::<Vec<_>>())
     }
 
-    /// Step 1.
-    fn write_bits(&self) -> Result<Vec<NewEntry>, ImageError> {
+    /// Step 1. `with_new`: the directory has space for new bitmaps.
+    fn write_bits(
+        &self,
+        with_new: bool,
+        on_no_space: &OnNoSpace<'_>,
+    ) -> Result<Vec<NewEntry>, ImageError> {
         let bitmaps = self.lock().bitmaps.loaded.len();
         let mut entries = Vec::new();
         for number in 0..bitmaps {
             let bits = {
                 let state = self.lock();
                 let bitmap = &state.bitmaps.loaded[number];
-                if !bitmap.is_in_use || bitmap.bits.is_inconsistent() {
+                let has_entry = bitmap.entry_at.is_some() || with_new;
+                if !bitmap.is_in_use || bitmap.bits.is_inconsistent() || !has_entry {
                     continue;
                 }
                 bitmap.bits.clone()
@@ -179,7 +215,7 @@ impl Qcow2 {
                     if !is_full(&error) {
                         return Err(error);
                     }
-                    self.bitmap_lost(&bits, &error);
+                    on_no_space(&bits, &error);
                 }
             }
         }
@@ -280,7 +316,11 @@ impl Qcow2 {
     }
 
     /// Step 2. Returns the entries of the bitmaps that have their tables.
-    fn write_tables(&self, entries: Vec<NewEntry>) -> Result<Vec<NewEntry>, ImageError> {
+    fn write_tables(
+        &self,
+        entries: Vec<NewEntry>,
+        on_no_space: &OnNoSpace<'_>,
+    ) -> Result<Vec<NewEntry>, ImageError> {
         let mut written = Vec::new();
         for entry in entries {
             let table = self.lock().bitmaps.loaded[entry.number].table.clone();
@@ -290,7 +330,7 @@ impl Qcow2 {
             let doing = "writing a bitmap table";
             match self.file.write_at(doing, entry.table_at, &bytes) {
                 Ok(()) => written.push(entry),
-                Err(error) if is_full(&error) => self.give_up(&entry, &error)?,
+                Err(error) if is_full(&error) => self.give_up(&entry, &error, on_no_space)?,
                 Err(error) => return Err(error),
             }
         }
@@ -299,9 +339,14 @@ impl Qcow2 {
     }
 
     /// There was no space for the table of a bitmap, or for its entry.
-    fn give_up(&self, entry: &NewEntry, error: &ImageError) -> Result<(), ImageError> {
+    fn give_up(
+        &self,
+        entry: &NewEntry,
+        error: &ImageError,
+        on_no_space: &OnNoSpace<'_>,
+    ) -> Result<(), ImageError> {
         let bits = self.lock().bitmaps.loaded[entry.number].bits.clone();
-        self.bitmap_lost(&bits, error);
+        on_no_space(&bits, error);
         // A table where it was may be partly written, and refer to new clusters.
         if entry.table_at != entry.old_table.first.start(&self.g) {
             self.free_new(entry.number, &entry.new)?;
@@ -310,7 +355,11 @@ impl Qcow2 {
     }
 
     /// Steps 3 and 4.
-    fn write_directory(&self, entries: &mut Vec<NewEntry>) -> Result<(), ImageError> {
+    fn write_directory(
+        &self,
+        entries: &mut Vec<NewEntry>,
+        on_no_space: &OnNoSpace<'_>,
+    ) -> Result<(), ImageError> {
         let extension = self.lock().header.bitmaps;
         let Some(extension) = extension else {
             return Ok(());
@@ -340,7 +389,7 @@ impl Qcow2 {
                     // It may be partly written: their new tables stay counted.
                     for entry in entries.drain(..) {
                         let bits = self.lock().bitmaps.loaded[entry.number].bits.clone();
-                        self.bitmap_lost(&bits, &error);
+                        on_no_space(&bits, &error);
                     }
                     return Ok(());
                 }
