@@ -106,7 +106,10 @@ impl RecordedBitmaps {
         if place.inherited.is_uncommitted() {
             // The process that hands over may continue after all. What it has written stays as it is, and is not used after
             // this process, which notes nothing, if some of it was not continued.
-            if !record.as_ref().is_some_and(|record| has_all(record, inner)) {
+            if !record
+                .as_ref()
+                .is_some_and(|record| has_all_usable(record, inner))
+            {
                 inner.intent = None;
                 inner.files.clear();
             }
@@ -139,14 +142,20 @@ impl RecordedBitmaps {
             }
             bits_at += bitmap.stored_bytes(record);
         }
+        let remove_bits = |files: Vec<String>| {
+            // The process that hands over may continue with them after all.
+            if !place.inherited.is_uncommitted() {
+                place.remove_bits(files.into_iter());
+            }
+        };
         let continued = image.continue_bitmaps(found);
         let unusable = continued.map_err(|e| {
-            place.remove_bits(std::mem::take(&mut inner.files).into_values());
+            remove_bits(std::mem::take(&mut inner.files).into_values().collect());
             e.to_string()
         })?;
         for UnusableBitmap { name, why, .. } in unusable {
             self.warn_not_continued(&name, &why);
-            place.remove_bits(inner.files.remove(&name).into_iter());
+            remove_bits(inner.files.remove(&name).into_iter().collect());
         }
         if let (Usable::AsTheyAre, Some(of)) = (usable, &record.intent) {
             inner.intent = place.continued_intent(of, self.owner()).ok();
@@ -381,6 +390,12 @@ impl RecordedBitmaps {
 
 /// Whether a record is about exactly these bitmaps, with their bits in these files.
 fn has_all(record: &Record, inner: &Inner) -> bool {
+    record.bitmaps.iter().all(|bitmap| bitmap.lost.is_none()) && has_all_usable(record, inner)
+}
+
+/// The same, but for bitmaps that the record says are lost, which nobody continues.
+fn has_all_usable(record: &Record, inner: &Inner) -> bool {
     let is_there = |bitmap: &BitmapRecord| inner.files.get(&bitmap.name) == bitmap.bits.as_ref();
-    record.bitmaps.len() == inner.files.len() && record.bitmaps.iter().all(is_there)
+    let mut usable = record.bitmaps.iter().filter(|of| of.lost.is_none());
+    usable.clone().count() == inner.files.len() && usable.all(is_there)
 }
