@@ -225,6 +225,8 @@ pub enum CommandLineError {
     Frozen,
     #[error("{0}; no backup is open")]
     NotOpen(Box<Self>),
+    #[error("{0}; nothing was copied, and the backup stays open")]
+    StaysOpen(Box<Self>),
     #[error(
         "{0}; if the backup was open, its bitmaps may be those of a success: keep the copy, or make the next backup with \
          --full"
@@ -254,6 +256,7 @@ impl CommandLineError {
         match self {
             Self::Spec(_) | Self::Limit(_) | Self::Value(..) => 2,
             Self::CopyIsComplete(_) => 3,
+            Self::StaysOpen(error) => error.exit_code(),
             _ => 1,
         }
     }

@@ -117,9 +117,9 @@ Old data that the VM overwrites meanwhile is kept in memory, and then in a file 
   ringdisk backup copy vm1 --to full.qcow2 --format qcow2 --bitmap nightly
   ringdisk backup copy vm1 --to 1.qcow2 --format qcow2 --bitmap nightly --since CHECKPOINT --base full.qcow2
 
-Exit status: 0 if the backup has ended with success, and the files are durable; 1 if it has not been copied, and has ended as failed; 2 \
-after a mistake in the command; 3 if the files are complete and durable, and the backup may not have ended: what the message says must \
-be done before the next one.")]
+Exit status: 0 if the backup has ended with success, and the files are durable; 1 if it has not been copied, and has ended as failed, \
+or, with --open, stays open, as the message says; 2 after a mistake in the command; 3 if the files are complete and durable, and \
+the backup may not have ended: what the message says must be done before the next one.")]
     Copy(CopyArgs),
     /// End a backup, and disconnect its clients
     #[command(after_help = "Examples:

@@ -118,6 +118,57 @@ fn an_open_backup_is_copied_and_ended() {
     assert_eq!(served.done(&["backup", "list"]), json!([]));
 }
 
+/// What is wrong is noticed before anything is copied.
+#[test]
+fn an_open_backup_outlives_a_mistake_in_the_destination() {
+    let test = "an_open_backup_outlives_a_mistake_in_the_destination";
+    let Some(served) = Served::start(test, &[]) else {
+        return;
+    };
+    let mut device = served.connect("a");
+    write(&mut device, 0, 3, 7);
+    let [one, two, missing] = ["one", "two", "missing/two"].map(|name| served.path(name));
+    let to = [&one, &two, &missing].map(|file| format!("--to={}", text(file)));
+    let backups = || served.done(&["backup", "list"])[0]["id"].clone();
+    let stays_open = |more: &[&str], words: &str| {
+        let copy = ["backup", "copy", "a", "b", "--open"];
+        let output = served.ringdisk(&[&copy[..], more].concat());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_ne!(output.status.code(), Some(0), "{more:?}");
+        assert!(said.contains(words), "{said}");
+        assert!(
+            said.contains("nothing was copied, and the backup stays open"),
+            "{said}"
+        );
+        assert!(!said.contains("no backup is open"), "{said}");
+        assert_eq!(backups(), "backup", "{more:?}");
+        assert!(!served.path("one.partial").exists(), "{more:?}");
+    };
+    served.done(&["backup", "begin", "a", "b", "--bitmap=n"]);
+    fs::write(&two, "of another backup").unwrap();
+    stays_open(&[&to[0], &to[1]], "it exists; name a new file");
+    let images = [&*to[0], &to[1], "--format=qcow2"];
+    stays_open(&images, "it exists; name a new file");
+    stays_open(&[&to[0], &to[2]], "No such file");
+    assert_eq!(fs::read(&two).unwrap(), b"of another backup");
+    fs::remove_file(&two).unwrap();
+    let copied = served.done(&["backup", "copy", "a", "b", &to[0], &to[1], "--open"]);
+    assert_eq!(of(&copied).0, "full");
+
+    // An increment updates the files that are there.
+    let since = format!("--since={}", of(&copied).2);
+    served.done(&["backup", "begin", "a", "b", "--bitmap=n", &since]);
+    let right = fs::read(&two).unwrap();
+    fs::remove_file(&two).unwrap();
+    stays_open(&[&to[0], &to[1]], "No such file");
+    fs::write(&two, [&right[..], &[0; 512]].concat()).unwrap();
+    stays_open(&[&to[0], &to[1]], "larger than the disk");
+    fs::write(&two, &right).unwrap();
+    assert!(!served.path("one.updating").exists());
+    let copied = served.done(&["backup", "copy", "a", "b", &to[0], &to[1], "--open"]);
+    assert_eq!(of(&copied).0, "incremental");
+}
+
 /// The changes stay in the bitmap, and no backup stays open.
 #[test]
 fn copies_that_fail_lose_no_changes() {

@@ -122,12 +122,20 @@ pub fn copy(args: &CopyArgs) -> CommandResult {
         (begun.disks, Some(begun.token))
     };
     let stop = Stop::default();
-    let work = || copy_all(args, &disks, &address, &stop);
+    // In one thread: the programs that write images end with the thread that has started them.
+    let work = || {
+        let mut jobs = prepare(args, &disks, &stop).map_err(|e| match e {
+            // Another command can copy it.
+            e if args.open => CommandLineError::StaysOpen(Box::new(e)),
+            e => e,
+        })?;
+        let copied = copy_all(&mut jobs, &address, &stop)?;
+        Ok((jobs, copied))
+    };
     let (copied, watched) = interrupt.watch(None, work, || stop.set());
     let (jobs, copied) = match watched.and(copied) {
         Ok(done) => done,
-        // What it needs is wrong, or the backup is another one.
-        Err(e) if args.open && matches!(e, CommandLineError::Value(..)) => return Err(e),
+        Err(e @ CommandLineError::StaysOpen(_)) => return Err(e),
         Err(e) => return Err(super::undo(connection, id, token.as_deref(), e)),
     };
     // The copy is complete: a signal would only keep it from being named and said. The end has a deadline.
@@ -193,13 +201,15 @@ pub fn address_of(server: &Value) -> Result<Address, CommandLineError> {
     })
 }
 
-/// Copies all disks durably. Returns what was copied of each, in bytes.
-fn copy_all<'a>(
+/// Finds what to copy of each disk, and opens the files for it. Nothing is copied yet.
+///
+/// # Errors
+/// The files are as they were.
+fn prepare<'a>(
     args: &CopyArgs,
     disks: &'a [Value],
-    address: &Address,
     stop: &Stop,
-) -> Result<(Vec<Job<'a>>, Vec<u64>), CommandLineError> {
+) -> Result<Vec<Job<'a>>, CommandLineError> {
     let mut jobs = Vec::new();
     for (at, (name, to)) in args.disks.iter().zip(&args.to).enumerate() {
         let disk = disks.iter().find(|disk| disk["device"] == **name);
@@ -248,13 +258,22 @@ fn copy_all<'a>(
             target,
         });
     }
+    Ok(jobs)
+}
+
+/// Copies all disks durably. Returns what was copied of each, in bytes.
+fn copy_all(
+    jobs: &mut [Job<'_>],
+    address: &Address,
+    stop: &Stop,
+) -> Result<Vec<u64>, CommandLineError> {
     let [done, copied] = [const { AtomicU64::new(0) }; 2];
     let total = jobs.iter().map(|job| job.size).sum();
     let is_over = AtomicBool::new(false);
-    let all = thread::scope(|scope| {
+    thread::scope(|scope| {
         scope.spawn(|| show(&is_over, &done, &copied, total));
         let mut all = Vec::new();
-        for job in &mut jobs {
+        for job in jobs {
             let before = copied.load(Relaxed);
             match copy_disk(address, job, &done, &copied, stop) {
                 Ok(()) => all.push(copied.load(Relaxed) - before),
@@ -266,8 +285,7 @@ fn copy_all<'a>(
         }
         is_over.store(true, Relaxed);
         Ok(all)
-    })?;
-    Ok((jobs, all))
+    })
 }
 
 fn copy_disk(

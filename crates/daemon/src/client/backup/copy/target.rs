@@ -13,7 +13,9 @@ use std::time::Duration;
 use harness::process::guarded;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
-use rustix::fs::{FallocateFlags, FlockOperation, fallocate, fcntl_lock};
+use rustix::fs::{
+    Access, AtFlags, FallocateFlags, FlockOperation, accessat, fallocate, fcntl_lock,
+};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::TargetFormat;
@@ -106,6 +108,7 @@ impl Target {
                 let text = "it is no regular file, or larger than the disk: it does not have the last backup";
                 return Err(io::Error::other(text));
             }
+            check_mark(to)?;
             return Ok(Self {
                 to: to.into(),
                 name,
@@ -366,6 +369,20 @@ pub fn is_updating(file: &Path) -> io::Result<bool> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(e) => Err(e),
     }
+}
+
+/// Checks that a file can be marked, before anything is copied. It is not marked yet: a kill would leave the mark.
+///
+/// # Errors
+/// It cannot.
+fn check_mark(file: &Path) -> io::Result<()> {
+    let access = Access::WRITE_OK | Access::EXEC_OK;
+    let checked = accessat(directory_of(file)?, ".", access, AtFlags::EACCESS);
+    checked.map_err(|e| {
+        let mark = beside(file, UPDATING);
+        let text = format!("{} cannot be created: {e}", mark.display());
+        io::Error::new(io::Error::from(e).kind(), text)
+    })
 }
 
 fn create_mark(mark: &Path) -> io::Result<()> {
