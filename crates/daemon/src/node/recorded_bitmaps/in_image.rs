@@ -5,7 +5,8 @@
 //!
 //! 1. When the image is opened for writing and has persistent bitmaps: files with their bits, and then the record, with notes
 //!    that name the generation that the image will have. Nothing has been written to the image.
-//! 2. The first write gives the image this generation, and marks its bitmaps as in use, durably.
+//! 2. The image gets this generation, and its bitmaps are marked as in use, durably: at once, or before the first write after an
+//!    upgrade and while the image's journal is elsewhere.
 //! 3. When the image is closed, it has its bitmaps, and no generation. Then the record is removed.
 //!
 //! | kill or crash | image | record |
