@@ -114,6 +114,8 @@ struct ServerState {
     exports: BTreeMap<String, Export>,
     groups: BTreeMap<String, Arc<ThrottleGroup>>,
     watch: LatencyMode,
+    /// Configured services that could not be started, each with the reason.
+    unavailable: Vec<String>,
     /// What the operator has configured, as far as it applies.
     configured: Configured,
     /// Configured disks that have been detached, if their last file was not the configured one.

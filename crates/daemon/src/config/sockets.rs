@@ -10,6 +10,11 @@ pub fn are_of_two_vms(one: &DiskSpec, other: &DiskSpec) -> bool {
     !one.has_file_of(other) && path(one) != path(other)
 }
 
+/// Whether a disk is another one with another name: it has its file, and its VM.
+pub fn is_renamed(disk: &DiskSpec, other: &DiskSpec) -> bool {
+    disk.name != other.name && disk.has_file_of(other) && path(disk) == path(other)
+}
+
 /// The path of a disk's socket.
 pub fn path(spec: &DiskSpec) -> PathBuf {
     let default = || directory().join(format!("{}.sock", spec.name));

@@ -261,13 +261,25 @@ fn start_disks(
     Ok(ready)
 }
 
-/// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed, unless another
-/// disk has its name now. It keeps its number of queues.
+/// A disk that was detached at run time does not return with an upgrade, even if its configuration has changed, or if it has another
+/// name, unless another disk has its name now. It keeps its number of queues.
 fn taken_over(configured: &Configured, overrides: Overrides) -> (Configured, Overrides) {
     let overrides = overrides.with_default_queues(&configured.disks);
+    let all = &configured.disks;
     let mut configured = configured.clone();
     let gone = |disk: &DiskSpec| overrides.detached.iter().find(|it| it.name == disk.name);
-    let is_kept = |disk: &DiskSpec| gone(disk).is_none_or(|it| sockets::are_of_two_vms(it, disk));
+    let is_configured = |name: &str| all.iter().any(|disk| disk.name == name);
+    let is_renamed = |disk: &DiskSpec| {
+        let mut gone = overrides
+            .detached
+            .iter()
+            .filter(|it| !is_configured(&it.name));
+        gone.any(|it| sockets::is_renamed(it, disk))
+    };
+    let is_kept = |disk: &DiskSpec| match gone(disk) {
+        Some(it) => sockets::are_of_two_vms(it, disk),
+        None => !is_renamed(disk),
+    };
     configured.disks.retain(is_kept);
     (configured, overrides)
 }
@@ -343,7 +355,11 @@ impl Service {
     ) -> Result<Option<T>, ServeError> {
         match opened {
             Err(e) if !is_given && !self.take_over => {
-                error!("{e}; the disks are served without it: correct it, then 'ringdisk upgrade'");
+                let reason = format!(
+                    "{e}; the disks are served without it: correct it, then 'ringdisk upgrade'"
+                );
+                error!("{reason}");
+                self.server.add_unavailable(reason);
                 Ok(None)
             }
             opened => opened,

@@ -472,7 +472,7 @@ impl Server {
             ..self.context.clone()
         };
         let (opened, lines) = log::hold(|| self.open_current_in(spec.clone(), &context));
-        let opened = opened.map_err(|e| self.if_moved_to_nothing(spec, e));
+        let opened = opened.map_err(|e| self.if_put_on_nothing(spec, e));
         let is_open = ahead.as_ref().is_some_and(|ahead| ahead.has(spec));
         let is_denied = opened.is_err() && !is_open && self.is_denied(spec);
         if let (Err(_), Some(ahead)) = (&opened, &ahead) {
@@ -660,7 +660,10 @@ impl Server {
     pub fn tell_status(&self) {
         const SHOWN: usize = 5;
         let absent = self.absent();
-        let mut status = "STATUS=all disks are served".to_owned();
+        let mut status = match self.unavailable().first() {
+            None => "STATUS=all disks are served".to_owned(),
+            Some(reason) => format!("STATUS=degraded: all disks are served; {reason}"),
+        };
         if !absent.is_empty() {
             let names: Vec<_> = absent.iter().map(|(spec, _)| spec.name.as_str()).collect();
             let more = if names.len() > SHOWN { ", ..." } else { "" };

@@ -102,18 +102,18 @@ impl Guests {
         self.all.get(socket)?.write_cache
     }
 
-    /// An export of a file comes to a socket. If nothing is known there, it takes along what is known elsewhere: of its name, or of
-    /// its file under a name that nobody has now. `is_others`: what was at a socket, or had a name, belongs to another export.
+    /// An export of a file comes to a socket. If nothing is known there, it takes along what is known elsewhere of its name or its
+    /// file. `is_others`: what was at a socket belongs to another export.
     fn come(
         &mut self,
         id: &str,
         socket: &Path,
         file: Option<String>,
-        is_others: impl Fn(&Path, Option<&str>) -> bool,
+        is_others: impl Fn(&Path) -> bool,
     ) -> &mut Guest {
         let elsewhere = |has: &dyn Fn(&Guest) -> bool| {
             let all = self.all.iter();
-            let its = all.filter(|(at, guest)| has(guest) && !is_others(at, guest.name.as_deref()));
+            let its = all.filter(|(at, guest)| has(guest) && !is_others(at));
             let newest = its.max_by_key(|(_, guest)| guest.noted);
             newest.map(|(at, _)| at.clone())
         };
@@ -193,12 +193,10 @@ impl ServerState {
             guests,
             ..
         } = self;
-        let is_others = |at: &Path, name: Option<&str>| {
+        let is_others = |at: &Path| {
             let served = exports.values().map(|other| (&other.id, &other.socket));
-            let mut others = served
-                .chain(wanted.iter().map(|(id, socket)| (id, socket)))
-                .filter(|(id, _)| **id != spec.id);
-            others.any(|(id, socket)| socket == at || name == Some(id))
+            let mut all = served.chain(wanted.iter().map(|(id, socket)| (id, socket)));
+            all.any(|(id, socket)| socket == at && *id != spec.id)
         };
         let file = match file {
             FileSpec::Null(_) => None,
@@ -248,7 +246,7 @@ mod tests {
         let exports = [("a", "/1"), ("b", "/2"), ("c", "/3")];
         let exports = exports.map(|(id, at)| (id.to_owned(), PathBuf::from(at)));
         let mut guests = Guests::new(&records.into(), &exports);
-        let nobody = |_: &Path, _: Option<&str>| false;
+        let nobody = |_: &Path| false;
         let file = |name: &str| Some(name.to_owned());
         let mut come = |id, at, name| guests.come(id, Path::new(at), file(name), nobody).queues;
         // Names are exchanged, and one goes to a socket that nobody knows.
@@ -260,11 +258,8 @@ mod tests {
         assert_eq!(come("d", "/6", "/files/5"), Some(3));
         // Nothing is left where it was, and nothing is taken from others.
         assert_eq!(come("z", "/5", "/files/7"), None);
-        let third = |at: &Path, _: Option<&str>| at == Path::new("/6");
+        let third = |at: &Path| at == Path::new("/6");
         let guest = guests.come("e", Path::new("/8"), file("/files/5"), third);
-        assert_eq!(guest.queues, None);
-        let has_its_name = |_: &Path, name: Option<&str>| name == Some("d");
-        let guest = guests.come("e", Path::new("/9"), file("/files/5"), has_its_name);
         assert_eq!(guest.queues, None);
         // All of it is read as it was written.
         let records = guests.records();

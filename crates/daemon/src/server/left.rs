@@ -105,8 +105,8 @@ impl Server {
         node.marks()
     }
 
-    /// The error for a disk that a command has moved, if its file is not there: the configured one may have everything since.
-    pub(super) fn if_moved_to_nothing(&self, disk: &DiskSpec, e: ServerError) -> ServerError {
+    /// The error for a disk that a command has put on a file that is not there: a new one would not be what it had.
+    pub(super) fn if_put_on_nothing(&self, disk: &DiskSpec, e: ServerError) -> ServerError {
         let file = disk.file.to_string();
         let is_missing = matches!(
             &e,
@@ -114,12 +114,16 @@ impl Server {
         );
         let state = self.state();
         let mut configured = state.configured.disks.iter();
-        let before = configured.find(|it| it.name == disk.name && it.file != disk.file);
+        let configured = configured.find(|it| it.name == disk.name);
+        if !is_missing || configured.is_some_and(|it| it.file == disk.file) {
+            return e;
+        }
+        let before = configured.map(|it| it.file.to_string());
+        let before = before.or_else(|| Some(state.left.left_for(&id(disk), &file)?.to_owned()));
+        let disk = disk.name.clone();
         match before {
-            Some(before) if is_missing => {
-                ServerError::MovedToNothing(file, disk.name.clone(), before.file.to_string())
-            }
-            _ => e,
+            Some(before) => ServerError::MovedToNothing(file, disk, before),
+            None => ServerError::PutOnNothing(file, disk),
         }
     }
 

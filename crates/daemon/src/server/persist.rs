@@ -209,6 +209,8 @@ impl Server {
             groups,
             // Clients that watch ask again.
             watch: _,
+            // The next process tries to start them.
+            unavailable: _,
             configured,
             detached,
             // Neither is possible during a handover.

@@ -19,7 +19,6 @@ use crate::server::iothreads::IoThreadError;
 use crate::server::resources;
 use crate::server::start::has_name_of_attached;
 use crate::server::{Move, PreparedDisk, Server, ServerError, TargetState, Waiting};
-use crate::socket::canonical_path;
 use crate::state::store::Configured;
 
 /// A configuration file, and which of its settings apply.
@@ -148,7 +147,7 @@ impl Reloader {
         let prepared = prepared.inspect_err(|_| server.aim_at(&disks(&old)))?;
         let ended = change.what_ends(server);
         let failed = change.carry_out(server, claim, prepared);
-        let after_restart = change.what_needs_a_restart(&old, &new);
+        let after_restart = change.what_needs_a_restart(server, &old, &new);
         let path = self.path.display();
         info!("{path}: reloaded: {}", change.summary());
         let in_force = change.without_postponed(failed.in_force(&old, &new));
@@ -166,6 +165,7 @@ impl Reloader {
         };
         left_out.extend(in_force.disks.iter().filter_map(hidden));
         left_out.extend(after_restart);
+        left_out.extend(server.unavailable());
         left_out.iter().for_each(|sentence| warn!("{sentence}"));
         // At once: the operator may have repaired the reason.
         server.retry_as_asked();
@@ -327,14 +327,14 @@ impl<'a> Change<'a> {
         let waits = |export: &&NbdExportSpec| {
             let name = &export.node;
             let mut both = [&old.disks, &new.disks].into_iter();
-            both.all(|disks| disks.iter().any(|disk| disk.name == *name))
+            let stays = both.all(|disks| disks.iter().any(|disk| disk.name == *name));
+            (stays || change.detached.iter().any(|disk| disk.name == *name))
                 && server.node_of(name).is_none()
                 && server.absent_spec(name).is_none()
                 && !old.exports.contains(export)
         };
-        change
-            .waiting_exports
-            .extend(new.exports.iter().filter(waits));
+        let waiting = new.exports.iter().filter(waits).collect();
+        change.waiting_exports = waiting;
         change
     }
 
@@ -343,31 +343,42 @@ impl<'a> Change<'a> {
         let mut before = self.old.disks.iter();
         before.any(|before| {
             let is_gone = self.new.disks.iter().all(|it| it.name != before.name);
-            is_gone && !server.is_there(&before.name) && is_renamed(before, disk)
+            is_gone && !server.is_there(&before.name) && sockets::is_renamed(before, disk)
         })
     }
 
-    /// The disks that only get another name, each as it was and as it is now.
-    fn renamed(&self, server: &Server) -> Vec<(&'a DiskSpec, &'a DiskSpec)> {
-        let of = |&removed: &&'a DiskSpec| {
-            let now = server.spec_of(&removed.name)?;
-            let mut added = self.added.iter();
-            let renamed = added.find(|added| is_renamed(&now, added))?;
-            Some((removed, *renamed))
-        };
-        self.removed.iter().filter_map(of).collect()
+    /// The disks that end or start again, as they were configured.
+    fn ended(&self) -> impl Iterator<Item = &'a DiskSpec> {
+        let changed = self.changed.iter().map(|changed| changed.before);
+        self.removed.iter().copied().chain(changed)
     }
 
-    /// The NBD exports that commands have added of disks that only get another name, with that.
-    fn renamed_exports(&self, server: &Server) -> Vec<NbdExportSpec> {
-        let renamed = self.renamed(server).into_iter();
-        let exports = renamed.flat_map(|(before, now)| {
+    /// What is served afterwards instead of a disk that ends or starts again: under another name if its file and its VM have that,
+    /// and nothing if another VM's disk has its name.
+    fn successor<'b>(&'b self, server: &Server, before: &DiskSpec) -> Option<&'b DiskSpec> {
+        let now = server.spec_of(&before.name)?;
+        let changed = || self.changed.iter().map(|changed| &changed.then);
+        let mut started = changed().chain(self.added.iter().copied());
+        let renamed = started.find(|disk| sockets::is_renamed(&now, disk));
+        renamed.or_else(|| {
+            let mut same = changed().filter(|disk| disk.name == before.name);
+            same.find(|disk| !sockets::are_of_two_vms(&now, disk))
+        })
+    }
+
+    /// The NBD exports that commands have added to disks that end or start again, each with the disk that it is to show afterwards.
+    fn exports_of_commands(&self, server: &Server) -> Vec<(NbdExportSpec, DiskSpec)> {
+        let its = |before: &'a DiskSpec| {
+            let successor = self.successor(server, before).cloned();
             let exports = server.nbd_exports_of(&before.name).into_iter();
-            exports.map(|export| (export, now.name.clone()))
-        });
-        let own = exports.filter(|(export, _)| !self.old.exports.contains(export));
-        own.map(|(export, node)| NbdExportSpec { node, ..export })
-            .collect()
+            let exports = exports.filter(|export| !self.old.exports.contains(export));
+            exports.filter_map(move |export| {
+                let disk = successor.clone()?;
+                let node = disk.name.clone();
+                Some((NbdExportSpec { node, ..export }, disk))
+            })
+        };
+        self.ended().flat_map(its).collect()
     }
 
     /// What the disks need that are started, moved or restarted, as it is claimed.
@@ -384,7 +395,8 @@ impl<'a> Change<'a> {
         }
         let exports = self.changed.iter();
         let exports = exports.flat_map(|changed| server.nbd_exports_of(&changed.then.name));
-        let exports = exports.chain(self.renamed_exports(server));
+        let own = self.exports_of_commands(server).into_iter();
+        let exports = exports.chain(own.map(|(export, _)| export));
         names.extend(exports.map(|export| resources::nbd_name(&export.name)));
         names
     }
@@ -416,13 +428,18 @@ impl<'a> Change<'a> {
     ) -> Result<(), ReloadError> {
         let threads = self.new.threads.iter();
         for (id, spec) in threads.filter(|(id, _)| !has(&self.old.threads, id)) {
-            server.threads.add(id, spec.clone())?;
-            ready.threads.push(id);
+            // It may be there already, for a disk that a command has given it.
+            if !has(&server.threads.added(), id) {
+                server.threads.add(id, spec.clone())?;
+                ready.threads.push(id);
+            }
         }
         let groups = self.new.groups.iter();
         for (name, limits) in groups.filter(|(name, _)| !has(&self.old.groups, name)) {
-            server.add_group(name, limits)?;
-            ready.groups.push(name);
+            if !server.has_group(name) {
+                server.add_group(name, limits)?;
+                ready.groups.push(name);
+            }
         }
         let changed = self.changed.iter().map(|changed| &changed.then);
         let ends = self.removed.iter().copied().chain(changed.clone());
@@ -466,18 +483,18 @@ impl<'a> Change<'a> {
         Ok(())
     }
 
-    /// What ends with the disks that are removed, a sentence for each disk.
+    /// What ends with the disks that are removed or become others, a sentence for each disk.
     fn what_ends(&self, server: &Server) -> Vec<String> {
-        let renamed = self.renamed(server);
-        let sentence = |disk: &&DiskSpec| {
+        let sentence = |disk: &'a DiskSpec| {
             let name = &disk.name;
-            let renamed = renamed.iter().find(|(before, _)| before.name == *name);
-            let now = server.spec_of(name).filter(|_| renamed.is_none());
+            let successor = self.successor(server, disk);
+            let now = server.spec_of(name).filter(|_| successor.is_none());
             let now = now.filter(|now| !now.has_file_of(disk));
             let last =
                 now.map(|now| format!("; its VM used {} last, and not {}", now.file, disk.file));
             let exports = server.nbd_exports_of(name).into_iter();
-            let exports = exports.filter(|_| renamed.is_none());
+            let is_configured = |export: &NbdExportSpec| self.new.exports.contains(export);
+            let exports = exports.filter(|it| successor.is_none() && !is_configured(it));
             let exports = exports.map(|export| format!("NBD export '{}'", export.name));
             let bitmaps = server.temporary_bitmaps_of(name).into_iter();
             let bitmaps = bitmaps.map(|bitmap| format!("temporary bitmap '{bitmap}'"));
@@ -487,8 +504,10 @@ impl<'a> Change<'a> {
             if last.is_none() && ended.is_none() {
                 return None;
             }
-            let what = match renamed {
-                Some((_, now)) => format!("is disk {} now", now.name),
+            let is_another = self.new.disks.iter().any(|disk| disk.name == *name);
+            let what = match successor {
+                Some(now) => format!("is disk {} now", now.name),
+                None if is_another => "is another disk now".into(),
                 None => "is no longer configured, nor served".into(),
             };
             Some(format!(
@@ -497,13 +516,15 @@ impl<'a> Change<'a> {
                 last.unwrap_or_default()
             ))
         };
-        self.removed.iter().filter_map(sentence).collect()
+        self.ended().filter_map(sentence).collect()
     }
 
     /// A sentence for each key whose change is not in effect.
-    fn what_needs_a_restart(&self, old: &Config, new: &Config) -> Vec<String> {
+    fn what_needs_a_restart(&self, server: &Server, old: &Config, new: &Config) -> Vec<String> {
+        let running = server.threads.added();
         let changed_thread = new.threads.iter().any(|(id, spec)| {
-            let before = old.threads.iter().find(|(other, _)| other == id);
+            let mut before = old.threads.iter().chain(&running);
+            let before = before.find(|(other, _)| other == id);
             before.is_some_and(|(_, before)| before != spec)
         });
         let changed = TOP_KEYS.iter().filter(|top| (top.differs)(old, new));
@@ -559,12 +580,6 @@ impl<'a> Change<'a> {
             self.removed.len()
         )
     }
-}
-
-/// Whether a disk is this one with another name: it has its file, and its VM.
-fn is_renamed(disk: &DiskSpec, other: &DiskSpec) -> bool {
-    let socket = |disk: &DiskSpec| canonical_path(&sockets::path(disk));
-    disk.name != other.name && disk.has_file_of(other) && socket(disk) == socket(other)
 }
 
 fn left_out(server: &Server, disk: &DiskSpec) -> String {

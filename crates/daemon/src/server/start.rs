@@ -74,6 +74,16 @@ impl Server {
         Ok((ready, absent))
     }
 
+    /// The disks are served without a configured service.
+    pub fn add_unavailable(&self, reason: String) {
+        self.state().unavailable.push(reason);
+    }
+
+    /// Configured services that could not be started, each with the reason.
+    pub fn unavailable(&self) -> Vec<String> {
+        self.state().unavailable.clone()
+    }
+
     fn start_threads_and_groups(
         &self,
         configured: &Configured,

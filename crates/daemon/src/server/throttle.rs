@@ -59,6 +59,11 @@ impl Server {
         Ok(())
     }
 
+    /// Whether there is such a group.
+    pub fn has_group(&self, name: &str) -> bool {
+        self.state().groups.contains_key(name)
+    }
+
     /// Changes the limits of a group.
     pub fn change_group(&self, name: &str, limits: &ThrottleLimits) -> Result<(), ServerError> {
         match self.state().group(Some(name))? {

@@ -151,6 +151,13 @@ impl LeftFiles {
         Ok(())
     }
 
+    /// The file that a disk has left last for this one.
+    pub fn left_for(&self, disk: &DiskId, to: &str) -> Option<&str> {
+        let mut left = self.left.iter().rev();
+        let left = left.find(|left| left.is_of(disk) && left.to == to)?;
+        Some(&left.file.file)
+    }
+
     /// Where the disk is that has left this file.
     pub fn where_is(&self, disk: &DiskId, mark: &FileMark) -> Option<String> {
         let refused = self.check(disk, true, &[(mark.clone(), true)]);

@@ -92,6 +92,27 @@ fn thread_and_group_of_commands_outlive_their_configuration() {
     assert_works(&ringdisk, "a");
 }
 
+/// They come back into the configuration, with other settings: a reload takes them as they are configured.
+#[test]
+fn thread_and_group_of_commands_can_be_configured_again() {
+    let tables = "[[iothread]]\nid = \"fast\"\n[[throttle-group]]\nname = \"g\"\niops = 500\n";
+    let ringdisk = start(tables);
+    attach(&ringdisk, "iothreads=fast,throttle-group=g");
+    configure(ringdisk.dir.path(), "");
+    let ringdisk = ringdisk.kill_and_restart();
+    assert_works(&ringdisk, "b");
+    let tables = tables.replace("500", "700") + "[[iothread]]\nid = \"new\"\n";
+    configure(ringdisk.dir.path(), &tables);
+    ringdisk.json(&["reload"]);
+    assert_eq!(
+        saved(&ringdisk)["throttle-groups"][0]["limits"]["iops"],
+        700
+    );
+    assert_works(&ringdisk, "b");
+    let again = ringdisk.json(&["reload"]);
+    assert_eq!(again["left-out"], Value::Null, "{again}");
+}
+
 /// A disk of a command and a configured one name a thread of a pool that is smaller now.
 #[test]
 fn smaller_pool_keeps_the_threads_that_disks_name() {
@@ -133,5 +154,12 @@ fn disks_are_served_without_what_is_configured_wrongly_beside_them() {
         "192.0.2.9:10809",
     ] {
         ringdisk.server.wait_for_log(&[problem]);
+    }
+    // And each reload says so, as long as it is so.
+    for _ in 0..2 {
+        let said = ringdisk.json(&["reload"])["left-out"].to_string();
+        for address in ["192.0.2.9:9747", "192.0.2.9:10809"] {
+            assert!(said.contains(address), "{said}");
+        }
     }
 }

@@ -320,13 +320,16 @@ fn a_start_goes_back_after_a_commit() {
 #[test]
 fn a_removed_overlay_says_how_to_go_back() {
     let test = "a_removed_overlay_says_how_to_go_back";
-    for is_configured in [true, false] {
-        let name = if is_configured { "a" } else { "" };
+    for place in ["configured", "attached", "command line"] {
+        let name = if place == "configured" { "a" } else { "" };
         let Some(mut it) = Overlays::start(test, name, "o0.qcow2") else {
             return;
         };
         let dir = it.ringdisk.dir.path().to_owned();
-        if !is_configured {
+        if place == "attached" {
+            it.attach("a", "o0.qcow2");
+        }
+        if place == "command line" {
             let disk = format!(
                 "{0}/o0.qcow2,name=a,socket={0}/a.sock,queues=1",
                 dir.display()

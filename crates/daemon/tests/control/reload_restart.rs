@@ -123,15 +123,82 @@ fn renamed_disk_keeps_exports_of_commands_and_stays_detached() {
         );
     }
 
+    // One that is detached stays so, and its export waits for it.
+    for command in [&["reload"][..], &["upgrade"]] {
+        let export = "[[export]]\ndisk = \"a\"\n";
+        let ringdisk = start("queues = 1", export);
+        ringdisk.json(&["detach", "a", "--force"]);
+        let before = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
+        let after = before.replacen("[[disk]]", "[[disk]]\nname = \"c\"", 1);
+        let after = after.replace("disk = \"a\"", "disk = \"c\"");
+        fs::write(ringdisk.path("r.toml"), after).unwrap();
+        let reply = ringdisk.json(command);
+        let said = reply["left-out"].to_string();
+        let is_said = said.contains("disk c: was detached by command");
+        assert!(is_said || command == ["upgrade"], "{said}");
+        ringdisk.json(&["reload"]);
+        assert_eq!(ringdisk.disk("c"), Value::Null, "{command:?}");
+        assert_eq!(exports(&ringdisk), pairs(&[]));
+    }
+}
+
+/// Exports of commands follow a disk whose name is given to another one.
+#[test]
+fn exports_of_commands_show_the_same_data_when_names_are_exchanged() {
+    let nbd = |dir: &Path| format!("nbd = \"{}\"\n", dir.join("nbd.sock").display());
+    let disk = |dir: &Path, name: &str, file: &str| {
+        let dir = dir.display();
+        format!(
+            "[[disk]]\nname = \"{name}\"\nfile = \"{dir}/{file}.raw\"\nsocket = \"{dir}/{file}.sock\"\nqueues = 1\n"
+        )
+    };
+    for names in [
+        &[("b", "a"), ("a", "b")][..],
+        &[("old", "a"), ("a", "c"), ("b", "b")],
+    ] {
+        let ringdisk = start("queues = 1", "");
+        ringdisk.file("c.raw", 4 << 20);
+        let dir = ringdisk.dir.path();
+        for name in ["a", "b"] {
+            ringdisk.json(&["export", name, "--name", &format!("of-{name}")]);
+        }
+        let text: String = names
+            .iter()
+            .map(|(name, file)| disk(dir, name, file))
+            .collect();
+        fs::write(ringdisk.path("r.toml"), nbd(dir) + &text).unwrap();
+        ringdisk.json(&["reload"]);
+        let now = exports(&ringdisk);
+        assert_eq!(now.len(), 2, "{names:?}: {now:?}");
+        for (export, node) in now {
+            let its = export.replace("of-", "");
+            let file = ringdisk.path(&format!("{its}.raw"));
+            assert_eq!(
+                ringdisk.disk(&node)["file"],
+                file.to_str().unwrap(),
+                "{names:?}"
+            );
+        }
+    }
+}
+
+/// The name of a disk is given to another VM's, and the disk is not configured any more.
+#[test]
+fn exports_of_commands_end_with_their_disk() {
     let ringdisk = start("queues = 1", "");
-    ringdisk.json(&["detach", "a"]);
-    let before = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
-    let after = before.replacen("[[disk]]", "[[disk]]\nname = \"c\"", 1);
-    fs::write(ringdisk.path("r.toml"), after).unwrap();
+    ringdisk.file("c.raw", 4 << 20);
+    ringdisk.json(&["export", "a", "--name", "of-a"]);
+    let text = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
+    let text = text.replacen("[[disk]]", "[[disk]]\nname = \"a\"", 1);
+    let text = text.replace("a.raw", "c.raw").replace("a.sock", "c.sock");
+    fs::write(ringdisk.path("r.toml"), text).unwrap();
     let reply = ringdisk.json(&["reload"]);
     let said = reply["left-out"].to_string();
-    assert!(said.contains("disk c: was detached by command"), "{said}");
-    assert_eq!(ringdisk.disk("c"), Value::Null);
+    assert!(
+        said.contains("disk a: is another disk now, and with it ended: NBD export 'of-a'"),
+        "{said}"
+    );
+    assert_eq!(exports(&ringdisk), pairs(&[]));
 }
 
 #[test]

@@ -51,7 +51,7 @@ impl<'a> Change<'a> {
         let stopped = stopped.chain(removed.iter().map(|disk| &disk.name));
         let moved = moves.iter().map(|moved| moved.disk().to_owned());
         let reserved = server.reserve_files(&claim, stopped.cloned().collect(), moved.collect());
-        let renamed_exports = self.renamed_exports(server);
+        let own_exports = self.exports_of_commands(server);
         let mut ended = Vec::new();
         for &disk in &removed {
             ended.extend(RemovedDisk::of(server, disk));
@@ -59,7 +59,8 @@ impl<'a> Change<'a> {
         }
         let restarted = self.changed.iter().map(|changed| &changed.then.name);
         let exports = restarted.flat_map(|disk| server.nbd_exports_of(disk));
-        let exports: Vec<NbdExportSpec> = exports.chain(renamed_exports).collect();
+        let exports = exports.filter(|export| self.old.exports.contains(export));
+        let exports: Vec<NbdExportSpec> = exports.collect();
         // All of them before the first starts again: they may have exchanged files.
         let changed = self.changed.iter().zip(ready.changed);
         let stopped =
@@ -95,20 +96,15 @@ impl<'a> Change<'a> {
             failed.disk("serving disk", disk, served, None);
         }
         drop(reserved);
-        for export in exports {
-            if !server.export_when_there(&export) {
-                let name = export.name.clone();
-                let result = server.add_nbd_export(&claim, export);
-                failed.note("exporting", &name, result);
-            }
-        }
+        add_again(server, &claim, exports, own_exports, &mut failed);
         self.apply_exports(server, &claim, &mut failed);
         for &disk in &self.throttled {
             self.limit(server, &claim, disk, &mut failed);
         }
         for (name, limits) in &self.new.groups {
             let before = self.old.groups.iter().find(|(other, _)| other == name);
-            if before.is_some_and(|(_, before)| before != limits) {
+            // One that was there already is as it is configured from now on.
+            if before.is_none_or(|(_, before)| before != limits) {
                 failed.note("changing group", name, server.change_group(name, limits));
             }
         }
@@ -363,6 +359,30 @@ impl<'a> RemovedDisk<'a> {
                 let result = server.add_nbd_export(claim, export);
                 failed.note("exporting", &name, result);
             }
+        }
+    }
+}
+
+/// Adds NBD exports of disks that have been restarted, and those of commands with the disks that they are to show.
+fn add_again(
+    server: &Server,
+    claim: &Claim<'_>,
+    configured: Vec<NbdExportSpec>,
+    own: Vec<(NbdExportSpec, DiskSpec)>,
+    failed: &mut Failed<'_>,
+) {
+    // If the disk could not be changed, its former one may have the name.
+    let is_right = |(export, disk): &(NbdExportSpec, DiskSpec)| {
+        let there = server.spec_of(&export.node);
+        let there = there.or_else(|| server.absent_spec(&export.node));
+        there.is_some_and(|there| there.has_file_of(disk))
+    };
+    let own = own.into_iter().filter(is_right).map(|(export, _)| export);
+    for export in configured.into_iter().chain(own) {
+        if !server.export_when_there(&export) {
+            let name = export.name.clone();
+            let result = server.add_nbd_export(claim, export);
+            failed.note("exporting", &name, result);
         }
     }
 }
