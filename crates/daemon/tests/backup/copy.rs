@@ -150,6 +150,15 @@ fn an_open_backup_outlives_a_mistake_in_the_destination() {
     let images = [&*to[0], &to[1], "--format=qcow2"];
     stays_open(&images, "it exists; name a new file");
     stays_open(&[&to[0], &to[2]], "No such file");
+    // It would end with success for the other disk as well, whose bitmap would go on without a copy.
+    let output = served.ringdisk(&["backup", "copy", "a", "--open", &to[0]]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(
+        said.contains("b: the backup has this disk too, 2 in all"),
+        "{said}"
+    );
+    assert_eq!(backups(), "backup");
     assert_eq!(fs::read(&two).unwrap(), b"of another backup");
     fs::remove_file(&two).unwrap();
     let copied = served.done(&["backup", "copy", "a", "b", &to[0], &to[1], "--open"]);
