@@ -131,7 +131,8 @@ fn upgrade_from_a_pinned_shell_keeps_queues() {
 }
 
 /// Kills the process that an upgrade has started.
-fn kill(upgraded: &Value) {
+/// Ends the process that an upgrade has started.
+pub fn kill(upgraded: &Value) {
     let pid = upgraded["pid"].as_u64().unwrap() as i32;
     let ended =
         rustix::process::kill_process(Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL);

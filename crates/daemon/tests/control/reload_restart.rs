@@ -11,6 +11,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use testkit::driver::{Device, DeviceConfig};
 
+use super::host_cpus::kill;
 use super::server::Controlled;
 use crate::support::{content, wait_until};
 
@@ -121,6 +122,9 @@ fn renamed_disk_keeps_exports_of_commands_and_stays_detached() {
             device(&ringdisk).queues[0].read(8, 512).unwrap(),
             content(8, 512)
         );
+        if command == ["upgrade"] {
+            kill(&reply);
+        }
     }
 
     // One that is detached stays so, and its export waits for it.
@@ -139,6 +143,9 @@ fn renamed_disk_keeps_exports_of_commands_and_stays_detached() {
         ringdisk.json(&["reload"]);
         assert_eq!(ringdisk.disk("c"), Value::Null, "{command:?}");
         assert_eq!(exports(&ringdisk), pairs(&[]));
+        if command == ["upgrade"] {
+            kill(&reply);
+        }
     }
 }
 
