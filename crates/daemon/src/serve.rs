@@ -121,6 +121,12 @@ pub enum ServeError {
         "nbd-tls protects the address of 'nbd', which is not set: name it (--nbd ADDRESS, or 'nbd' in the configuration)"
     )]
     TlsAlone,
+    /// The disk, its file, and the other disk.
+    #[error(
+        "disk '{0}' would end, and its file {1} is configured for disk '{2}' now; 'ringdisk reload' first, which does that or says why \
+         not"
+    )]
+    GivenToAnother(String, String, String),
     #[error(transparent)]
     State(#[from] StateError),
     #[error(

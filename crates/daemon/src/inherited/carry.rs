@@ -36,6 +36,32 @@ impl Inherited {
             ..room.with_nbd(nbd)
         }
     }
+
+    /// Checks that no disk of the old process ends with the upgrade whose file the configuration gives to another one: only a reload
+    /// knows what its VM may have. Returns the two, if there is one.
+    pub fn given_to_another(
+        &self,
+        config: &Config,
+        in_force: &Config,
+    ) -> Option<(DiskSpec, DiskSpec)> {
+        let parts = self.parts();
+        if !parts.uncommitted {
+            return None;
+        }
+        let is_kept = |before: &DiskSpec| {
+            let mut all = in_force.disks.iter();
+            all.any(|it| it.has_file_of(before) && sockets::path(it) == sockets::path(before))
+        };
+        let ended = parts.disks.values().filter_map(|it| it.configured.as_ref());
+        let mut ended = ended.filter(|before| !is_kept(before));
+        ended.find_map(|before| {
+            let mut all = config.disks.iter();
+            let takes =
+                |it: &&DiskSpec| it.name != before.name && it.has_file_of(before) && !it.read_only;
+            let other = all.find(takes)?;
+            Some((before.clone(), other.clone()))
+        })
+    }
 }
 
 impl InheritedParts {

@@ -167,7 +167,7 @@ fn without(disks: &[DiskSpec], names: &[String]) -> Vec<DiskSpec> {
 /// The configuration that is in force from now on, and whether that differs from the one that was read.
 ///
 /// # Errors
-/// Disks of the old process would be removed because their files are away.
+/// Disks of the old process would be removed because their files are away, or as others have got these.
 fn in_force(
     config: Config,
     path: Option<&Path>,
@@ -183,6 +183,10 @@ fn in_force(
     }
     // The identity of data files that the configuration names counts.
     let in_force = rights.as_operator(|| inherited.carry(&config));
+    if let Some((before, other)) = inherited.given_to_another(&config, &in_force) {
+        let (name, file) = (before.name, before.file.to_string());
+        return Err(ServeError::GivenToAnother(name, file, other.name));
+    }
     let differs = in_force != config;
     Ok((in_force, differs))
 }

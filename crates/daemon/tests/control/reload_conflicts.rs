@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 use testkit::driver::{Device, DeviceConfig};
 
+use super::host_cpus::kill;
 use super::server::{Controlled, rewrite};
 use crate::support::wait_until;
 use crate::support::{content, serve_all};
@@ -205,6 +206,32 @@ fn no_disk_moves_to_the_file_of_one_that_ends() {
     ] {
         served.refuses(&disks, &["cannot move to the file of disk 'a'"]);
     }
+}
+
+/// An upgrade ends no disk whose file is another's now: that is refused, and nobody notices.
+#[test]
+fn an_upgrade_gives_no_disk_to_another_vm() {
+    let mut served = Configured::start(&[]);
+    let c = ("c", "c", "c", "");
+    for disks in [
+        &[("a", "b", "a", ""), c][..],
+        &[("a", "b", "b", ""), c],
+        &[("a", "b", "b", ""), ("b", "c", "c", "")],
+    ] {
+        served.write(disks);
+        let refused = served.ringdisk.ringdisk(&["upgrade"]);
+        refused.assert_fails(1, &["continues to serve", "'ringdisk reload' first"]);
+        for device in &mut served.devices {
+            rewrite(&mut device.queues[0]);
+        }
+    }
+    // Only a name.
+    served.write(&[("d", "a", "a", ""), ("b", "b", "b", ""), c]);
+    let upgraded = served.ringdisk.json(&["upgrade"]);
+    for device in &mut served.devices {
+        rewrite(&mut device.queues[0]);
+    }
+    kill(&upgraded);
 }
 
 /// Changes of disk a that would disconnect its front-end if they were possible, with words of the error.
