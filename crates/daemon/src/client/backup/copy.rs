@@ -210,14 +210,14 @@ fn prepare<'a>(
     disks: &'a [Value],
     stop: &Stop,
 ) -> Result<Vec<Job<'a>>, CommandLineError> {
-    let names = || disks.iter().filter_map(|disk| disk["device"].as_str());
-    let unknown = args.disks.iter().find(|name| names().all(|it| it != *name));
-    if let Some(name) = unknown {
+    let of_backup = |name: &String| {
+        let disk = disks.iter().find(|disk| disk["device"] == **name);
         let problem = "the backup does not have this disk";
-        return Err(CommandLineError::Value(name.clone(), problem.into()));
-    }
-    let left_out = names().find(|name| args.disks.iter().all(|it| it != name));
-    if let Some(name) = left_out {
+        disk.ok_or_else(|| CommandLineError::Value(name.clone(), problem.into()))
+    };
+    let named: Vec<_> = args.disks.iter().map(of_backup).collect::<Result<_, _>>()?;
+    let mut names = disks.iter().filter_map(|disk| disk["device"].as_str());
+    if let Some(name) = names.find(|name| args.disks.iter().all(|it| it != name)) {
         let problem = format!(
             "the backup has this disk too, {} in all, and ends with success for all of them: name each, with a --to",
             disks.len()
@@ -225,10 +225,8 @@ fn prepare<'a>(
         return Err(CommandLineError::Value(name.into(), problem));
     }
     let mut jobs = Vec::new();
-    for (at, (name, to)) in args.disks.iter().zip(&args.to).enumerate() {
-        let Some(disk) = disks.iter().find(|disk| disk["device"] == **name) else {
-            continue;
-        };
+    for (at, (disk, to)) in named.into_iter().zip(&args.to).enumerate() {
+        let name = &args.disks[at];
         let size = disk["size"].as_u64().unwrap_or(0);
         let full = disk["x-ringdisk-full"].is_string();
         let bitmap = disk["bitmap-name"].as_str().filter(|_| !full);
