@@ -19,7 +19,7 @@ impl Cpus {
         }
     }
 
-    /// Those of them on which this process may run: all that there are, if it may run on none. Logs which are left out.
+    /// Without the CPUs on which this process may not run, which are logged. If none is left, the list is empty: all CPUs.
     pub fn usable(self, key: &str) -> Self {
         let Ok(allowed) = sched_getaffinity(None) else {
             return self;

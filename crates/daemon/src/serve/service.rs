@@ -312,11 +312,11 @@ impl Service {
             started.map_err(|e| ServeError::Metrics(address, e))
         };
         let metrics = settings.metrics.map(start).transpose();
-        let metrics = self.unless_configured(settings.is_given.metrics, metrics)?;
+        let metrics = self.or_without(settings.on_command_line.metrics, metrics)?;
         let rights = &self.server.context.rights;
         let socket = rights.as_operator(|| bind_control(settings, &self.inherited))?;
         let nbd = self.open_nbd(settings);
-        let nbd = self.unless_configured(settings.is_given.nbd, nbd)?;
+        let nbd = self.or_without(settings.on_command_line.nbd, nbd)?;
         self.sandbox.seal()?;
         if let Some(predecessor) = predecessor {
             let committed = predecessor.commit(&self.inherited);
@@ -351,14 +351,14 @@ impl Service {
         Ok((metrics, control))
     }
 
-    /// A mistake in what the configuration says of a service that no disk needs is no reason to serve no disk.
-    fn unless_configured<T>(
+    /// The disks are served without a service that the configuration describes and that cannot be started.
+    fn or_without<T>(
         &self,
-        is_given: bool,
+        on_command_line: bool,
         opened: Result<Option<T>, ServeError>,
     ) -> Result<Option<T>, ServeError> {
         match opened {
-            Err(e) if !is_given && !self.take_over => {
+            Err(e) if !on_command_line && !self.take_over => {
                 let reason = format!(
                     "{e}; the disks are served without it: correct it, then 'ringdisk upgrade'"
                 );

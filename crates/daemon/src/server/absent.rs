@@ -472,7 +472,7 @@ impl Server {
             ..self.context.clone()
         };
         let (opened, lines) = log::hold(|| self.open_current_in(spec.clone(), &context));
-        let opened = opened.map_err(|e| self.if_put_on_nothing(spec, e));
+        let opened = opened.map_err(|e| self.explain_missing_file(spec, e));
         let is_open = ahead.as_ref().is_some_and(|ahead| ahead.has(spec));
         let is_denied = opened.is_err() && !is_open && self.is_denied(spec);
         if let (Err(_), Some(ahead)) = (&opened, &ahead) {

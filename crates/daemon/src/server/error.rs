@@ -87,13 +87,13 @@ pub enum ServerError {
         "{0}: no such file; disk '{1}' was moved there from {2}: mount its file system, or restore it. Only if {2} has everything that \
          it had ('qemu-img commit'), go back: 'ringdisk detach {1}', then 'ringdisk attach {2}' with the disk's settings"
     )]
-    MovedToNothing(String, String, String),
+    MovedFileMissing(String, String, String),
     /// The file and the disk.
     #[error(
-        "{0}: no such file; disk '{1}' was put there by a command: mount its file system, or restore it; 'ringdisk detach {1}' gives \
+        "{0}: no such file; a command has attached disk '{1}' with it: mount its file system, or restore it; 'ringdisk detach {1}' gives \
          it up"
     )]
-    PutOnNothing(String, String),
+    AttachedFileMissing(String, String),
     /// A file, and the one for which the disk has left it.
     #[error(
         "{0}: a disk was moved from it to {1}, and it has not changed since, so it lacks what its VM has written there; \

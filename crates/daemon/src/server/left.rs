@@ -106,7 +106,7 @@ impl Server {
     }
 
     /// The error for a disk that a command has put on a file that is not there: a new one would not be what it had.
-    pub(super) fn if_put_on_nothing(&self, disk: &DiskSpec, e: ServerError) -> ServerError {
+    pub(super) fn explain_missing_file(&self, disk: &DiskSpec, e: ServerError) -> ServerError {
         let file = disk.file.to_string();
         let is_missing = matches!(
             &e,
@@ -122,8 +122,8 @@ impl Server {
         let before = before.or_else(|| Some(state.left.left_for(&id(disk), &file)?.to_owned()));
         let disk = disk.name.clone();
         match before {
-            Some(before) => ServerError::MovedToNothing(file, disk, before),
-            None => ServerError::PutOnNothing(file, disk),
+            Some(before) => ServerError::MovedFileMissing(file, disk, before),
+            None => ServerError::AttachedFileMissing(file, disk),
         }
     }
 

@@ -535,7 +535,7 @@ impl<'a> Change<'a> {
                 true => "restarted",
                 false => "restarted, or with 'ringdisk upgrade'",
             };
-            format!("{key} has changed, which is checked and takes effect when ringdisk is {when}")
+            format!("{key} has changed, which is tried and takes effect when ringdisk is {when}")
         };
         changed.map(sentence).collect()
     }

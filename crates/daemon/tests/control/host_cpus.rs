@@ -35,6 +35,13 @@ fn one_cpu() -> Option<CpuSet> {
     Some(one)
 }
 
+/// Lets the threads of a running process use only these CPUs.
+fn pin(ringdisk: &Controlled, cpus: &CpuSet) {
+    for (thread, _) in ringdisk.threads() {
+        let _ = sched_setaffinity(Pid::from_raw(thread as i32), cpus);
+    }
+}
+
 fn start() -> Controlled {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
@@ -79,9 +86,7 @@ fn reload_of_an_unchanged_file_disturbs_nobody_when_cpus_are_gone() {
     assert!(before > 1);
     let mut guest = device(&ringdisk, "a", before);
     ringdisk.json(&["detach", "b"]);
-    for (thread, _) in ringdisk.threads() {
-        let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
-    }
+    pin(&ringdisk, &one);
     ringdisk.json(&["reload"]);
     assert_eq!(queues(&ringdisk, "a"), Some(before));
     assert_eq!(ringdisk.disk("b"), Value::Null);
@@ -182,9 +187,7 @@ fn renamed_disk_keeps_its_queues_and_its_write_cache() {
         }
         last = names;
         rename(&ringdisk, names);
-        for (thread, _) in ringdisk.threads() {
-            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
-        }
+        pin(&ringdisk, &one);
         match how {
             "kill" => ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap(),
             "upgrade" => upgraded = on_one_cpu(|| ringdisk.json(&[how])).unwrap(),
@@ -223,9 +226,7 @@ fn disk_with_another_name_and_socket_keeps_what_its_guest_depends_on() {
         let socket = format!("{name}.sock\"\nname = \"{name}");
         let text = text.replacen("a.sock", &socket, 1);
         fs::write(ringdisk.path("r.toml"), text).unwrap();
-        for (thread, _) in ringdisk.threads() {
-            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
-        }
+        pin(&ringdisk, &one);
         match how {
             "kill" => ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap(),
             "upgrade" => upgraded = on_one_cpu(|| ringdisk.json(&[how])).unwrap(),
@@ -256,9 +257,7 @@ fn detached_disk_keeps_its_queues_and_its_write_cache_under_another_name() {
         for name in ["a", "b"] {
             ringdisk.json(&["detach", name]);
         }
-        for (thread, _) in ringdisk.threads() {
-            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
-        }
+        pin(&ringdisk, &one);
         let attach = |ringdisk: &Controlled, name: &str, file: &str| {
             let (file, socket) = (format!("{file}.raw"), format!("{file}.sock"));
             let (file, socket) = (ringdisk.path(&file), ringdisk.path(&socket));
@@ -288,9 +287,7 @@ fn guests_of_absent_and_attached_disks_keep_what_they_depend_on() {
         let mut guest = device(&ringdisk, "a", before);
         guest.frontend.set_config(WCE, &[0]).unwrap();
         drop(guest);
-        for (thread, _) in ringdisk.threads() {
-            let _ = sched_setaffinity(Pid::from_raw(thread as i32), &one);
-        }
+        pin(&ringdisk, &one);
         let name = if how == "absent" {
             let (file, away) = (ringdisk.path("b.raw"), ringdisk.path("away.raw"));
             fs::rename(&file, &away).unwrap();

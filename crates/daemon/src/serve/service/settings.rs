@@ -34,15 +34,15 @@ pub struct Settings {
     pub metrics: Option<SocketAddr>,
     pub nbd: Option<NbdAddress>,
     pub tls: Option<TlsSpec>,
-    pub is_given: Given,
+    pub on_command_line: OnCommandLine,
     pub backing: Vec<PathBuf>,
     pub fleece: Option<PathBuf>,
     pub state: Option<PathBuf>,
     pub user: Option<UserAccount>,
 }
 
-/// What the command line sets.
-pub struct Given {
+/// Which of these the command line sets.
+pub struct OnCommandLine {
     pub metrics: bool,
     pub nbd: bool,
 }
@@ -87,7 +87,7 @@ impl Settings {
             polling,
             control_path: control.clone().unwrap_or_else(control_socket::default_path),
             control,
-            is_given: Given {
+            on_command_line: OnCommandLine {
                 metrics: args.metrics.is_some(),
                 nbd: args.nbd.is_some() || args.nbd_tls.is_some(),
             },
