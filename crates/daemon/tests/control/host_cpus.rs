@@ -224,12 +224,21 @@ fn disk_with_another_name_and_socket_keeps_what_its_guest_depends_on() {
         ("g", "upgrade", 0),
     ] {
         let socket = format!("{name}.sock\"\nname = \"{name}");
+        let before_it = fs::read_to_string(ringdisk.path("r.toml")).unwrap();
         let text = text.replacen("a.sock", &socket, 1);
-        fs::write(ringdisk.path("r.toml"), text).unwrap();
+        fs::write(ringdisk.path("r.toml"), &text).unwrap();
         pin(&ringdisk, &one);
         match how {
             "kill" => ringdisk = on_one_cpu(move || ringdisk.kill_and_restart()).unwrap(),
-            "upgrade" => upgraded = on_one_cpu(|| ringdisk.json(&[how])).unwrap(),
+            "upgrade" => {
+                // It would end the disk, which only a reload does.
+                let refused = ringdisk.ringdisk(&["upgrade"]);
+                refused.assert_fails(1, &["'ringdisk reload' first"]);
+                fs::write(ringdisk.path("r.toml"), &before_it).unwrap();
+                upgraded = on_one_cpu(|| ringdisk.json(&[how])).unwrap();
+                fs::write(ringdisk.path("r.toml"), &text).unwrap();
+                ringdisk.json(&["reload"]);
+            }
             _ => _ = ringdisk.json(&[how]),
         }
         wait_until("the disk", || queues(&ringdisk, name).is_some());
